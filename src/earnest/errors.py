@@ -1,0 +1,40 @@
+"""Errors for the user: each is a ``ValueError`` whose sentence has the value, what is allowed, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EarnestError(ValueError):
+    """Base of every error that a user can cause and mend; the command line prints it without a traceback."""
+
+
+class SignalError(EarnestError):
+    """A batch or a signal in it is malformed, or a term misses one that it needs."""
+
+
+class ObjectiveError(EarnestError):
+    """An objective cannot be computed as asked."""
+
+
+class ConfigError(EarnestError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class CheckpointError(EarnestError):
+    """A checkpoint or run folder is missing, torn, or belongs to something else."""
+
+
+class MissingExtra(EarnestError):
+    """An optional dependency is not installed; the message has the install line."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f'{purpose} needs the package {package}: pip install "earnest[{extra}]"')
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' for the nearest known name, or the list of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
