@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Source = Literal["teacher", "reference"]
+Support = Literal["full", "student", "teacher"]
+Tail = Literal["bucket", "renormalise", "unnormalised"]
+
 
 @dataclass(frozen=True)
 class LogProb:
@@ -24,5 +28,38 @@ class Entropy:
     temperature: float = 1.0
 
 
-Source = Literal["teacher", "reference"]
-Need = LogProb | Entropy
+@dataclass(frozen=True)
+class Divergence:
+    """GJS_α between the student S and a source T, per token: α·KL(T‖M) + (1-α)·KL(S‖M), M = (1-α)S + αT.
+
+    α = 0 is KL(T‖S) (forward), α = 1 is KL(S‖T) (reverse). ``normalised`` divides by α(1-α), which makes the family continuous.
+    ``support`` and ``tail`` say which K tokens are compared and what becomes of the rest; ``blend`` = t replaces T by
+    softmax((1-t)·sg[z_S] + t·z_T) (TAID).
+    """
+
+    source: Source
+    alpha: float = 0.5
+    normalised: bool = False
+    support: Support = "full"
+    top_k: int | None = None
+    tail: Tail = "bucket"
+    temperature: float = 1.0
+    blend: float | None = None
+
+
+@dataclass(frozen=True)
+class SourceEntropy:
+    """Entropy of a source's own distribution; it has no gradient. Shape [M]."""
+
+    source: Source
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class SpectralNorm:
+    """σ_max(ΔW) of every adapted module, by power iteration. Shape [L], one a module; not a per-token scalar."""
+
+    iterations: int = 12
+
+
+Need = LogProb | Entropy | Divergence | SourceEntropy | SpectralNorm
