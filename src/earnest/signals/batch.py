@@ -66,7 +66,12 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One optimizer batch. Every tensor lives on one device; optional signals are None where nobody supplied them."""
+    """One optimizer batch. Every tensor lives on one device; optional signals are None where nobody supplied them.
+
+    ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that time: they differ
+    where sampler and trainer are two programs. ``estimator`` names what made the advantages, ``max_length`` is the longest
+    completion that sampling allowed.
+    """
 
     inputs: Int[Tensor, "R T"]
     targets: Int[Tensor, "R T"] | Int[Tensor, "R T K"]
@@ -78,11 +83,13 @@ class Batch:
     policy_version: Int[Tensor, " R"]
     advantages: Float[Tensor, " N"] | None = None
     behaviour: Float[Tensor, " N"] | None = None
+    proximal: Float[Tensor, " N"] | None = None
     reference: Reference | None = None
     teacher: Teacher | None = None
     correct: Bool[Tensor, " R"] | None = None
     temperature: float = 1.0
     max_length: int | None = None
+    estimator: str = "given"
 
     def __post_init__(self) -> None:
         R, T = self.inputs.shape
@@ -110,7 +117,7 @@ class Batch:
                 f"position {int(self.position[late][0])}); padding must have weight 0."
             )
         N = self.active.shape[0]
-        for name in ("advantages", "behaviour"):
+        for name in ("advantages", "behaviour", "proximal"):
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != (N,):
                 raise SignalError(
@@ -119,8 +126,9 @@ class Batch:
                 )
             if value is not None and not torch.isfinite(value).all():
                 raise SignalError(f"Batch.{name} has {int((~torch.isfinite(value)).sum())} values that are not finite.")
-        if self.behaviour is not None:
-            check_logprobs("Batch.behaviour", self.behaviour)
+        for name in ("behaviour", "proximal"):
+            if getattr(self, name) is not None:
+                check_logprobs(f"Batch.{name}", getattr(self, name))
         self._check_reference(N)
         if self.teacher is not None:
             covered = N if self.teacher.at is None else self.teacher.at.shape[0]
@@ -187,9 +195,9 @@ class Batch:
     def has_role(self, roles: Sequence[Role]) -> Bool[Tensor, " R"]:
         return torch.tensor([r in roles for r in self.role], device=self.device)
 
-    def counts(self, roles: Sequence[Role] = ROLES) -> Counts:
-        """Denominators for the rows of these roles, over this batch."""
-        mine = self.has_role(roles)[self.row]
+    def counts(self, which: Sequence[Role] | Bool[Tensor, " N"] = ROLES) -> Counts:
+        """Denominators over this batch, for the rows of these roles or for these tokens."""
+        mine = which if isinstance(which, Tensor) else self.has_role(which)[self.row]
         weight = self.token_weight if self.token_weight.ndim == 1 else self.token_weight.sum(-1)
         rows = self.row[mine]
         longest = int(torch.bincount(rows).max()) if rows.numel() else 0
@@ -204,12 +212,13 @@ class Batch:
     def rows(self, index: Sequence[int] | Int[Tensor, " r"]) -> Batch:
         """The batch of these rows, in this order, signals included; padding that is no longer needed is cut off."""
         rows = torch.as_tensor(index, device=self.device, dtype=torch.long)
-        order = torch.cat([(self.row == r).nonzero()[:, 0] for r in rows.tolist()])
+        order = self._tokens_of(rows)
         width = max(1, int(self.length[rows].max()))
         changes: dict[str, object] = {
             "role": tuple(self.role[i] for i in rows.tolist()),
             "advantages": None if self.advantages is None else self.advantages[order],
             "behaviour": None if self.behaviour is None else self.behaviour[order],
+            "proximal": None if self.proximal is None else self.proximal[order],
             "reference": None if self.reference is None else _cut_reference(self.reference, order),
             "teacher": None if self.teacher is None else _cut_teacher(self.teacher, order, self.active.shape[0]),
         }
@@ -219,6 +228,12 @@ class Batch:
             value = getattr(self, name)
             changes[name] = None if value is None else value[rows]
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def _tokens_of(self, rows: Int[Tensor, " r"]) -> Int[Tensor, " n"]:
+        """Places of these rows' active tokens, row by row in the order given."""
+        starts, ends = torch.searchsorted(self.row.contiguous(), rows), torch.searchsorted(self.row.contiguous(), rows, right=True)
+        spans = [torch.arange(a, b, device=self.device) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        return torch.cat(spans)
 
     def with_signals(self, **signals: object) -> Batch:
         """A copy with these fields replaced, e.g. ``batch.with_signals(reference=…)``."""

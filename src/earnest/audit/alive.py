@@ -1,0 +1,135 @@
+"""Law GL: every term and every trainable parameter is alive, and nothing else moves.
+
+    for every term k of the objective:        ‖w_k ∇L_k‖ > 0
+    for every trainable parameter p:          ∇_p L ≠ 0 within the probe's steps, and bits(p) change within 2 steps
+    for everything else:                      bits stay
+
+The probe runs on the engine itself and puts it back, bit for bit. It would have seen a distillation term that is always 0, an
+adapter slot that is reused with A = B = 0, a bf16 parameter whose update rounds away, a base weight that trains along.
+What must not raise an alarm: a parameter that has no gradient at birth by design (LoRA's A while B = 0) may get it at step 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from earnest.audit.verdict import Finding, Verdict, collect
+from earnest.engines.local import LocalEngine
+from earnest.objectives.base import Objective, Term
+from earnest.signals.batch import Batch
+
+STEPS = 2
+
+
+def prove(engine: LocalEngine, objective: Objective | Term, batch: Batch, *, progress: Callable[[str], None] | None = None) -> Verdict:
+    """Check this training step on this batch; the engine is bit-equal afterwards."""
+    objective = Objective.of(objective)
+    say = progress or (lambda _: None)
+    findings: list[Finding] = []
+    with restored(engine):
+        say("terms")
+        findings += _terms(engine, objective, batch)
+        say("parameters")
+        findings += _parameters(engine, objective, batch)
+    return collect(findings)
+
+
+@contextmanager
+def restored(engine: LocalEngine) -> Iterator[None]:
+    """Put the parameters, optimizer, version and states of the engine back as they were, whatever happens inside."""
+    parameters = [p.detach().clone() for p in engine.parameters]
+    gradients = [p.grad for p in engine.parameters]
+    optimizer = copy.deepcopy(engine.optimizer.state_dict())
+    version, state = engine.version, copy.deepcopy(engine.objective_state)
+    guard, outer = engine.guard, engine.outer
+    held = {k: v.clone() for k, v in guard.state_dict().items()} if guard else {}
+    engine.outer = None  # a probe never reaches other replicas
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value, grad in zip(engine.parameters, parameters, gradients, strict=True):
+                p.copy_(value)
+                p.grad = grad
+        engine.optimizer.load_state_dict(optimizer)
+        engine.version, engine.objective_state, engine.outer = version, state, outer
+        if guard:
+            guard.load_state_dict(held)
+
+
+def _terms(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:
+    for label, (norm, share) in engine.gradient_shares(batch, objective).items():
+        yield Finding(
+            law="GL",
+            subject=f"term {label}",
+            measured=f"gradient norm {norm:.3g}, {share:.0%} of the sum",
+            expected="above 0",
+            outcome="holds" if norm > 0 else "fails",
+            meaning=f"The term {label} adds nothing to the gradient: it trains nothing. Look at its signal (all advantages 0? a mask?), "
+            "at a detach, and at its threshold.",
+        )
+    for label in objective.skipped:
+        yield Finding("GL", f"term {label}", "weight 0", "computed", "not applicable", "Weight 0: not computed.")
+
+
+def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:
+    before = [_hash(p) for p in engine.parameters]
+    frozen = {name: _hash(p) for name, p in _others(engine)}
+    lively = [False] * len(engine.parameters)
+    for _ in range(STEPS):
+        for i, grad in enumerate(engine.gradients(batch, objective).values()):
+            lively[i] |= bool(grad.any())
+        engine.step(batch, objective)
+    names = dict(zip(engine.names, zip(engine.parameters, before, lively, strict=True), strict=True))
+    dead = [n for n, (_, _, alive) in names.items() if not alive]
+    still = [n for n, (p, was, _) in names.items() if _hash(p) == was]
+    total = len(names)
+    yield Finding(
+        "GL",
+        f"{total} trainable parameters",
+        f"{total - len(dead)} got a gradient",
+        f"all {total} within {STEPS} steps",
+        "fails" if dead or not total else "holds",
+        f"Without a gradient: {_some(dead)}. They are not connected to the loss (detached, bypassed, or zero times zero)." if dead else "",
+    )
+    yield Finding(
+        "GL",
+        f"{total} trainable parameters",
+        f"{total - len(still)} changed their bits",
+        f"all {total} within {STEPS} steps",
+        "fails" if still or not total else "holds",
+        f"Unmoved: {_some(still)}. Their update is 0 or rounds away (learning rate, 16-bit storage), or the optimizer does not own them."
+        if still
+        else "",
+    )
+    moved = [name for name, p in _others(engine) if _hash(p) != frozen[name]]
+    yield Finding(
+        "GL",
+        f"{len(frozen)} other tensors",
+        f"{len(moved)} moved",
+        "none",
+        "fails" if moved else "holds",
+        f"Moved although not trainable: {_some(moved)}. The optimizer or a hook reaches beyond the adapter." if moved else "",
+    )
+
+
+def _others(engine: LocalEngine) -> Iterator[tuple[str, Tensor]]:
+    own = {id(p) for p in engine.parameters}
+    for name, tensor in [*engine.policy.model.named_parameters(), *engine.policy.model.named_buffers()]:
+        if id(tensor) not in own:
+            yield name, tensor
+
+
+def _hash(tensor: Tensor) -> str:
+    raw = tensor.detach().contiguous().cpu().view(torch.uint8) if tensor.ndim else tensor.detach().cpu().reshape(1).view(torch.uint8)
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

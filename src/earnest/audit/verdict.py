@@ -1,0 +1,82 @@
+"""What an audit found: one row a law and subject, and never a pass for what was not checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from earnest.errors import EarnestError
+
+Outcome = Literal["holds", "fails", "not applicable", "not declared"]
+COLOURS: dict[Outcome, str] = {"holds": "green", "fails": "bold red", "not applicable": "dim", "not declared": "yellow"}
+
+
+class LawBroken(EarnestError):
+    """A training step broke a law; the message lists each failure with what it means."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One law on one subject. ``meaning`` says what a failure means and where to look, for a tired person."""
+
+    law: str
+    subject: str
+    measured: str
+    expected: str
+    outcome: Outcome
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All findings of an audit."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.outcome == "fails")
+
+    @property
+    def holds(self) -> bool:
+        """True where something was checked and nothing failed."""
+        return not self.failures and any(f.outcome == "holds" for f in self.findings)
+
+    def raise_if_failed(self) -> Verdict:
+        """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise hand the verdict back."""
+        if not self.holds:
+            lines = [f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}" for f in self.failures]
+            raise LawBroken("the training step breaks a law:\n  " + "\n  ".join(lines) if lines else "nothing was checked.")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON for machines (verdict.json)."""
+        counts = {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in COLOURS}
+        return {"holds": self.holds, "counts": counts, "findings": [asdict(f) for f in self.findings]}
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return Verdict(self.findings + other.findings)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title="the training step, checked", title_justify="left")
+        for column in ("law", "subject", "measured", "expected", "verdict"):
+            table.add_column(column)
+        for f in self.findings:
+            table.add_row(f.law, f.subject, f.measured, f.expected, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
+        yield table
+        for f in self.failures:
+            yield f"[red]✗[/] {f.law} on {f.subject}: {f.meaning}"
+
+    def __str__(self) -> str:
+        console = Console(width=120, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def collect(findings: Sequence[Finding]) -> Verdict:
+    return Verdict(tuple(findings))

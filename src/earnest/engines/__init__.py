@@ -1,0 +1,17 @@
+"""Where a step runs: ``LocalEngine`` (PyTorch here). The seam that every engine offers is in ``base.py``."""
+
+from earnest.engines.base import AtIdsWanted as AtIdsWanted
+from earnest.engines.base import Engine as Engine
+from earnest.engines.base import Guard as Guard
+from earnest.engines.base import HiddenWanted as HiddenWanted
+from earnest.engines.base import LogitsWanted as LogitsWanted
+from earnest.engines.base import LogProbsWanted as LogProbsWanted
+from earnest.engines.base import Outer as Outer
+from earnest.engines.base import Rollout as Rollout
+from earnest.engines.base import StepReport as StepReport
+from earnest.engines.base import TermReport as TermReport
+from earnest.engines.base import TopKWanted as TopKWanted
+from earnest.engines.base import UpdateReport as UpdateReport
+from earnest.engines.local import LocalEngine as LocalEngine
+from earnest.engines.optimizers import SGD as SGD
+from earnest.engines.optimizers import AdamW as AdamW

@@ -1,0 +1,148 @@
+"""The seam between maths and machines: what every engine offers, and the records that cross it.
+
+    scalars(batch, needs)  →  objective.evaluate  →  backward(batch, derivatives)  →  update()
+
+``step`` is the three in a row. Shapes: N active tokens, K tokens a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from earnest.objectives.base import Objective
+from earnest.objectives.needs import Need
+from earnest.objectives.view import Scalars
+from earnest.signals.batch import Batch
+
+Who = Literal["live", "base"]
+
+
+@dataclass(frozen=True)
+class LogProbsWanted:
+    """Exact log-probs of the targets → [N]."""
+
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class TopKWanted:
+    """The k most probable tokens and the log of the rest's mass → ``TopK``."""
+
+    k: int
+
+
+@dataclass(frozen=True, eq=False)
+class AtIdsWanted:
+    """Log-probs at given token ids → [N, K]."""
+
+    ids: Int[Tensor, "N K"]
+
+
+@dataclass(frozen=True)
+class HiddenWanted:
+    """Last hidden states → ``Hidden``: the whole distribution at d numbers a token."""
+
+
+@dataclass(frozen=True)
+class LogitsWanted:
+    """Every logit → ``FullLogits``; N·V numbers, for small vocabularies and for tests."""
+
+
+Wanted = LogProbsWanted | TopKWanted | AtIdsWanted | HiddenWanted | LogitsWanted
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion, the exact log-probs it was sampled with, and the version of the weights that gave it."""
+
+    prompt_index: int
+    sample_index: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+    policy_version: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class TermReport:
+    """One channel in one step. ``value`` is before the weight; ``share`` is its part of the gradient norms, when asked for."""
+
+    kind: str
+    ran: str
+    weight: float
+    value: float
+    metrics: Mapping[str, float]
+    gradient_norm: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step that was taken."""
+
+    gradient_norm: float
+    clip_factor: float
+    update_norm: float
+    version: int
+    guard: Mapping[str, float] = field(default_factory=dict)
+    outer: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step was worth, and what really ran."""
+
+    loss: float
+    terms: Mapping[str, TermReport]
+    skipped: tuple[str, ...]
+    update: UpdateReport
+    passes: str
+    micro_batches: int
+    tokens: int
+    padded_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, for metrics.jsonl."""
+        return asdict(self)
+
+
+class Guard(Protocol):
+    """Judges the step that the optimizer computed; may change the parameters in place. State is part of the checkpoint."""
+
+    def judge(self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]) -> Mapping[str, float]: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Outer(Protocol):
+    """Called after every update, guard included: where replicas meet."""
+
+    def after_update(self, engine: Engine) -> Mapping[str, float]: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Engine(Protocol):
+    """Where a step runs."""
+
+    version: int
+
+    def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars: ...
+
+    def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None: ...
+
+    def update(self) -> UpdateReport: ...
+
+    def step(self, batch: Batch, objective: Objective, *, shares: bool = False) -> StepReport: ...

@@ -1,0 +1,349 @@
+"""``LocalEngine``: a step on this machine, in PyTorch.
+
+    one pass      the batch is one micro-batch, or the objective is additive: forward, objective, backward, each once
+    two passes    the objective is not a sum over rows (an rmse over positions, say) and the batch is cut: the scalars of the whole
+                  batch first, without a graph; then the objective on all of them; then forward and backward part by part
+
+Either way the gradient is the whole batch's, whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.adapters import Adapter
+from earnest.engines import checkpoint, micro, scoring
+from earnest.engines.base import (
+    AtIdsWanted,
+    Guard,
+    HiddenWanted,
+    LogProbsWanted,
+    Outer,
+    Rollout,
+    StepReport,
+    TermReport,
+    TopKWanted,
+    UpdateReport,
+    Wanted,
+    Who,
+)
+from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
+from earnest.engines.vocabulary import scalars as vocabulary_scalars
+from earnest.errors import CheckpointError, ConfigError, ObjectiveError
+from earnest.models.policy import Policy
+from earnest.models.sampling import SampleSpec, sample
+from earnest.objectives import metrics
+from earnest.objectives.base import Objective, Term, Value
+from earnest.objectives.needs import LogProb, Need, SpectralNorm
+from earnest.objectives.view import Field, Scalars
+from earnest.signals.batch import Batch
+from earnest.signals.distributions import Distribution, Hidden
+
+
+class LocalEngine:
+    """A policy, an adapter on it and an optimizer of exactly the adapter's parameters.
+
+    ``version`` counts updates; every rollout and every checkpoint carries it. ``micro_tokens`` bounds the padded tokens of one forward
+    pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        adapter: Adapter,
+        optimizer: Optimizer = AdamW(),
+        *,
+        guard: Guard | None = None,
+        outer: Outer | None = None,
+        max_grad_norm: float | None = 1.0,
+        micro_tokens: int = 8192,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping.")
+        if micro_tokens < 1:
+            raise ConfigError(f"micro_tokens is {micro_tokens}; give at least 1 (one row is always taken).")
+        self.policy, self.adapter, self.guard, self.outer = policy, adapter, guard, outer
+        self.max_grad_norm, self.micro_tokens = max_grad_norm, micro_tokens
+        named = adapter.named_parameters()
+        self.names, self.parameters = list(named), list(named.values())
+        decayed = {id(p) for p in adapter.decay_parameters()}
+        self.optimizer_spec = optimizer
+        self.optimizer = optimizer.build(
+            [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
+        )
+        self.version = 0
+        self.objective_state: dict[str, dict[str, Any]] = {}
+
+    # --- sampling and scoring -----------------------------------------------------------------------------------------
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
+        # Merged weights save the adapter's kernels at every decoded token; in 16 bits they would round to another policy than
+        # the one that is trained, so there the adapter stays beside its layer.
+        merge = self.policy.dtype == torch.float32
+        with self.adapter.merged() if merge else nullcontext():
+            completions = sample(self.policy, prompts, n, spec)
+        return [
+            Rollout(
+                c.prompt_index,
+                c.sample_index,
+                tuple(prompts[c.prompt_index]),
+                c.tokens,
+                c.logprobs,
+                c.finish,
+                self.version,
+                spec.temperature or 1.0,
+            )
+            for c in completions
+        ]
+
+    @torch.no_grad()
+    def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
+        """What the live policy, or the base policy (the adapter's gate at 0), thinks of the batch's targets."""
+        batch = batch.to(self.policy.device)
+        with self.adapter.off() if policy == "base" else nullcontext():
+            if isinstance(want, LogProbsWanted):
+                need = LogProb(want.temperature)
+                return self.scalars(batch, [need])[need].values
+            parts = micro.cut(batch, self.micro_tokens)
+            hidden = torch.empty(batch.active.shape[0], self.policy.head.weight.shape[1], dtype=self.policy.dtype, device=batch.device)
+            for part in parts:
+                hidden[part.token] = self._hidden(part.batch)
+        if isinstance(want, HiddenWanted):
+            return Hidden(hidden)
+        if isinstance(want, TopKWanted):
+            return scoring.top_k(hidden, self.policy.head, want.k)
+        if isinstance(want, AtIdsWanted):
+            return scoring.at_ids(hidden, self.policy.head, want.ids.to(batch.device))
+        return scoring.all_logits(hidden, self.policy.head)
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
+        """The whole batch's scalars, without a graph."""
+        batch = batch.to(self.policy.device)
+        fields = self._parameter_fields(needs)
+        if token_needs := _token_needs(needs):
+            parts = [(part, self._fields(part.batch, token_needs)) for part in micro.cut(batch, self.micro_tokens)]
+            fields |= micro.join(parts, batch.active.shape[0])
+        return fields
+
+    def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
+        """Add Σ weights · ∂scalars/∂θ to the parameters' gradients; ``weights`` are laid out like ``scalars``' values."""
+        batch = batch.to(self.policy.device)
+        self._backward(batch, weights, micro.cut(batch, self.micro_tokens))
+
+    def update(self) -> UpdateReport:
+        """Clip, optimizer, guard, outer sync, in this order; then the gradients are cleared and the version counts up."""
+        without = [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+        if len(without) == len(self.names):
+            raise ObjectiveError("update() before any backward(): no parameter has a gradient. Call step(), or backward() first.")
+        bound = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, bound))
+        if norm != norm or norm == float("inf"):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise ObjectiveError(
+                f"the gradient norm is {norm} at version {self.version}; nothing was updated. Lower the learning rate or look for extreme ratios."
+            )
+        before = [p.detach().clone() for p in self.parameters]
+        self.optimizer.step()
+        guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}
+        moved = torch.stack([(p.detach() - b).double().square().sum() for p, b in zip(self.parameters, before, strict=True)])
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        outer = self.outer.after_update(self) if self.outer else {}
+        factor = min(1.0, bound / norm) if norm > 0 else 1.0
+        return UpdateReport(norm, factor, float(moved.sum().sqrt()), self.version, dict(guard), dict(outer))
+
+    def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
+        """Scalars, objective, backward and update in a row. ``shares`` also measures each term's own gradient (one more pass a term)."""
+        objective = Objective.of(objective)
+        batch = batch.to(self.policy.device)
+        measured = self.gradient_shares(batch, objective) if shares else {}
+        loss, values, passes, parts = self._accumulate(batch, objective)
+        update = self.update()
+        terms = {}
+        for weighted in objective.live():
+            label, value = weighted.term.label, values[weighted.term.label]
+            numbers = {name: metric.value for name, metric in value.metrics.items()}
+            norm, share = measured.get(label, (None, None))
+            terms[label] = TermReport(weighted.term.kind, value.ran, weighted.weight, float(value.loss), numbers, norm, share)
+            self.objective_state[label] = weighted.term.advance(self.objective_state[label], float(value.loss), numbers)
+        return StepReport(
+            loss=loss,
+            terms=terms,
+            skipped=objective.skipped,
+            update=update,
+            passes=passes,
+            micro_batches=len(parts),
+            tokens=batch.active.shape[0],
+            padded_tokens=sum(p.padded_tokens for p in parts),
+        )
+
+    # --- gradients without a trace (for reports and the audit) ----------------------------------------------------------
+
+    def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
+        """The gradient of an objective by every trainable parameter; the engine is as it was afterwards."""
+        with self._aside():
+            self._accumulate(batch.to(self.policy.device), Objective.of(objective))
+            return {
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in zip(self.names, self.parameters, strict=True)
+            }
+
+    def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
+        """For every live term: the norm of its weighted gradient, and that norm's part of the sum of norms."""
+        norms = {}
+        for weighted in objective.live():
+            own = self.gradients(batch, Objective((weighted,)))
+            norms[weighted.term.label] = float(torch.stack([g.double().square().sum() for g in own.values()]).sum().sqrt())
+        total = sum(norms.values())
+        return {label: (norm, norm / total if total else 0.0) for label, norm in norms.items()}
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        held = [p.grad for p in self.parameters]
+        state = {label: dict(s) for label, s in self.objective_state.items()}
+        for p in self.parameters:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in zip(self.parameters, held, strict=True):
+                p.grad = grad
+            self.objective_state = state
+
+    # --- the passes ---------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, batch: Batch, objective: Objective) -> tuple[float, dict[str, Value], str, list[micro.Micro]]:
+        objective.check(batch)
+        for label, initial in objective.initial_state().items():
+            self.objective_state.setdefault(label, initial)
+        needs = objective.needs(batch, self.objective_state)
+        parts = micro.cut(batch, self.micro_tokens)
+        if len(parts) > 1 and not objective.additive:
+            fields = self.scalars(batch, needs)
+            leaves = _leaves(fields)
+            result = objective.evaluate(batch, leaves, self.objective_state)
+            self._backward(batch, _derivatives(result.loss, leaves), parts)
+            return float(result.loss), dict(result.values), "two passes", parts
+        counts = objective.counts(batch)
+        found: list[Mapping[str, Value]] = []
+        loss = 0.0
+        for part in parts:
+            fields = self._parameter_fields(needs) | self._fields(part.batch, _token_needs(needs))
+            leaves = _leaves(fields)
+            result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
+            _propagate(fields, _derivatives(result.loss, leaves))
+            loss += float(result.loss)
+            found.append(result.values)
+        return loss, _merge(found), "one pass", parts
+
+    def _backward(self, batch: Batch, weights: Mapping[Need, Tensor], parts: Sequence[micro.Micro]) -> None:
+        total = batch.active.shape[0]
+        token_needs = _token_needs(list(weights))
+        for part in parts if token_needs else ():
+            fields = self._fields(part.batch, token_needs)
+            wholes = {need: Field(weights[need], _coverage(batch, need)) for need in token_needs}
+            own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
+            _propagate(fields, own)
+        _propagate(self._parameter_fields(list(weights)), weights)
+
+    def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
+        states = self.policy.hidden(batch.inputs)
+        return states[batch.row, batch.position]
+
+    def _fields(self, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
+        return dict(vocabulary_scalars(self._hidden(batch), self.policy.head, batch, needs)) if needs else {}
+
+    def _parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
+        """Scalars of the adapter itself, which no batch enters."""
+        return {n: Field(self.adapter.spectral_norms(n.iterations), None, "power iteration") for n in needs if isinstance(n, SpectralNorm)}
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path | str) -> Path:
+        """Everything that the next step depends on, written whole or not at all."""
+        tensors = {f"adapter.{k}": v for k, v in self.adapter.state_dict().items()}
+        optimizer_tensors, optimizer_meta = flatten_optimizer(self.optimizer)
+        tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors.items()}
+        for name, part in (("guard", self.guard), ("outer", self.outer)):
+            tensors |= {f"{name}.{k}": v for k, v in part.state_dict().items()} if part else {}
+        meta = {
+            "version": self.version,
+            "objective_state": self.objective_state,
+            "optimizer": optimizer_meta,
+            "optimizer_spec": repr(self.optimizer_spec),
+            "base": self.policy.fingerprint(),
+        }
+        return checkpoint.write(folder, tensors, meta)
+
+    def load(self, folder: Path | str) -> None:
+        """Continue from ``folder``. Another base model, another optimizer or a missing tensor is refused before anything changes."""
+        tensors, meta = checkpoint.read(folder)
+        if meta["base"] != self.policy.fingerprint():
+            raise CheckpointError(f"{folder} was made on another base model than {self.policy.name}; load that one.")
+        if meta["optimizer_spec"] != repr(self.optimizer_spec):
+            raise CheckpointError(f"{folder} was made with {meta['optimizer_spec']}, this engine has {self.optimizer_spec!r}; use the same.")
+        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "optimizer": {}, "guard": {}, "outer": {}}
+        for key, value in tensors.items():
+            owner, _, name = key.partition(".")
+            parts[owner][name] = value
+        self.adapter.load_state_dict(parts["adapter"])
+        restore_optimizer(self.optimizer, parts["optimizer"], meta["optimizer"])
+        for name, part in (("guard", self.guard), ("outer", self.outer)):
+            if part:
+                part.load_state_dict(parts[name])
+            elif parts[name]:
+                raise CheckpointError(f"{folder} has the state of a {name}, but this engine has none; give it the same {name}.")
+        self.version = int(meta["version"])
+        self.objective_state = meta["objective_state"]
+
+
+def _token_needs(needs: Sequence[Need]) -> list[Need]:
+    return [n for n in needs if not isinstance(n, SpectralNorm)]
+
+
+def _coverage(batch: Batch, need: Need) -> Tensor | None:
+    return batch.teacher.at if getattr(need, "source", None) == "teacher" and batch.teacher is not None else None
+
+
+def _leaves(fields: Mapping[Need, Field]) -> dict[Need, Field]:
+    return {n: replace(f, values=f.values.detach().requires_grad_(f.values.is_floating_point())) for n, f in fields.items()}
+
+
+def _derivatives(loss: Tensor, leaves: Mapping[Need, Field]) -> dict[Need, Tensor]:
+    """∂loss/∂scalar for every scalar that the loss depends on."""
+    if not loss.requires_grad:
+        return {}
+    with torch.enable_grad():
+        grads = torch.autograd.grad(loss, [f.values for f in leaves.values()], allow_unused=True)
+    return {need: g for need, g in zip(leaves, grads, strict=True) if g is not None}
+
+
+def _propagate(fields: Mapping[Need, Field], weights: Mapping[Need, Tensor]) -> None:
+    pairs = [(f.values, weights[n]) for n, f in fields.items() if n in weights and f.values.requires_grad]
+    if pairs:
+        torch.autograd.backward([v for v, _ in pairs], [w.to(v.dtype) for v, w in pairs])
+
+
+def _merge(found: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    whole: dict[str, Value] = {}
+    for values in found:
+        for label, value in values.items():
+            if label not in whole:
+                whole[label] = value
+                continue
+            first = whole[label]
+            ran = first.ran if first.ran == value.ran else f"{first.ran} | {value.ran}"
+            whole[label] = Value(first.loss.detach() + value.loss.detach(), ran, metrics.merge([first.metrics, value.metrics]))
+    return whole

@@ -1,0 +1,79 @@
+"""Cutting a batch into micro-batches of rows, and putting per-token values back together.
+
+Rows of similar length go together, so that little padding is computed. The cut is uneven in general; what is computed from it
+is not (the objectives divide by the whole batch's counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from earnest.objectives.needs import Need
+from earnest.objectives.view import Field
+from earnest.signals.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Micro:
+    """Some rows of a batch, and where its active tokens stand among the whole batch's."""
+
+    batch: Batch
+    token: Int[Tensor, " n"]
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.batch.inputs.shape[0] * self.batch.inputs.shape[1]
+
+
+def cut(batch: Batch, max_tokens: int) -> list[Micro]:
+    """Micro-batches of at most ``max_tokens`` padded tokens each (at least one row)."""
+    lengths = batch.length.tolist()
+    if len(lengths) * max(lengths) <= max_tokens:
+        return [Micro(batch, torch.arange(batch.active.shape[0], device=batch.device))]
+    order = sorted(range(len(lengths)), key=lambda r: (-lengths[r], r))
+    parts: list[list[int]] = []
+    for row in order:
+        # The first row of a part is its longest, so it sets the width.
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [_part(batch, sorted(rows)) for rows in parts if _has_active(batch, rows)]
+
+
+def _has_active(batch: Batch, rows: Sequence[int]) -> bool:
+    return bool(torch.isin(batch.row, torch.tensor(list(rows), device=batch.device)).any())
+
+
+def _part(batch: Batch, rows: Sequence[int]) -> Micro:
+    token = torch.isin(batch.row, torch.tensor(list(rows), device=batch.device)).nonzero()[:, 0]
+    return Micro(batch.rows(rows), token)
+
+
+def join(parts: Sequence[tuple[Micro, Mapping[Need, Field]]], total: int) -> dict[Need, Field]:
+    """The whole batch's scalars from those of its micro-batches."""
+    whole: dict[Need, Field] = {}
+    for need, first in parts[0][1].items():
+        place = torch.cat([_whole_place(micro, fields[need]) for micro, fields in parts])
+        values = torch.cat([fields[need].values for _, fields in parts])
+        order = torch.argsort(place)
+        at = None if all(f[need].at is None for _, f in parts) and len(place) == total else place[order]
+        whole[need] = Field(values[order], at, first.ran, first.metrics)
+    return whole
+
+
+def slice_like(field: Field, micro: Micro, need: Need, weights: Mapping[Need, Tensor], whole: Field, total: int) -> Tensor:
+    """The part of ``weights[need]`` (laid out like ``whole``) that belongs to this micro-batch's ``field``."""
+    place = torch.full((total,), -1, dtype=torch.long, device=micro.token.device)
+    at = torch.arange(total, device=place.device) if whole.at is None else whole.at
+    place[at] = torch.arange(at.shape[0], device=place.device)
+    return weights[need][place[_whole_place(micro, field)]]
+
+
+def _whole_place(micro: Micro, field: Field) -> Int[Tensor, " m"]:
+    return micro.token if field.at is None else micro.token[field.at]

@@ -1,0 +1,58 @@
+"""What a policy thinks of given tokens, read from its hidden states a chunk of tokens at a time; never with a gradient.
+
+    lp_v = z_v - logsumexp(z);   tail = logsumexp of the logits outside the top K, not log(1 - Σ p)
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from earnest.errors import SignalError
+from earnest.models.policy import HeadSpec
+from earnest.signals.distributions import FullLogits, TopK
+
+CHUNK_BYTES = 64 * 2**20
+
+
+def _chunks(hidden: Float[Tensor, "N d"], head: HeadSpec) -> list[slice]:
+    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+    return [slice(i, i + rows) for i in range(0, hidden.shape[0], rows)]
+
+
+def _logits(hidden: Float[Tensor, "n d"], head: HeadSpec) -> Float[Tensor, "n V"]:
+    logits = head.logits(hidden)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@torch.no_grad()
+def top_k(hidden: Float[Tensor, "N d"], head: HeadSpec, k: int) -> TopK:
+    """The k most probable tokens of every position, their log-probs, and the log of what they leave out."""
+    vocabulary = head.weight.shape[0]
+    if not 1 <= k <= vocabulary:
+        raise SignalError(f"top-K needs 1 ≤ K ≤ {vocabulary} (the vocabulary), got {k}.")
+    ids, logprobs, tails = [], [], []
+    for part in _chunks(hidden, head):
+        logits = _logits(hidden[part], head)
+        norm = logits.logsumexp(-1)
+        values, index = logits.topk(k, -1)
+        rest = logits.scatter(-1, index, float("-inf")).logsumexp(-1)
+        ids.append(index)
+        logprobs.append((values - norm[:, None]).clamp(max=0))
+        tails.append(rest - norm)
+    return TopK(torch.cat(ids), torch.cat(logprobs), torch.cat(tails))
+
+
+@torch.no_grad()
+def at_ids(hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+    """Exact log-probs at the given ids."""
+    if ids.shape[0] != hidden.shape[0]:
+        raise SignalError(f"ids for {ids.shape[0]} tokens were given, the batch has {hidden.shape[0]} active ones.")
+    parts = [_logits(hidden[p], head).log_softmax(-1).gather(-1, ids[p]) for p in _chunks(hidden, head)]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def all_logits(hidden: Float[Tensor, "N d"], head: HeadSpec) -> FullLogits:
+    return FullLogits(torch.cat([_logits(hidden[p], head) for p in _chunks(hidden, head)]))
