@@ -1,0 +1,78 @@
+"""The vocabulary pass in plain PyTorch: all logits at once, and autograd. The twin that the fused pass is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.engines.vocabulary import formulas, plan
+from earnest.engines.vocabulary.plan import Covered, Head, TokenNeed
+from earnest.engines.vocabulary.support import compare
+from earnest.objectives.needs import Divergence, Entropy, LogProb, Need
+from earnest.objectives.view import Field
+from earnest.signals.batch import Batch
+from earnest.signals.distributions import FullLogits, Hidden, TopK
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is accumulated in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logits(states: Float[Tensor, "n d"], head: Head) -> Float[Tensor, "n V"]:
+    """softcap(scale·(h·Wᵀ + bias)), in float32 at least, whatever the model's dtype."""
+    dtype = wide(states.dtype)
+    z = torch.nn.functional.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+    if head.scale is not None:
+        z = z * head.scale
+    if head.softcap is not None:
+        z = head.softcap * torch.tanh(z / head.softcap)
+    return z
+
+
+def scalars(hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
+    """Every need's field, differentiable by ``hidden`` and by the head."""
+    todo = plan.make(needs, batch, head, hidden.shape[1])
+    z = logits(hidden, head)
+    return {need: _field(need, z, head, batch, todo) for need in todo.needs}
+
+
+def _field(need: TokenNeed, z: Float[Tensor, "N V"], head: Head, batch: Batch, todo: plan.Plan) -> Field:
+    if isinstance(need, LogProb):
+        target = batch.token_target
+        logp = (z / need.temperature).log_softmax(-1)
+        values = logp.gather(-1, target if target.ndim == 2 else target[:, None])
+        return Field(values if target.ndim == 2 else values[:, 0], None, "logprob [eager]", {})
+    if isinstance(need, Entropy):
+        return Field(formulas.entropy((z / need.temperature).log_softmax(-1))[0], None, "entropy [eager]", {})
+    covered = todo.sources[need.source]
+    source = _source(covered, head, z.dtype)
+    if isinstance(need, Divergence):
+        found = compare(z if covered.at is None else z[covered.at], source, need)
+        metrics = todo.metrics(need, found.student_mass, found.teacher_mass)
+        return Field(found.value, covered.at, f"{found.ran} [eager]", metrics)
+    values, ran = source_entropy(source, need.temperature)
+    return Field(values, covered.at, f"{ran} [eager]", {})
+
+
+def _source(covered: Covered, head: Head, dtype: torch.dtype) -> Float[Tensor, "M V"] | TopK:
+    with torch.no_grad():
+        match covered.distribution:
+            case Hidden(states):
+                return logits(states, head).to(dtype)
+            case FullLogits(z):
+                return z.to(dtype)
+            case TopK() as top:
+                return top
+
+
+def source_entropy(source: Float[Tensor, "n V"] | TopK, temperature: float) -> tuple[Float[Tensor, " n"], str]:
+    """The source's own entropy; of a received top-K a lower bound, since its tail counts as one token."""
+    with torch.no_grad():
+        if isinstance(source, TopK):
+            logp = torch.cat([source.logprobs, source.tail[:, None]], -1)
+            return formulas.entropy(logp.to(wide(logp.dtype)))[0], "source_entropy, the tail as one token (a lower bound)"
+        return formulas.entropy((source / temperature).log_softmax(-1))[0], "source_entropy"

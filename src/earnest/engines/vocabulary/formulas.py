@@ -1,0 +1,96 @@
+"""The divergences between two categorical distributions, each formula once. GKD (arXiv 2306.13649), SDPO (arXiv 2601.20802).
+
+    GJS_α(S, T) = α·KL(T‖M) + (1-α)·KL(S‖M),   M = (1-α)·S + α·T,   0 < α < 1
+    α = 0: KL(T‖S)      α = 1: KL(S‖T)         (defined so; the family itself goes to 0 there)
+    normalised: GJS_α / (α(1-α)), which tends to those two as α → 0 and α → 1
+
+Everything is written in δ = log T - log S, so identical distributions cost exactly 0 with a gradient of exactly 0, and a common
+shift of δ (the rounding of a log-sum-exp) cancels to first order. With u = log(M/S) = log1p(α·expm1(δ)):
+
+    value  α·ΣT(δ-u) - (1-α)·ΣS·u          slope by the student's logits  (1-α)·S·(ΣS·u - u)
+
+Shapes: n tokens, C categories (the vocabulary, or K tokens and the bucket of all others).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Result = tuple[Float[Tensor, " n"], Float[Tensor, "n C"] | None]
+
+
+def gjs(
+    ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], alpha: float, *, normalised: bool = False, slope: bool = False
+) -> Result:
+    """GJS_α of normalised log-probs, differentiable by ``ls``; with ``slope`` also ∂value/∂z where ls = log_softmax(z)."""
+    if alpha == 0:
+        return forward_kl(ls, lt, slope=slope)
+    if alpha == 1:
+        return reverse_kl(ls, lt, slope=slope)
+    # Beyond ±limit one of S and T is 0 against the other, and M/S or M/T has its limiting value to rounding.
+    limit = 600.0 if ls.dtype == torch.float64 else 80.0
+    delta = (lt - ls).clamp(-limit, limit)
+    u = torch.expm1(delta).mul(alpha).log1p()
+    S, T = ls.exp(), lt.exp()
+    student = (S * u).sum(-1)  # -KL(S‖M)
+    teacher = (T * (delta - u)).sum(-1)  # KL(T‖M)
+    scale = 1 / (alpha * (1 - alpha)) if normalised else 1.0
+    value = scale * (alpha * teacher - (1 - alpha) * student)
+    return value, S * (student[:, None] - u) * (scale * (1 - alpha)) if slope else None
+
+
+def forward_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+    """KL(T‖S) = Σ(T·δ - T + S); the last two sum to 0 and cancel the rounding of the normalisers."""
+    # Where the teacher's probability is 0 its term is 0, also for a logit of -inf.
+    delta = (lt - ls).clamp(min=-1e4)
+    S, T = ls.exp(), lt.exp()
+    return (T * delta - T + S).sum(-1), S - T if slope else None
+
+
+def reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+    """KL(S‖T) = Σ(T - S - S·δ). A teacher that gives 0 to a token that the student may say makes it infinite."""
+    delta = lt - ls
+    S, T = ls.exp(), lt.exp()
+    log_ratio = S * delta
+    value = (T - S - log_ratio).sum(-1)
+    return value, S * log_ratio.sum(-1, keepdim=True) - log_ratio if slope else None
+
+
+def unnormalised_reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+    """Σ_K [S·(log S - log T) - S + T] over all categories but the last, which is the bucket of all other tokens: ≥ 0, 0 iff equal on K.
+
+    The bucket has no term of its own, but it moves with the student's normaliser, so it has a slope.
+    """
+    kept_s, kept_t = ls[:, :-1], lt[:, :-1]
+    value, _ = reverse_kl(kept_s, kept_t)
+    if not slope:
+        return value, None
+    by_logprob = torch.nn.functional.pad(kept_s.exp() * (kept_s - kept_t), (0, 1))  # ∂value/∂log S
+    return value, by_logprob - ls.exp() * by_logprob.sum(-1, keepdim=True)
+
+
+def entropy(logp: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+    """-Σ p·log p; slope -p·(log p + entropy). A category of probability 0 has no part in it."""
+    p = logp.exp()
+    plogp = p * logp.clamp(min=-1e4)
+    value = -plogp.sum(-1)
+    return value, -plogp - p * value[:, None] if slope else None
+
+
+def log1mexp(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """log(1 - exp(x)) for x ≤ 0, by the branch that loses fewer digits (Mächler 2012)."""
+    x = x.clamp(max=0)
+    return torch.where(x > -0.6931471805599453, (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
+
+
+def tail_error_bound(logprobs: Float[Tensor, "n K"], tail: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """A bound on the relative error of a tail mass that was made as 1 - Σp from log-probs of this dtype (or float32, if wider).
+
+    Every log-prob is rounded to eps/2 of its size, so Σp is off by at most eps/2·(1 + Σp·|log p|), and the tail by as much.
+    """
+    eps = max(torch.finfo(logprobs.dtype).eps, torch.finfo(torch.float32).eps)
+    lp = logprobs.double().clamp(min=-1e4)
+    absolute = eps / 2 * (1 + (lp.exp() * lp.abs()).sum(-1))
+    return absolute / tail.double().exp().clamp(min=1e-300)

@@ -1,0 +1,168 @@
+"""What a list of needs asks of a batch, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from earnest.engines.vocabulary.formulas import tail_error_bound
+from earnest.errors import ObjectiveError, SignalError
+from earnest.objectives.metrics import Max, Mean, Metric
+from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, Source, SourceEntropy
+from earnest.signals.batch import Batch
+from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
+
+TokenNeed = LogProb | Entropy | Divergence | SourceEntropy
+
+# A received top-K and its tail must sum to 1 up to the rounding of what a service sends.
+MASS_SLACK = 0.05
+
+
+class Head(Protocol):
+    """What the pass reads of ``earnest.models.policy.HeadSpec``: z = softcap(scale·(h·Wᵀ + bias))."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def scale(self) -> float | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Covered:
+    """A source's distribution for the tokens ``at`` (None: all)."""
+
+    distribution: Distribution
+    at: Int[Tensor, " M"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Needs that this batch can answer, and the sources that they read."""
+
+    needs: tuple[TokenNeed, ...]
+    sources: Mapping[Source, Covered]
+
+    def at(self, need: TokenNeed) -> Int[Tensor, " M"] | None:
+        return self.sources[need.source].at if isinstance(need, Divergence | SourceEntropy) else None
+
+    def metrics(self, need: TokenNeed, student_mass: Tensor | None, teacher_mass: Tensor | None) -> dict[str, Metric]:
+        """How much of both distributions a top-K support covers, and how far a received tail may be off."""
+        found: dict[str, Metric] = {}
+        if student_mass is not None and teacher_mass is not None:
+            found["covered_mass"] = Mean.of(student_mass)
+            found["covered_mass_source"] = Mean.of(teacher_mass)
+        if isinstance(need, Divergence) and isinstance(top := self.sources[need.source].distribution, TopK) and need.tail != "renormalise":
+            inside = torch.isfinite(top.tail)
+            found["tail_error_bound"] = Max.of(tail_error_bound(top.logprobs[inside], top.tail[inside]))
+        return found
+
+
+def make(needs: Sequence[Need], batch: Batch, head: Head, width: int) -> Plan:
+    """Refuse what this pass cannot compute exactly as asked; nothing is replaced by something else."""
+    vocabulary = head.weight.shape[0]
+    if head.weight.shape[1] != width:
+        raise SignalError(f"hidden states of width {width} meet a head of width {head.weight.shape[1]}; they belong to two models.")
+    sources: dict[Source, Covered] = {}
+    kept: list[TokenNeed] = []
+    for need in needs:
+        if not isinstance(need, TokenNeed):
+            raise ObjectiveError(f"{need} is not a scalar of a token; the engine answers it from the adapter.")
+        if not 0 < need.temperature < float("inf"):
+            raise ObjectiveError(f"{need}: the temperature must be above 0 and finite.")
+        if isinstance(need, Divergence | SourceEntropy):
+            covered = sources.get(need.source) or _covered(need, batch, vocabulary, width)
+            sources[need.source] = covered
+            if isinstance(need, Divergence):
+                _check_divergence(need, covered.distribution, vocabulary)
+            elif isinstance(covered.distribution, TopK) and need.temperature != 1:
+                raise ObjectiveError(f"{need}: a received top-K has no logits to heat; use temperature 1, or a source with logits.")
+        kept.append(need)
+    targets = batch.token_target
+    if kept and int(targets.max()) >= vocabulary:
+        raise SignalError(f"the batch has the target {int(targets.max())}, the vocabulary has {vocabulary} tokens.")
+    return Plan(tuple(kept), sources)
+
+
+def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, width: int) -> Covered:
+    if need.source == "teacher":
+        distribution = None if batch.teacher is None else batch.teacher.distribution
+        at = None if batch.teacher is None else batch.teacher.at
+    else:
+        distribution, at = None if batch.reference is None else batch.reference.distribution, None
+    if distribution is None:
+        raise SignalError(f"{need}: the batch carries no distribution of the {need.source}; supply one (earnest.signals).")
+    if isinstance(distribution, FullLogits) and distribution.logits.shape[1] != vocabulary:
+        raise SignalError(
+            f"{need}: the {need.source} has {distribution.logits.shape[1]} logits a token, the policy {vocabulary}; "
+            "both must speak one vocabulary."
+        )
+    if isinstance(distribution, Hidden) and distribution.states.shape[1] != width:
+        raise SignalError(
+            f"{need}: the {need.source}'s states have width {distribution.states.shape[1]}, the policy's head takes {width}; "
+            "a source with a head of its own comes as FullLogits or TopK."
+        )
+    if isinstance(distribution, TopK):
+        _check_top_k(need, distribution, vocabulary)
+    return Covered(distribution, at)
+
+
+def _check_top_k(need: Divergence | SourceEntropy, top: TopK, vocabulary: int) -> None:
+    K = top.ids.shape[1]
+    if not top.ids.numel():
+        return
+    if int(top.ids.max()) >= vocabulary or int(top.ids.min()) < 0:
+        raise SignalError(f"{need}: a top-K id lies outside the policy's vocabulary of {vocabulary} tokens.")
+    ordered = top.ids.sort(-1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise SignalError(f"{need}: a token has the same id twice among its top {K}.")
+    total = torch.cat([top.logprobs, top.tail[:, None]], -1).double().exp().sum(-1)
+    worst = total[(total - 1).abs().argmax()]
+    if not abs(float(worst) - 1) <= MASS_SLACK:
+        raise SignalError(f"{need}: the top {K} and the tail have a total mass of {float(worst):.4g}; tail must be log(1 - Σp).")
+
+
+def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: int) -> None:
+    if not 0 <= need.alpha <= 1:
+        raise ObjectiveError(f"{need}: alpha must lie in 0…1 (0 is KL(T‖S), 1 is KL(S‖T)).")
+    if need.blend is not None and not 0 <= need.blend <= 1:
+        raise ObjectiveError(f"{need}: blend must lie in 0…1 (1 is the source alone).")
+    if need.support == "full":
+        if need.top_k is not None:
+            raise ObjectiveError(f"{need}: support 'full' compares all tokens; choose support 'student' or 'teacher' for a top-K.")
+        if isinstance(distribution, TopK) and distribution.ids.shape[1] < vocabulary:
+            raise SignalError(
+                f"{need}: the {need.source} sent {distribution.ids.shape[1]} of {vocabulary} log-probs; "
+                "ask for support='teacher', or supply Hidden or FullLogits."
+            )
+        return
+    if need.tail == "unnormalised" and need.alpha != 1:
+        raise ObjectiveError(f"{need}: tail 'unnormalised' is defined for the reverse KL; set alpha to 1.")
+    if not isinstance(distribution, TopK):
+        if need.top_k is None or need.top_k < 1:
+            raise ObjectiveError(f"{need}: support {need.support!r} needs top_k of 1 or more.")
+        return
+    K = distribution.ids.shape[1]
+    if need.support == "student" and not _scored_at_students_ids(distribution) and K < vocabulary:
+        raise SignalError(
+            f"{need}: a received top-K has the {need.source}'s own ids, not the student's; supply Hidden or FullLogits, "
+            "score the source at the student's ids (ScoredAt), or ask for support='teacher'."
+        )
+    if need.top_k is not None and not 1 <= need.top_k <= K:
+        raise SignalError(f"{need}: top_k is {need.top_k}, the {need.source} sent {K} log-probs a token; ask for 1…{K}.")
+    if need.support == "student" and need.top_k not in (None, K) and K < vocabulary:
+        raise SignalError(f"{need}: the {need.source} was scored at {K} of the student's ids; top_k must be {K}.")
+    if need.temperature != 1 and need.tail != "renormalise" and K < vocabulary:
+        raise ObjectiveError(f"{need}: a received top-K has no logits to heat its tail with; use temperature 1 or tail='renormalise'.")
+
+
+def _scored_at_students_ids(distribution: TopK) -> bool:
+    return type(distribution).__name__ == "ScoredAt"

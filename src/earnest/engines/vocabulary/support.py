@@ -1,0 +1,123 @@
+"""Which tokens a divergence compares, and what becomes of the others.
+
+    full                 every token of the vocabulary
+    student, teacher     the K most probable tokens of that side, plus one of
+        bucket           one more category for all other tokens
+        renormalise      nothing: both sides are normalised over the K tokens
+        unnormalised     nothing: Σ_K [S(log S - log T) - S + T], for the reverse KL only
+
+The bucket's log-mass is the log-sum-exp of the remaining logits, never 1 - Σp; only a received ``TopK`` brings its own.
+Shapes: n tokens, V vocabulary, K kept tokens, C compared categories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from earnest.engines.vocabulary import formulas
+from earnest.objectives.needs import Divergence
+from earnest.signals.distributions import TopK
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A divergence on n tokens: its value, what ran, and (with ``slope``) its derivative by the compared categories' logits."""
+
+    value: Float[Tensor, " n"]
+    ran: str
+    categories: Float[Tensor, "n C"] | None = None  # the derivative
+    ids: Int[Tensor, "n K"] | None = None  # None: the categories are the vocabulary
+    student_tail: Float[Tensor, " n"] | None = None  # log-sum-exp of the student's logits outside ids
+    student_mass: Float[Tensor, " n"] | None = None
+    teacher_mass: Float[Tensor, " n"] | None = None
+
+    def by_logits(self, z: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """∂value/∂z: a category's derivative reaches its token; the bucket's is shared out by softmax of the remaining logits."""
+        assert self.categories is not None, "made with slope=True"
+        if self.ids is None:
+            return self.categories
+        K = self.ids.shape[1]
+        if self.categories.shape[1] == K:  # renormalised: the other tokens have no part
+            return torch.zeros_like(z).scatter_(-1, self.ids, self.categories)
+        assert self.student_tail is not None
+        rest = (z - self.student_tail[:, None]).exp_().mul_(self.categories[:, K:])
+        return rest.scatter_(-1, self.ids, self.categories[:, :K])
+
+
+def compare(
+    z: Float[Tensor, "n V"], source: Float[Tensor, "n V"] | TopK, need: Divergence, *, slope: bool = False
+) -> Comparison:
+    """The divergence ``need`` between the student's logits and a source's logits or received ``TopK``. Checked by ``plan``.
+
+    Differentiable by ``z``; the source is a constant, also where it was blended with the student (TAID, arXiv 2501.16937).
+    """
+    V = z.shape[1]
+    if isinstance(source, TopK) and source.ids.shape[1] == V:
+        source = torch.empty_like(z).scatter_(-1, source.ids, source.logprobs.to(z.dtype))
+    if need.temperature != 1:
+        z = z / need.temperature
+        if not isinstance(source, TopK):
+            source = source / need.temperature
+    said = "" if need.blend is None else f", blend {need.blend:.4g} of the logits"
+    if not isinstance(source, TopK):
+        if need.blend is not None:
+            source = torch.lerp(z.detach(), source, need.blend)
+        if need.support == "full" or (need.top_k is not None and need.top_k >= V):
+            value, slopes = formulas.gjs(z.log_softmax(-1), source.log_softmax(-1), need.alpha, normalised=need.normalised, slope=slope)
+            return Comparison(value, f"full_{_name(need)}{said}", slopes)
+        assert need.top_k is not None
+        ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
+        teacher = _grouped(source, ids).log_softmax(-1)
+        teacher_mass = _mass(teacher)
+    else:
+        ids, teacher = _received(source, need.top_k)
+        teacher = teacher.to(z.dtype).log_softmax(-1)
+        teacher_mass = _mass(teacher)
+        teacher = teacher / need.temperature  # other than 1 only where the K tokens are renormalised below
+    grouped = _grouped(z, ids)
+    student = grouped.log_softmax(-1)
+    tail, student_mass = grouped[:, -1].detach(), _mass(student)
+    if need.tail == "renormalise":
+        student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
+    if isinstance(source, TopK) and need.blend is not None:
+        teacher = torch.lerp(student.detach(), teacher, need.blend).log_softmax(-1)
+        said = f", blend {need.blend:.4g} of the log-probs on the support{'' if need.tail == 'renormalise' else ' and tail'}, renormalised"
+    if need.tail == "unnormalised":
+        value, slopes = formulas.unnormalised_reverse_kl(student, teacher, slope=slope)
+        name = "unnormalised_reverse_kl"
+    else:
+        value, slopes = formulas.gjs(student, teacher, need.alpha, normalised=need.normalised, slope=slope)
+        name = _name(need)
+    tail_said = "" if need.tail == "unnormalised" else f", {need.tail}"
+    ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_said}{said}"
+    return Comparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
+
+
+def _name(need: Divergence) -> str:
+    if need.alpha in (0, 1):
+        return "reverse_kl" if need.alpha == 1 else "forward_kl"
+    return f"{'normalised_' if need.normalised else ''}gjs(alpha={need.alpha:.4g})"
+
+
+def _grouped(z: Float[Tensor, "n V"], ids: Int[Tensor, "n K"]) -> Float[Tensor, "n C"]:
+    """The K logits at ``ids`` and the log-sum-exp of all others."""
+    rest = z.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
+    return torch.cat([z.gather(-1, ids), rest], -1)
+
+
+def _received(source: TopK, k: int | None) -> tuple[Int[Tensor, "n K"], Float[Tensor, "n C"]]:
+    """The ids and log-masses of a received top-K, cut to its k most probable tokens; what is cut joins the tail."""
+    if k is None or k == source.ids.shape[1]:
+        return source.ids, torch.cat([source.logprobs, source.tail[:, None]], -1)
+    order = source.logprobs.argsort(-1, descending=True)
+    ordered = source.logprobs.gather(-1, order)
+    tail = torch.cat([ordered[:, k:], source.tail[:, None]], -1).logsumexp(-1, keepdim=True)
+    return source.ids.gather(-1, order[:, :k]), torch.cat([ordered[:, :k], tail], -1)
+
+
+def _mass(logp: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
+    return logp[:, :-1].detach().exp().sum(-1)
