@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from earnest.errors import ObjectiveError, SignalError
+from earnest.objectives import settings
 from earnest.objectives.metrics import Metric
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars, View
 from earnest.signals.batch import ROLES, Batch, Counts, Role
+from earnest.signals.distributions import check_logprobs
 
-Signal = Literal["advantages", "behaviour", "reference.logprobs", "reference.distribution", "teacher", "correct"]
+Signal = Literal[
+    "advantages", "behaviour", "proximal", "reference.logprobs", "reference.distribution", "teacher", "correct"
+]
 
 
 @dataclass(frozen=True)
@@ -38,16 +43,29 @@ class Value:
 class Term:
     """One channel of a loss. Subclasses are frozen dataclasses with a unique ``kind``, the first equation in their file.
 
-    ``laws`` are facts about the term that the audit may rely on (for example "stop_gradient": its value is not the integral of its
-    gradient; "batch_local": its normaliser is the micro-batch's own).
+    ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its gradient),
+    "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current its gradient is
+    REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with gradient 0), "dormant_at_source" (no
+    gradient while the policy equals the source). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
     """
 
     kind: ClassVar[str]
     paper: ClassVar[str]
+    equation: ClassVar[str]
     roles: ClassVar[tuple[Role, ...]] = ROLES
     laws: ClassVar[frozenset[str]] = frozenset()
+    many_targets: ClassVar[bool] = False
 
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is not None and not (isinstance(self.name, str) and self.name):
+            raise ObjectiveError(f"{self.kind}: a name is a non-empty text or none, got {self.name!r}.")
+        settings.validate(self, self.label)
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise where fields that are legal alone contradict each other."""
 
     @property
     def label(self) -> str:
@@ -71,12 +89,29 @@ class Term:
         """The loss of this term on its tokens."""
         raise NotImplementedError  # abstract: every concrete term defines it (tested over the registry)
 
+    @classmethod
+    def example(cls) -> Self:
+        """An instance with its defaults; terms with required fields say which value stands for one."""
+        return cls()
+
+    def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
+        """The active tokens that this term reads; it divides by their counts. By default those of its roles."""
+        return batch.has_role(self.roles)[batch.row]
+
+    def idle(self, batch: Batch) -> str | None:
+        """Why this batch lawfully gives the term nothing to do (no failed row for a term of failed rows), or None."""
+        return None
+
     def initial_state(self) -> dict[str, Any]:
         """State that lives from step to step and in the checkpoint (JSON-able); most terms have none."""
         return {}
 
     def advance(self, state: Mapping[str, Any], value: float, metrics: Mapping[str, float]) -> dict[str, Any]:
         """The state after an update that saw this value and these metrics."""
+        return dict(state)
+
+    def next_round(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state as a new round (a new adapter on a frozen history) begins."""
         return dict(state)
 
     def check(self, batch: Batch) -> None:
@@ -87,12 +122,30 @@ class Term:
                 f"{self.label}: needs rows with role {' or '.join(self.roles)}, the batch has {', '.join(present)}; "
                 "give it such rows, or take the term out of the objective."
             )
+        if batch.targets.ndim == 3 and not self.many_targets:
+            raise SignalError(
+                f"{self.label}: reads one target a position, the batch has {batch.targets.shape[2]} ({tuple(batch.targets.shape)}); "
+                "only sft takes several."
+            )
         for signal in sorted(self.signals()):
-            if not _has(batch, signal):
+            value = _find(batch, signal)
+            if value is None:
                 raise SignalError(
                     f"{self.label}: needs the signal {signal!r}, which the batch does not carry; "
                     "supply it (earnest.signals), or take the term out of the objective."
                 )
+            if isinstance(value, Tensor):
+                _check_signal(f"{self.label}: the signal {signal!r}", signal, value, batch)
+        tokens = self.tokens(batch)
+        if bool(tokens.any()) and not batch.counts(tokens).tokens > 0:
+            raise SignalError(
+                f"{self.label}: the weights of its {int(tokens.sum())} tokens sum to {batch.counts(tokens).tokens:g}, and it "
+                "divides by that sum; give weights with a positive sum."
+            )
+        if not bool(tokens.any()) and self.idle(batch) is None:
+            raise SignalError(
+                f"{self.label}: no active token is left for it in this batch; check the masks and the teacher's coverage."
+            )
 
     def __add__(self, other: Term | Objective) -> Objective:
         return Objective.of(self) + other
@@ -103,13 +156,24 @@ class Term:
     __rmul__ = __mul__
 
 
-def _has(batch: Batch, signal: Signal) -> bool:
+def _find(batch: Batch, signal: Signal) -> object:
     owner: Any = batch
     for part in signal.split("."):
         owner = getattr(owner, part)
         if owner is None:
-            return False
-    return True
+            return None
+    return owner
+
+
+def _check_signal(name: str, signal: Signal, value: Tensor, batch: Batch) -> None:
+    """A signal may have been changed in place since the batch was made: hold it against the same laws again."""
+    expected = len(batch) if signal == "correct" else batch.active.shape[0]
+    if tuple(value.shape) != (expected,):
+        raise SignalError(f"{name} must have shape [{expected}], got {tuple(value.shape)}; nothing is broadcast.")
+    if not bool(torch.isfinite(value).all()):
+        raise SignalError(f"{name} has {int((~torch.isfinite(value)).sum())} values that are not finite.")
+    if signal in ("behaviour", "proximal", "reference.logprobs"):
+        check_logprobs(name, value)
 
 
 @dataclass(frozen=True)
@@ -122,10 +186,14 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An objective on a (micro-)batch: the summed loss as a graph on the scalars, and each term's own part."""
+    """An objective on a (micro-)batch: the summed loss as a graph on the scalars, and each term's own part.
+
+    ``idle`` are the live terms that had no token here, each with the reason.
+    """
 
     loss: Tensor
     values: Mapping[str, Value]
+    idle: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -176,10 +244,25 @@ class Objective:
         return all(w.term.additive for w in self.live())
 
     def check(self, batch: Batch) -> None:
-        if not any(True for _ in self.live()):
-            raise ObjectiveError(f"no term has a weight other than 0 ({', '.join(self.skipped) or 'there is no term'}): nothing would be trained.")
-        for w in self.live():
+        """Raise where a live term lacks something, or where none of them has anything to do."""
+        live = list(self.live())
+        if not live:
+            raise ObjectiveError(
+                f"no term has a weight other than 0 ({', '.join(self.skipped) or 'there is no term'}): nothing would be trained."
+            )
+        for w in live:
             w.term.check(batch)
+        idle = self.idle(batch)
+        if len(idle) == len(live):
+            reasons = "; ".join(f"{label}: {why}" for label, why in idle.items())
+            raise ObjectiveError(
+                f"no term has a token in this batch ({reasons}): nothing would be trained. Leave this batch out."
+            )
+
+    def idle(self, batch: Batch) -> dict[str, str]:
+        """The live terms that this batch lawfully gives nothing to do, each with the reason."""
+        reasons = {w.term.label: w.term.idle(batch) for w in self.live()}
+        return {label: why for label, why in reasons.items() if why is not None}
 
     def initial_state(self) -> dict[str, dict[str, Any]]:
         return {w.term.label: w.term.initial_state() for w in self.terms}
@@ -198,25 +281,46 @@ class Objective:
     ) -> Evaluation:
         """The weighted sum over this batch. ``counts`` are the whole optimizer batch's, by term label, when this is a part of it."""
         values: dict[str, Value] = {}
+        idle: dict[str, str] = {}
         total: Tensor | None = None
         for w in self.live():
             label = w.term.label
-            whole = counts[label] if counts is not None else batch.counts(w.term.roles)
-            view = View.of(batch, scalars, w.term.roles, whole, state.get(label, {}), label)
-            if len(view) == 0:
-                continue  # a micro-batch without this term's rows; the whole batch has some (check)
-            value = w.term.evaluate(view)
+            tokens = w.term.tokens(batch)
+            if not bool(tokens.any()):
+                idle[label] = w.term.idle(batch) or "this part of the batch has none of its rows"
+                continue
+            whole = counts[label] if counts is not None else batch.counts(tokens)
+            value = w.term.evaluate(View.of(batch, scalars, tokens, whole, state.get(label, {}), label))
             if value.loss.ndim != 0:
                 raise ObjectiveError(f"{label}: a term's loss is one number, got shape {tuple(value.loss.shape)}.")
             if not bool(torch.isfinite(value.loss)):
+                shown = ", ".join(f"{name} {metric.value:.4g}" for name, metric in value.metrics.items())
                 raise ObjectiveError(
-                    f"{label}: the loss is {float(value.loss)}; look at its inputs (extreme ratios, an empty mask) in {value.metrics}."
+                    f"{label}: the loss is {float(value.loss)}; look at its inputs (extreme ratios, an empty mask): {shown}."
                 )
             values[label] = value
             part = value.loss * w.weight
             total = part if total is None else total + part
-        assert total is not None, "check() admits only batches on which a live term has tokens"
-        return Evaluation(total, values)
+        if total is None:  # a micro-batch in which no live term has a row: 0, as a graph, so that its backward is 0 too
+            total = torch.stack([field.values.sum() * 0 for field in scalars.values()]).sum()
+        return Evaluation(total, values, idle)
 
     def counts(self, batch: Batch) -> dict[str, Counts]:
-        return {w.term.label: batch.counts(w.term.roles) for w in self.live()}
+        """What each live term divides by, over this (whole) batch."""
+        return {w.term.label: batch.counts(w.term.tokens(batch)) for w in self.live()}
+
+    def advance(self, state: Mapping[str, Mapping[str, Any]], values: Mapping[str, Value]) -> dict[str, dict[str, Any]]:
+        """Every term's state after an update that saw these (whole-batch) values; a term that was idle keeps its own."""
+        after = {label: dict(own) for label, own in state.items()}
+        for w in self.live():
+            label = w.term.label
+            if label in values:
+                metrics = {name: metric.value for name, metric in values[label].metrics.items()}
+                after[label] = w.term.advance(
+                    state.get(label, w.term.initial_state()), float(values[label].loss.detach()), metrics
+                )
+        return after
+
+    def next_round(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Every term's state as a new round begins."""
+        return {w.term.label: w.term.next_round(state.get(w.term.label, w.term.initial_state())) for w in self.terms}

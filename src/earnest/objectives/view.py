@@ -5,18 +5,19 @@ Shapes: N active tokens of the batch, n of the view, S sequences (rows with a to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.errors import SignalError
-from earnest.objectives.needs import Need
-from earnest.signals.batch import Batch, Counts, Role
+from earnest.objectives.needs import LogProb, Need, SpectralNorm
+from earnest.signals.batch import Batch, Counts
+from earnest.signals.distributions import check_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +46,15 @@ class View:
 
     @classmethod
     def of(
-        cls, batch: Batch, scalars: Scalars, roles: Sequence[Role], counts: Counts, state: Mapping[str, Any], label: str
+        cls,
+        batch: Batch,
+        scalars: Scalars,
+        tokens: Bool[Tensor, " N"],
+        counts: Counts,
+        state: Mapping[str, Any],
+        label: str,
     ) -> View:
-        index = batch.has_role(roles)[batch.row].nonzero()[:, 0]
-        return cls(batch, scalars, index, counts, state, label)
+        return cls(batch, scalars, tokens.nonzero()[:, 0], counts, state, label)
 
     def __len__(self) -> int:
         return self.index.shape[0]
@@ -57,32 +63,59 @@ class View:
         """The sub-view of the tokens where ``mask`` [n] is True. The counts stay the whole batch's."""
         return replace(self, index=self.index[mask])
 
-    def covered(self, need: Need) -> View:
-        """The sub-view of the tokens for which this scalar exists (a teacher may cover only some rows)."""
-        at = self.scalars[need].at
-        if at is None:
-            return self
-        has = torch.zeros(self.batch.active.shape[0], dtype=torch.bool, device=at.device)
-        has[at] = True
-        return self.keep(has[self.index])
-
     # --- values -----------------------------------------------------------------------------------------------------
 
     def scalar(self, need: Need) -> Tensor:
-        """The scalar's values for exactly these tokens, with its graph."""
-        field = self.scalars[need]
+        """The scalar's values for exactly these tokens, with its graph; refused where they are not what the need says."""
+        field = self.field(need)
+        N = self.batch.active.shape[0]
+        covered = N if field.at is None else field.at.shape[0]
+        wide = isinstance(need, LogProb) and self.batch.targets.ndim == 3
+        expected = (covered, self.batch.targets.shape[2]) if wide else (covered,)
+        if tuple(field.values.shape) != expected:
+            raise SignalError(
+                f"{self.label}: {need} must have shape {list(expected)}, got {list(field.values.shape)}; nothing is broadcast."
+            )
         if field.at is None:
-            return field.values[self.index]
-        place = torch.full((self.batch.active.shape[0],), -1, dtype=torch.long, device=self.index.device)
-        place[field.at] = torch.arange(field.at.shape[0], device=self.index.device)
-        mine = place[self.index]
-        if bool((mine < 0).any()):
-            raise SignalError(f"{self.label}: {need} covers only a part of the tokens; take view.covered(need) first.")
-        return field.values[mine]
+            values = field.values[self.index]
+        else:
+            place = torch.full((N,), -1, dtype=torch.long, device=self.index.device)
+            place[field.at] = torch.arange(covered, device=self.index.device)
+            mine = place[self.index]
+            if bool((mine < 0).any()):
+                raise SignalError(
+                    f"{self.label}: {need} is missing for {int((mine < 0).sum())} of the {len(self)} tokens that it reads."
+                )
+            values = field.values[mine]
+        self._check_values(need, values.detach())
+        return values if values.dtype == torch.float64 else values.float()  # sums of bf16 are not sums
+
+    def field(self, need: Need) -> Field:
+        if need not in self.scalars:
+            raise SignalError(f"{self.label}: the engine did not return {need}, which the term asked for.")
+        return self.scalars[need]
+
+    def per_module(self, need: SpectralNorm) -> Float[Tensor, " L"]:
+        """A scalar that belongs to the adapted modules, not to tokens."""
+        values = self.field(need).values
+        if values.ndim != 1 or values.numel() == 0:
+            raise SignalError(
+                f"{self.label}: {need} must have shape [L], one value an adapted module, got {list(values.shape)}."
+            )
+        self._check_values(need, values.detach())
+        return values
+
+    def _check_values(self, need: Need, values: Tensor) -> None:
+        if not bool(torch.isfinite(values).all()):
+            raise SignalError(
+                f"{self.label}: {need} has {int((~torch.isfinite(values)).sum())} values that are not finite."
+            )
+        if isinstance(need, LogProb):
+            check_logprobs(f"{self.label}: {need}", values)
 
     def ran(self, need: Need) -> str:
         """What computed this scalar, in its own words."""
-        return self.scalars[need].ran
+        return self.field(need).ran
 
     @property
     def row(self) -> Int[Tensor, " n"]:
@@ -101,6 +134,11 @@ class View:
     def behaviour(self) -> Float[Tensor, " n"]:
         assert self.batch.behaviour is not None, "check() demands it"
         return self.batch.behaviour[self.index]
+
+    @property
+    def proximal(self) -> Float[Tensor, " n"]:
+        assert self.batch.proximal is not None, "check() demands it"
+        return self.batch.proximal[self.index]
 
     @property
     def reference(self) -> Float[Tensor, " n"]:
@@ -126,19 +164,31 @@ class View:
         return self._sequences[1]
 
     def row_sum(self, values: Float[Tensor, " n"]) -> Float[Tensor, " S"]:
-        """Σ over a row's tokens (unweighted; multiply by ``weight`` first where that is meant)."""
-        return torch.zeros(len(self.rows), dtype=values.dtype, device=values.device).index_add(0, self.segment, values)
+        """Σ w·x over each row's tokens."""
+        return self._add_up(values * self.weight.to(values.dtype))
 
     def row_mean(self, values: Float[Tensor, " n"]) -> Float[Tensor, " S"]:
-        """Weighted mean over each row's tokens."""
-        weight = self.weight.to(values.dtype)
-        return self.row_sum(values * weight) / self.row_sum(weight)
+        """Σ w·x / Σ w over each row's tokens."""
+        mass = self._add_up(self.weight.to(values.dtype))
+        if not bool((mass > 0).all()):
+            row = int(self.rows[(mass <= 0).nonzero()[0, 0]])
+            raise SignalError(
+                f"{self.label}: the weights of row {row} sum to {float(mass.min()):g}; a mean over a row needs a positive sum."
+            )
+        return self.row_sum(values) / mass
+
+    def _add_up(self, values: Float[Tensor, " n"]) -> Float[Tensor, " S"]:
+        return torch.zeros(len(self.rows), dtype=values.dtype, device=values.device).index_add(0, self.segment, values)
 
     # --- reductions to one number, by the whole batch's counts --------------------------------------------------------
 
+    def total(self, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        """Σ w·x."""
+        return (values * self.weight.to(values.dtype)).sum()
+
     def token_mean(self, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         """Σ w·x / (all weights of the whole batch)."""
-        return (values * self.weight.to(values.dtype)).sum() / self.counts.tokens
+        return self.total(values) / self.counts.tokens
 
     def sequence_mean(self, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         """Mean over the whole batch's sequences of each one's token mean."""
@@ -150,11 +200,15 @@ class View:
         for place, row in enumerate(self.rows.tolist()):
             pair, role = int(self.batch.pair[row]), self.batch.role[row]
             if pair < 0 or role in places.setdefault(pair, {}):
-                raise SignalError(f"{self.label}: row {row} ({role}) has pair {pair}; every pair id joins one chosen and one rejected row.")
+                raise SignalError(
+                    f"{self.label}: row {row} ({role}) has pair {pair}; every pair id joins one chosen and one rejected row."
+                )
             places[pair][role] = place
         for pair, members in places.items():
             if set(members) != {"chosen", "rejected"}:
-                raise SignalError(f"{self.label}: pair {pair} has only {sorted(members)}; every pair needs a chosen and a rejected row.")
+                raise SignalError(
+                    f"{self.label}: pair {pair} has only {sorted(members)}; every pair needs a chosen and a rejected row."
+                )
         device = self.index.device
         order = sorted(places)
         chosen = torch.tensor([places[p]["chosen"] for p in order], device=device)

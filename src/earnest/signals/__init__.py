@@ -1,5 +1,8 @@
 """What a batch carries besides tokens: advantages, behaviour, reference, teachers."""
 
+from earnest.signals.advantages import Advantages as Advantages
+from earnest.signals.advantages import advantages as advantages
+from earnest.signals.advantages import with_advantages as with_advantages
 from earnest.signals.batch import ROLES as ROLES
 from earnest.signals.batch import Batch as Batch
 from earnest.signals.batch import Counts as Counts

@@ -105,9 +105,13 @@ class Batch:
             if value is not None and tuple(value.shape) != (R,):
                 raise SignalError(f"Batch.{name} must have shape [{R}], one value a row, got {tuple(value.shape)}.")
         if not torch.isfinite(self.weight).all():
-            raise SignalError("Batch.weight has a value that is not finite; a weight is 0 (not trained on) or a finite number.")
+            raise SignalError(
+                "Batch.weight has a value that is not finite; a weight is 0 (not trained on) or a finite number."
+            )
         if not self.temperature > 0:
-            raise SignalError(f"Batch.temperature must be above 0, got {self.temperature}; greedy samples are scored at 1.0.")
+            raise SignalError(
+                f"Batch.temperature must be above 0, got {self.temperature}; greedy samples are scored at 1.0."
+            )
         if self.active.shape[0] == 0:
             raise SignalError("the batch has no active token: every weight is 0. Check the completion mask.")
         late = self.position >= self.length[self.row]
@@ -133,10 +137,14 @@ class Batch:
         if self.teacher is not None:
             covered = N if self.teacher.at is None else self.teacher.at.shape[0]
             if len(self.teacher.distribution) != covered:
-                raise SignalError(f"the teacher covers {len(self.teacher.distribution)} tokens, the batch has {N} active ones.")
+                raise SignalError(
+                    f"the teacher covers {len(self.teacher.distribution)} tokens, the batch has {N} active ones."
+                )
             at = self.teacher.at
             if at is not None and at.numel() and not bool((at[1:] > at[:-1]).all() and at[0] >= 0 and at[-1] < N):
-                raise SignalError(f"Teacher.at must be strictly increasing positions below {N}, the number of active tokens.")
+                raise SignalError(
+                    f"Teacher.at must be strictly increasing positions below {N}, the number of active tokens."
+                )
 
     def _check_reference(self, N: int) -> None:
         if self.reference is None:
@@ -144,7 +152,9 @@ class Batch:
         logprobs, distribution = self.reference.logprobs, self.reference.distribution
         if logprobs is not None:
             if tuple(logprobs.shape) != (N,):
-                raise SignalError(f"Reference.logprobs must have shape [{N}], one an active token, got {tuple(logprobs.shape)}.")
+                raise SignalError(
+                    f"Reference.logprobs must have shape [{N}], one an active token, got {tuple(logprobs.shape)}."
+                )
             check_logprobs("Reference.logprobs", logprobs)
         if distribution is not None and len(distribution) != N:
             raise SignalError(f"the reference covers {len(distribution)} tokens, the batch has {N} active ones.")
@@ -231,7 +241,10 @@ class Batch:
 
     def _tokens_of(self, rows: Int[Tensor, " r"]) -> Int[Tensor, " n"]:
         """Places of these rows' active tokens, row by row in the order given."""
-        starts, ends = torch.searchsorted(self.row.contiguous(), rows), torch.searchsorted(self.row.contiguous(), rows, right=True)
+        starts, ends = (
+            torch.searchsorted(self.row.contiguous(), rows),
+            torch.searchsorted(self.row.contiguous(), rows, right=True),
+        )
         spans = [torch.arange(a, b, device=self.device) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
         return torch.cat(spans)
 
@@ -270,7 +283,9 @@ class Batch:
             raise SignalError(f"need as many completions as prompts and at least one, got {len(completions)} and {R}.")
         for r, (p, c) in enumerate(zip(prompts, completions, strict=True)):
             if not p or not c:
-                raise SignalError(f"row {r} has an empty {'prompt' if not p else 'completion'}; drop it before making a batch.")
+                raise SignalError(
+                    f"row {r} has an empty {'prompt' if not p else 'completion'}; drop it before making a batch."
+                )
         length = torch.tensor([len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True)])
         T = int(length.max())
         inputs = torch.full((R, T), pad, dtype=torch.long)
@@ -290,7 +305,9 @@ class Batch:
             role=(role,) * R if isinstance(role, str) else tuple(role),  # type: ignore[arg-type]
             group=torch.arange(R) if group is None else torch.tensor(list(group)),
             pair=torch.full((R,), -1) if pair is None else torch.tensor(list(pair)),
-            policy_version=torch.zeros(R, dtype=torch.long) if policy_version is None else torch.tensor(list(policy_version)),
+            policy_version=torch.zeros(R, dtype=torch.long)
+            if policy_version is None
+            else torch.tensor(list(policy_version)),
             advantages=None if advantages is None else _flat("advantages", advantages, sizes),
             behaviour=None if behaviour is None else _flat("behaviour", behaviour, sizes),
             correct=None if correct is None else torch.tensor(list(correct)),

@@ -75,7 +75,9 @@ Distribution = FullLogits | Hidden | TopK
 def check_logprobs(name: str, values: Tensor) -> None:
     """Refuse what cannot be a log-probability: NaN, +inf, or a value above 0 beyond rounding."""
     if torch.isnan(values).any():
-        raise SignalError(f"{name} has {int(torch.isnan(values).sum())} NaN values; recompute them before training on them.")
+        raise SignalError(
+            f"{name} has {int(torch.isnan(values).sum())} NaN values; recompute them before training on them."
+        )
     top = float(values.max()) if values.numel() else 0.0
     slack = LOGPROB_SLACK if values.dtype in (torch.float32, torch.float64) else 0.05
     if top > slack:

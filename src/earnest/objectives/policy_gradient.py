@@ -1,0 +1,231 @@
+"""Policy gradients with a clipped ratio, which differ in what they divide by.
+
+    ρ = exp(lp - q),   ℓ = -min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A),   dual clip: ℓ ≤ -δA where A < 0
+
+q are the log-probs of the policy that sampled. They are required: with q = sg[lp] the gradient is REINFORCE's, and that has its own
+name here (``Reinforce``). Law: at q = lp the gradient is REINFORCE under the same normaliser, since 1 lies inside the clip range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from earnest.errors import ObjectiveError, SignalError
+from earnest.objectives.base import Signal, Term, Value
+from earnest.objectives.importance import TruncatedIS
+from earnest.objectives.metrics import Max, Mean, Metric, Sum
+from earnest.objectives.needs import LogProb, Need
+from earnest.objectives.registry import register
+from earnest.objectives.settings import setting
+from earnest.objectives.view import View
+from earnest.signals.batch import Batch, Role
+
+ROUTES = ("all", "correct", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Term):
+    """What every policy gradient shares: rollouts, advantages, routing by correctness, the log-prob at the sampling temperature."""
+
+    roles: ClassVar[tuple[Role, ...]] = ("rollout",)
+
+    route: str = setting("all", "which rollouts it trains on: SRPO sends the correct ones here", choices=ROUTES)
+
+    def signals(self) -> frozenset[Signal]:
+        routed: frozenset[Signal] = frozenset() if self.route == "all" else frozenset({"correct"})
+        return routed | {"advantages"}
+
+    def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
+        return (LogProb(batch.temperature),)
+
+    def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
+        return super().tokens(batch) & routed(batch, self.route)
+
+    def idle(self, batch: Batch) -> str | None:
+        return None if bool(self.tokens(batch).any()) else f"no rollout is {self.route}"
+
+    def logprobs(self, view: View) -> Float[Tensor, " n"]:
+        return view.scalar(LogProb(view.batch.temperature))
+
+    def common_metrics(self, view: View) -> dict[str, Metric]:
+        return {"advantage_zero": Mean.of(view.advantages == 0), "tokens": Sum(float(len(view)))}
+
+
+def routed(batch: Batch, route: str) -> Bool[Tensor, " N"]:
+    """The tokens of the rows that a route takes."""
+    if route == "all" or batch.correct is None:  # check() demands ``correct`` for the other routes
+        return torch.ones(batch.active.shape[0], dtype=torch.bool, device=batch.device)
+    return (batch.correct if route == "correct" else ~batch.correct)[batch.row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioGradient(PolicyGradient):
+    """A policy gradient with the ratio to the policy that sampled.
+
+    With ``correction`` the ratio is to the trainer's own log-probs at sampling time (``proximal``), and the gap to the sampler's
+    (``behaviour``) becomes a truncated weight.
+    """
+
+    laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy"})
+
+    correction: TruncatedIS | None = setting(
+        None, "truncated importance sampling between sampler and trainer", nested={"": "TruncatedIS"}
+    )
+
+    def signals(self) -> frozenset[Signal]:
+        more: frozenset[Signal] = frozenset({"behaviour"} if self.correction is None else {"behaviour", "proximal"})
+        return super().signals() | more
+
+    def log_ratio(self, view: View) -> Float[Tensor, " n"]:
+        return self.logprobs(view) - (view.behaviour if self.correction is None else view.proximal)
+
+    def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+        """The loss of each token before normalising, and the metrics of its clip."""
+        raise NotImplementedError  # abstract: every registered term defines it
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        """One number from the tokens: the objective's own normaliser."""
+        raise NotImplementedError  # abstract: every registered term defines it
+
+    def evaluate(self, view: View) -> Value:
+        loss, metrics = self.per_token(view)
+        ran = self.kind
+        if self.correction is not None:
+            weight, cut = self.correction.weights(view)
+            loss = loss * weight
+            metrics |= cut
+            ran += f" × {self.correction.level} {self.correction.mode}d importance"
+        with torch.no_grad():
+            gap = self.log_ratio(view)
+            metrics |= {
+                "behaviour_kl": Mean.of(gap.exp() - 1 - gap),
+                "ratio": Mean.of(gap.exp()),
+                "ratio_max": Max.of(gap.exp()),
+            }
+        return Value(self.reduce(view, loss), ran, metrics | self.common_metrics(view))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped(RatioGradient):
+    """PPO's clipped surrogate for each token."""
+
+    clip: float = setting(
+        0.2, "ε: the ratio is clipped below at 1-ε, and above at 1+ε unless clip_high is set", above=0.0, at_most=1.0
+    )
+    clip_high: float | None = setting(None, "ε_high: the ratio is clipped above at 1+ε_high; none: ε", above=0.0)
+    dual_clip: float | None = setting(None, "δ: bound on the ratio where the advantage is negative", above=1.0)
+
+    @property
+    def ceiling(self) -> float:
+        return 1 + (self.clip if self.clip_high is None else self.clip_high)
+
+    def validate(self) -> None:
+        if self.dual_clip is not None and self.dual_clip <= self.ceiling:
+            raise ObjectiveError(
+                f"{self.label}: dual_clip {self.dual_clip} must be above the upper clip {self.ceiling:g}, or it would undo it; raise it."
+            )
+
+    def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+        return self.clipped(self.log_ratio(view).exp(), view.advantages)
+
+    def clipped(
+        self, ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"]
+    ) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+        """-min(ρA, clip(ρ)A), bounded by -δA where A < 0."""
+        kept = torch.minimum(ratio * advantage, ratio.clamp(1 - self.clip, self.ceiling) * advantage)
+        low = (ratio < 1 - self.clip) & (advantage < 0)
+        high = (ratio > self.ceiling) & (advantage > 0)
+        metrics: dict[str, Metric] = {"clip_low": Mean.of(low), "clip_high": Mean.of(high)}
+        if self.dual_clip is not None:
+            floor = self.dual_clip * advantage
+            dual = (advantage < 0) & (kept < floor)
+            kept = torch.where(dual, floor, kept)
+            metrics["clip_dual"] = Mean.of(dual)
+        return -kept, metrics
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class GRPO(Clipped):
+    """Group-relative policy optimisation: the mean over sequences of the mean over their tokens."""
+
+    kind: ClassVar[str] = "grpo"
+    paper: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300"
+    equation: ClassVar[str] = "1/S Σ_i 1/|y_i| Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        return view.sequence_mean(values)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DAPO(Clipped):
+    """Clip-higher, and every token of the whole batch weighs the same."""
+
+    kind: ClassVar[str] = "dapo"
+    paper: ClassVar[str] = "DAPO, arXiv 2503.14476"
+    equation: ClassVar[str] = "1/(Σ_i |y_i|) Σ_i Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
+
+    clip_high: float | None = setting(0.28, "ε_high: the ratio is clipped above at 1+ε_high", above=0.0)
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        return view.token_mean(values)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO(Clipped):
+    """Without GRPO's two biases: a constant divisor instead of each length, and advantages without the std."""
+
+    kind: ClassVar[str] = "dr_grpo"
+    paper: ClassVar[str] = "Understanding R1-Zero-like training, arXiv 2503.20783"
+    equation: ClassVar[str] = "1/(S·L_max) Σ_i Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
+
+    max_length: int | None = setting(
+        None, "L_max, the longest completion that sampling allows; none: the batch's", at_least=1, integer=True
+    )
+
+    def check(self, batch: Batch) -> None:
+        super().check(batch)
+        if self.max_length is None and batch.max_length is None:
+            raise SignalError(
+                f"{self.label}: divides by the longest allowed completion, which neither the batch nor the term has; "
+                "set Batch.max_length or DrGRPO(max_length=…)."
+            )
+        refuse_estimator(self, batch, allowed=("none", "leave_one_out"))
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        return view.total(values) / (view.counts.sequences * (self.max_length or view.counts.max_length))
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class BNPO(Clipped):
+    """Divides by the tokens of the micro-batch at hand, so it depends on how the batch is cut: by definition, and declared.
+
+    Parts of a batch are averaged by their share of its sequences; in one piece it is DAPO's mean with equal clips.
+    """
+
+    kind: ClassVar[str] = "bnpo"
+    paper: ClassVar[str] = "TRL's loss_type 'bnpo' (batch-normalised), docs of GRPOTrainer"
+    equation: ClassVar[str] = "Σ_parts (S_part/S) · 1/(Σ_part |y_i|) Σ_part Σ_t -min(ρA, clip(ρ)A)"
+    laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy", "batch_local"})
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        local = float(view.weight.sum(dtype=torch.float64))
+        return view.total(values) / local * (len(view.rows) / view.counts.sequences)
+
+
+def refuse_estimator(term: Term, batch: Batch, allowed: tuple[str, ...]) -> None:
+    """Raise where the advantages were made by an estimator that the term's name rules out; "given" ones are the caller's word."""
+    if batch.estimator not in (*allowed, "given"):
+        raise SignalError(
+            f"{term.label}: is defined with advantages by {' or '.join(allowed)}, the batch's are by {batch.estimator!r}; "
+            f"make them with with_advantages(batch, rewards, {allowed[0]!r}), or take another objective."
+        )
