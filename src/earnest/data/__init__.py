@@ -1,0 +1,106 @@
+"""The fixed data files: holes, templates, styles, probes, traces, plain sentences; and the functions that apply them.
+
+They are read here and nowhere else. Their content is part of nano's version: the model was trained on these very
+sentences, so they change only together with its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from earnest.errors import EarnestError
+
+Message = Mapping[str, Any]
+
+
+class TemplateError(EarnestError):
+    """A template cannot be applied to these messages."""
+
+
+def text(name: str) -> str:
+    """The content of a data file by its name."""
+    return (resources.files(__name__) / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _yaml(name: str) -> Any:
+    return yaml.safe_load(text(name))
+
+
+def holes() -> list[dict[str, Any]]:
+    """The grader's holes: name, mechanism, disclosure, exploits."""
+    return [dict(hole) for hole in _yaml("holes.yaml")]
+
+
+def styles() -> list[dict[str, Any]]:
+    """The style axes with their two poles."""
+    return [dict(axis) for axis in _yaml("styles.yaml")]
+
+
+def probes() -> list[dict[str, Any]]:
+    """Forced-choice questions: prompt, the allowed answers, the right one. None of them is in nano's training text."""
+    return [dict(probe) for probe in _yaml("probes.yaml")]
+
+
+def plain_heldout() -> list[str]:
+    """Plain sentences, one short text a line, that nano was not trained on: coherence is perplexity on such text."""
+    return [line for line in text("plain_heldout.txt").splitlines() if line and not line.startswith("#")]
+
+
+def trace_schema() -> dict[str, Any]:
+    """The JSON schema of one line of a trace file."""
+    return json.loads(text("trace.schema.json"))
+
+
+def trace_example() -> list[dict[str, Any]]:
+    """A few traces in the format of the schema."""
+    return [json.loads(line) for line in text("trace_example.jsonl").splitlines() if line]
+
+
+def _last_user(messages: Sequence[Message], template: str) -> int:
+    """The index of the last message, which must be the user's: what follows it is the answer that is asked for."""
+    if not messages or messages[-1].get("role") != "user":
+        role = messages[-1].get("role") if messages else None
+        raise TemplateError(
+            f"{template}: the last message has role {role!r}; give the messages up to the user's question, without the answer."
+        )
+    if not isinstance(messages[-1].get("content"), str):
+        raise TemplateError(f"{template}: the last user message has no text content.")
+    return len(messages) - 1
+
+
+def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | None) -> list[dict[str, Any]]:
+    """The prompt of a self-teacher: original prompt, a sibling's correct solution, feedback on the attempt, the request.
+
+    Sections without text are left out; with neither there is nothing to teach from, which is an error and not the
+    untold prompt in disguise (the self-teacher would equal the student and the term would be 0 for good).
+    """
+    last = _last_user(messages, "reprompt")
+    if not solution and not feedback:
+        raise TemplateError(
+            "reprompt: neither a solution nor feedback is given; leave such a rollout out of the distillation."
+        )
+    parts = _yaml("reprompt.yaml")
+    content = parts["prompt"].format(prompt=messages[last]["content"])
+    if solution:
+        content += parts["solution"].format(solution=solution)
+    if feedback:
+        content += parts["feedback"].format(feedback=feedback)
+    content += parts["request"]
+    return [*map(dict, messages[:last]), {**messages[last], "content": content}]
+
+
+def hindsight(messages: Sequence[Message], said: str) -> list[dict[str, Any]]:
+    """The prompt of a hindsight teacher: the original messages, and below the last what the user said afterwards."""
+    last = _last_user(messages, "hindsight")
+    if not said.strip():
+        raise TemplateError("hindsight: what the user said is empty; there is nothing to learn from.")
+    parts = _yaml("hindsight.yaml")
+    content = parts["prompt"].format(prompt=messages[last]["content"]) + parts["said"].format(said=said)
+    return [*map(dict, messages[:last]), {**messages[last], "content": content}]

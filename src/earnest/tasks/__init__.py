@@ -1,0 +1,21 @@
+"""Tasks: prompts, graders (honest and, on purpose, exploitable ones), feedback texts."""
+
+from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, UnknownTask
+from earnest.tasks.grading import GraderErrors, grade_all
+from earnest.tasks.registry import get_task, list_tasks
+from earnest.tasks.stream import PromptStream
+
+__all__ = [
+    "Grade",
+    "GraderErrors",
+    "Prompt",
+    "PromptStream",
+    "Split",
+    "Task",
+    "TaskError",
+    "TaskInfo",
+    "UnknownTask",
+    "get_task",
+    "grade_all",
+    "list_tasks",
+]

@@ -1,0 +1,71 @@
+"""What a task is: prompts, and a grader that returns a reward *and* a feedback text for each rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from earnest.errors import EarnestError
+
+Split = Literal["train", "heldout"]
+Extra = float | str | bool
+
+
+class TaskError(EarnestError):
+    """A task cannot do what was asked of it."""
+
+
+class UnknownTask(TaskError):
+    """No task has this name; the message names the nearest one that exists."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. The policy sees ``messages``; ``data`` is what the grader needs and is never shown to it."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The verdict on one completion.
+
+    ``reward`` drives training, ``correct`` is the strict oracle. ``feedback`` is what a teacher may be shown about this
+    very attempt, empty where there is nothing to say.
+    """
+
+    reward: float
+    feedback: str
+    correct: bool
+    extras: Mapping[str, Extra] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Seeded prompts in two splits that never share a question, and their grader."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
+        """``count`` prompts, the same for the same seed, without repetition as far as the space allows."""
+        ...
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade: ...
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """A line of ``earnest tasks``."""
+
+    name: str
+    description: str
+    source: Literal["built-in", "reasoning-gym", "verifiers"]
+    available: bool = True
+    """False where the extra that brings it is not installed."""

@@ -1,0 +1,117 @@
+"""Every dataset of ``reasoning-gym`` as the task ``reasoning_gym/<dataset>`` (extra ``earnest[reasoning-gym]``).
+
+A dataset is a function of (seed, index), so a prompt's data holds these two and the entry is made again for grading: JSON-able,
+and checked, since a dataset that made another question this time would be graded against a wrong answer without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from earnest.errors import MissingExtra, nearest
+from earnest.tasks.base import Grade, Prompt, Split, TaskError, TaskInfo, UnknownTask
+from earnest.tasks.split import check_request, split_of, stable_rng
+
+_PREFIX = "reasoning_gym/"
+_SIZE = 2**31 - 1
+_PATIENCE = 500
+"""Entries in a row that may be of the other split or seen already before a repetition is accepted."""
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("reasoning_gym") is not None
+
+
+def _datasets() -> dict[str, Any]:
+    if not installed():
+        raise MissingExtra("reasoning-gym", "reasoning-gym", "a task reasoning_gym/<dataset>")
+    from reasoning_gym import factory
+
+    return factory.DATASETS
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(name: str, seed: int) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE)
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """One dataset in its default configuration; the split is by the hash of the question."""
+
+    dataset: str
+
+    @property
+    def name(self) -> str:
+        return _PREFIX + self.dataset
+
+    @property
+    def description(self) -> str:
+        return f"reasoning-gym's dataset {self.dataset}"
+
+    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
+        check_request(split, count)
+        base = stable_rng(self.name, split, seed).randrange(2**31)
+        dataset = _dataset(self.dataset, base)
+        found: list[Prompt] = []
+        seen: set[str] = set()
+        index = misses = 0
+        while len(found) < count:
+            entry = dataset[index]
+            question = str(entry["question"])
+            if split_of(f"{self.name}|{question}") == split and (
+                question not in seen or (misses >= _PATIENCE and found)
+            ):
+                payload = {"seed": base, "index": index, "question": question, "answer": _text(entry["answer"])}
+                found.append(Prompt(f"{self.name}:{base}:{index}", ({"role": "user", "content": question},), payload))
+                seen.add(question)
+                misses = 0
+            else:
+                misses += 1
+                if misses > 20 * _PATIENCE:
+                    raise TaskError(
+                        f"{self.name}: no question of split {split!r} in {misses} entries; it has too few to split."
+                    )
+            index += 1
+        return found
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade:
+        dataset = _dataset(self.dataset, int(prompt.data["seed"]))
+        entry = dataset[int(prompt.data["index"])]
+        if str(entry["question"]) != prompt.data["question"]:
+            raise TaskError(
+                f"{self.name} made another question for {prompt.id} than when it was asked; set PYTHONHASHSEED."
+            )
+        reward = float(dataset.score_answer(completion.strip(), entry))
+        if reward >= 1.0:
+            return Grade(reward, "", True)
+        expected = f" The expected answer is {_text(entry['answer'])}." if entry["answer"] is not None else ""
+        return Grade(reward, f"Wrong.{expected}", False)
+
+
+def _text(answer: Any) -> str | None:
+    return None if answer is None else str(answer)
+
+
+def load(dataset: str) -> ReasoningGym:
+    """The task of a dataset's name."""
+    known = _datasets()
+    if dataset not in known:
+        raise UnknownTask(f"reasoning-gym has no dataset {dataset!r}: {nearest(dataset, known)}")
+    return ReasoningGym(dataset)
+
+
+def infos() -> list[TaskInfo]:
+    """Every dataset, or one line that says how to get them."""
+    if not installed():
+        return [
+            TaskInfo(_PREFIX + "<dataset>", 'pip install "earnest[reasoning-gym]"', "reasoning-gym", available=False)
+        ]
+    return [
+        TaskInfo(_PREFIX + name, f"reasoning-gym's dataset {name}", "reasoning-gym") for name in sorted(_datasets())
+    ]

@@ -1,0 +1,83 @@
+"""Which questions are held out, and how distinct ones are drawn.
+
+A question belongs to a split by the hash of its content, not by the seed that drew it: no seed, order or count can
+bring a held-out question into training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from earnest.tasks.base import Split, TaskError
+
+HELDOUT_SHARE = 0.2
+_PATIENCE = 2_000
+"""Draws in a row that may fail (wrong split or seen already) before a repetition is accepted."""
+
+T = TypeVar("T")
+
+
+def split_of(content: str) -> Split:
+    """The split of a question, from the first 8 bytes of the SHA-256 of its content."""
+    head = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
+    return "heldout" if head < HELDOUT_SHARE * 2**64 else "train"
+
+
+def check_request(split: str, count: int) -> None:
+    """Refuse a split that does not exist and a negative count."""
+    if split not in ("train", "heldout"):
+        raise TaskError(f"split {split!r} does not exist: take 'train' or 'heldout'.")
+    if count < 0:
+        raise TaskError(f"count={count}: ask for 0 or more prompts.")
+
+
+def stable_rng(*key: object) -> random.Random:
+    """A generator that depends on the key alone, not on the process's hash seed."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return random.Random(int.from_bytes(digest[:16], "big"))
+
+
+def draw_distinct(
+    make: Callable[[random.Random], T],
+    content: Callable[[T], str],
+    identity: Callable[[T], Hashable],
+    split: Split,
+    count: int,
+    rng: random.Random,
+) -> list[T]:
+    """Draw until ``count`` distinct items of the split are found; repeat some where the space is used up."""
+    check_request(split, count)
+    found: list[T] = []
+    seen: set[Hashable] = set()
+    misses = 0
+    while len(found) < count:
+        item = make(rng)
+        fits = split_of(content(item)) == split
+        if fits and (identity(item) not in seen or (misses >= _PATIENCE and found)):
+            found.append(item)
+            seen.add(identity(item))
+            misses = 0
+            continue
+        misses += 1
+        if misses > 100 * _PATIENCE:
+            raise TaskError(
+                f"no question of split {split!r} in {misses} draws: the task's space is too small to split."
+            )
+    return found
+
+
+def choose_distinct(
+    space: Sequence[T], content: Callable[[T], str], split: Split, count: int, rng: random.Random
+) -> list[T]:
+    """The same for a space that is small enough to list: shuffled passes over it, so every item comes once before any twice."""
+    check_request(split, count)
+    part = [item for item in space if split_of(content(item)) == split]
+    if not part and count:
+        raise TaskError(f"split {split!r} is empty: the task's space of {len(space)} questions is too small to split.")
+    found: list[T] = []
+    while len(found) < count:
+        found += rng.sample(part, min(len(part), count - len(found)))
+    return found

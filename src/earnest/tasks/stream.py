@@ -1,0 +1,64 @@
+"""An endless stream of prompts whose position is a small JSON-able state, so that a resumed run sees the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from earnest.tasks.base import Prompt, Split, Task, TaskError
+from earnest.tasks.registry import get_task
+from earnest.tasks.split import check_request
+
+_BLOCK = 256
+
+
+class PromptStream:
+    """Prompts of one split in an order that the seed alone decides: ``next(3) + next(5)`` is ``next(8)``.
+
+    The stream is a row of blocks without repetition inside, block b drawn with a seed of its own.
+    """
+
+    def __init__(self, task: Task, seed: int, split: Split = "train", position: int = 0) -> None:
+        check_request(split, position)
+        self.task, self.seed, self.split, self.position = task, seed, split, position
+        self._block: tuple[int, list[Prompt]] | None = None
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        check_request(self.split, count)
+        out = [self._at(self.position + i) for i in range(count)]
+        self.position += count
+        return out
+
+    def _at(self, position: int) -> Prompt:
+        number, offset = divmod(position, _BLOCK)
+        if self._block is None or self._block[0] != number:
+            block = self.task.prompts(self.split, _BLOCK, _block_seed(self.seed, number))
+            if not block:
+                raise TaskError(f"task {self.task.name} has no prompts in split {self.split!r}.")
+            self._block = (number, block)
+        block = self._block[1]
+        return block[offset % len(block)]
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON-able data."""
+        return {"task": self.task.name, "seed": self.seed, "split": self.split, "position": self.position}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], task: Task | None = None) -> PromptStream:
+        """The stream that ``state`` describes; ``task`` where its name alone does not find it."""
+        missing = {"task", "seed", "split", "position"} - set(state)
+        if missing:
+            raise TaskError(
+                f"the stream's state lacks {', '.join(sorted(missing))}: it has {', '.join(sorted(state)) or 'nothing'}."
+            )
+        task = task or get_task(state["task"])
+        if task.name != state["task"]:
+            raise TaskError(f"the stream's state is of task {state['task']!r}, not of {task.name!r}.")
+        return cls(task, state["seed"], state["split"], state["position"])
+
+
+def _block_seed(seed: int, number: int) -> int:
+    """Different for every (seed, block): Cantor's pairing on non-negative numbers, so streams of near seeds share no block."""
+    seed = 2 * seed if seed >= 0 else -2 * seed - 1
+    return (seed + number) * (seed + number + 1) // 2 + number
