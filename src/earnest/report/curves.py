@@ -1,0 +1,252 @@
+"""What is drawn: the run's numbers as charts of series, thinned where a run is long, and each chart again as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from earnest.report.record import Run, Step
+
+POINTS = 400
+"""The most points that a series is drawn with; a longer one is cut into this many buckets."""
+
+ROWS = 24
+"""The most rows of a chart's table, apart from evaluations, which are all there."""
+
+Style = Literal["line", "faint", "bars", "area"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """``y`` by ``x``; ``lo`` and ``hi`` are a bucket's extremes, or the ends of an error bar."""
+
+    label: str
+    style: Style
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    lo: tuple[float, ...] = ()
+    hi: tuple[float, ...] = ()
+    colour: int = 0
+    """The number of the term that it belongs to; −1 is the neutral one."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A chart's numbers for who cannot or does not want to see it. ``note`` says which rows were left out."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[float | None, ...], ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One drawing. ``floor`` and ``ceiling`` are drawn even where no value reaches them; ``share`` stacks the series."""
+
+    key: str
+    title: str
+    series: tuple[Series, ...]
+    table: Table
+    note: str = ""
+    floor: float | None = None
+    ceiling: float | None = None
+    share: bool = False
+
+    def data(self) -> dict[str, Any]:
+        """What the page's script draws, numbers with six digits."""
+        series = [
+            {
+                "label": one.label,
+                "style": one.style,
+                "colour": one.colour,
+                **{name: [_six(v) for v in getattr(one, name)] for name in ("x", "y", "lo", "hi")},
+            }
+            for one in self.series
+        ]
+        return {"title": self.title, "series": series, "floor": self.floor, "ceiling": self.ceiling, "share": self.share}
+
+
+Points = list[tuple[float, float]]
+
+
+def _six(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def points(steps: Sequence[Step], read: Callable[[Step], float | None]) -> Points:
+    """(step, value) where there is a value."""
+    return [(float(step.step), value) for step in steps if (value := read(step)) is not None]
+
+
+def running_mean(pairs: Points, window: int) -> Points:
+    """The mean over ``window`` (odd) neighbouring points, fewer at the ends."""
+    half = window // 2
+    sums = [0.0]
+    for _, value in pairs:
+        sums.append(sums[-1] + value)
+    smooth: Points = []
+    for index, (x, _) in enumerate(pairs):
+        low, high = max(0, index - half), min(len(pairs), index + half + 1)
+        smooth.append((x, (sums[high] - sums[low]) / (high - low)))
+    return smooth
+
+
+def thin(label: str, style: Style, pairs: Points, colour: int = 0) -> Series:
+    """A series of at most ``POINTS`` points: bucket means at mean steps, with each bucket's extremes."""
+    if len(pairs) <= POINTS:
+        return Series(label, style, tuple(x for x, _ in pairs), tuple(y for _, y in pairs), colour=colour)
+    edges = [round(i * len(pairs) / POINTS) for i in range(POINTS + 1)]
+    buckets = [pairs[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return Series(
+        label,
+        style,
+        tuple(math.fsum(x for x, _ in bucket) / len(bucket) for bucket in buckets),
+        tuple(math.fsum(y for _, y in bucket) / len(bucket) for bucket in buckets),
+        tuple(min(y for _, y in bucket) for bucket in buckets),
+        tuple(max(y for _, y in bucket) for bucket in buckets),
+        colour,
+    )
+
+
+def thinned(count: int) -> str:
+    """The sentence that a thinned chart carries."""
+    if count <= POINTS:
+        return ""
+    return f"{count:,} steps drawn as {POINTS} means; the band is each mean's smallest to largest step."
+
+
+def table(columns: dict[str, Points], always: Sequence[float] = ()) -> Table:
+    """Evenly chosen steps, the first and the last and those in ``always`` among them."""
+    lookup = {name: dict(pairs) for name, pairs in columns.items()}
+    steps = sorted({x for pairs in lookup.values() for x in pairs})
+    last = len(steps) - 1
+    chosen = {steps[round(i * last / (ROWS - 1))] for i in range(ROWS)} if last >= ROWS else set(steps)
+    chosen |= set(always)
+    rows = tuple((x, *(lookup[name].get(x) for name in columns)) for x in sorted(chosen))
+    note = "" if len(rows) == len(steps) else f"{len(rows)} of {len(steps):,} steps; metrics.jsonl has all."
+    return Table(("step", *columns), rows, note)
+
+
+def reward_chart(run: Run) -> Chart | None:
+    """Training reward (each step and its running mean) and held-out reward with error bars of ± 1 s.e."""
+    raw = points(run.steps, lambda step: step.reward.mean if step.reward else None)
+    held = [(float(e.step), e.reward, e.se or 0.0) for e in run.evaluations if e.reward is not None]
+    if not raw and not held:
+        return None
+    series: list[Series] = []
+    notes: list[str] = []
+    if raw:
+        window = 2 * (len(raw) // 40) + 1
+        series.append(thin("training, each step", "faint", raw, colour=-1))
+        if window > 1:
+            series.append(thin("training", "line", running_mean(raw, window), colour=-1))
+            notes.append(f"Training: each step faint, the mean over {window} steps as a line.")
+        notes.append(thinned(len(raw)))
+    if held:
+        x, y, se = zip(*held, strict=True)
+        lo, hi = (tuple(a - b for a, b in zip(y, se, strict=True)), tuple(a + b for a, b in zip(y, se, strict=True)))
+        series.append(Series("held-out", "bars", x, y, lo, hi, colour=0))
+        last = run.evaluations[-1]
+        each = last.n / last.prompts if last.prompts else 0
+        notes.append(f"Held-out: {last.prompts} prompts × {each:g} completions; bars are ± 1 standard error over prompts.")
+    columns = {"training": raw, "held-out": [(x, y) for x, y, _ in held], "± s.e.": [(x, se) for x, _, se in held]}
+    values = [v for one in series for v in (*one.y, *one.lo, *one.hi)]
+    unit = 0 <= min(values) and max(values) <= 1
+    return Chart(
+        "reward",
+        "Mean reward",
+        tuple(series),
+        table({name: pairs for name, pairs in columns.items() if pairs}, always=[x for x, _, _ in held]),
+        " ".join(note for note in notes if note),
+        floor=0.0 if unit else None,
+        ceiling=1.0 if unit and max(values) > 0.5 else None,
+    )
+
+
+def term_labels(run: Run) -> list[str]:
+    """Every term that ran, in the order of its first appearance: a term keeps its colour throughout the page."""
+    return list(dict.fromkeys(label for step in run.steps for label in step.terms))
+
+
+def share_chart(run: Run) -> Chart | None:
+    """Each term's part of the gradient, stacked; None where fewer than two terms ran or none was measured."""
+    labels = term_labels(run)
+    measured = [step for step in run.steps if any(term.share is not None for term in step.terms.values())]
+    if len(labels) < 2 or not measured:
+        return None
+    columns = {label: [(float(s.step), _share(s, label)) for s in measured] for label in labels}
+    note = "" if len(measured) == len(run.steps) else f"Measured on {len(measured):,} of {len(run.steps):,} steps. "
+    return Chart(
+        "share",
+        "Share of each term in the gradient",
+        tuple(thin(label, "area", pairs, colour) for colour, (label, pairs) in enumerate(columns.items())),
+        table(columns),
+        (note + "‖w∇L‖ of a term over the sum for all terms.").strip(),
+        floor=0.0,
+        ceiling=1.0,
+        share=True,
+    )
+
+
+def _share(step: Step, label: str) -> float:
+    term = step.terms.get(label)
+    return term.share or 0.0 if term else 0.0
+
+
+def loss_charts(run: Run) -> list[Chart]:
+    """One small chart a term: its loss before the weight."""
+    return [
+        chart
+        for colour, label in enumerate(term_labels(run))
+        if (chart := small(f"loss.{label}", f"{label}: loss", points(run.steps, _loss(label)), colour))
+    ]
+
+
+def _loss(label: str) -> Callable[[Step], float | None]:
+    return lambda step: step.terms[label].loss if label in step.terms else None
+
+
+def metric_points(run: Run) -> dict[str, tuple[Points, int]]:
+    """Every other number of the steps by its title, with the colour of the term that it belongs to."""
+    found: dict[str, tuple[Points, int]] = {}
+
+    def add(title: str, step: Step, value: float | None, colour: int) -> None:
+        if value is not None:
+            found.setdefault(title, ([], colour))[0].append((float(step.step), value))
+
+    labels = term_labels(run)
+    for step in run.steps:
+        add("gradient norm", step, step.grad_norm, -1)
+        add("update norm", step, step.update_norm, -1)
+        add("learning rate", step, step.lr, -1)
+        for label, term in step.terms.items():
+            for name, value in term.metrics.items():
+                add(f"{label}: {name}", step, value, labels.index(label))
+        for name, value in step.metrics.items():
+            add(name, step, value, -1)
+        for name, value in step.seconds.items():
+            add(f"seconds: {name}", step, value, -1)
+    return found
+
+
+def metric_charts(run: Run) -> tuple[list[Chart], dict[str, float]]:
+    """Charts of what moves, and the values of what never did (a flat line says less than its number)."""
+    charts: list[Chart] = []
+    constant: dict[str, float] = {}
+    for title, (pairs, colour) in metric_points(run).items():
+        values = {value for _, value in pairs}
+        if len(values) == 1 and len(pairs) > 1:
+            constant[title] = values.pop()
+        elif chart := small(f"metric.{title}", title, pairs, colour):
+            charts.append(chart)
+    return charts, constant
+
+
+def small(key: str, title: str, pairs: Points, colour: int) -> Chart | None:
+    """A chart of one line; its own name is its label."""
+    if not pairs:
+        return None
+    name = title.split(": ")[-1]
+    return Chart(key, title, (thin(name, "line", pairs, colour),), table({name: pairs}), thinned(len(pairs)))

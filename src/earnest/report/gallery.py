@@ -1,0 +1,102 @@
+"""Samples before and after side by side: the same held-out prompts in the order of the file, none chosen, none left out unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from earnest.report.markup import Html, el, number
+from earnest.report.record import Message, Run, Sample
+from earnest.report.sections import none, section
+
+PAIRS = 100
+ROLLOUTS = 60
+
+KINDS = ("better", "worse", "same")
+
+
+def samples(run: Run) -> Html:
+    pairs = run.pairs
+    if not pairs and not run.samples:
+        return section("samples", "Samples", none("No samples are recorded."))
+    counts = {kind: sum(_kind(*pair) == kind for pair in pairs) for kind in KINDS}
+    lead = (
+        f"{len(pairs)} recorded held-out prompts with the same sampling seed, in their order: "
+        f"{counts['better']} better, {counts['worse']} worse, {counts['same']} with the same reward."
+    )
+    shown = pairs[:PAIRS]
+    more = el("p", f"The first {PAIRS} of {len(pairs)} are shown; samples.jsonl has all.", class_="note") if len(pairs) > PAIRS else None
+    return section(
+        "samples",
+        "Samples",
+        el("p", lead) if pairs else None,
+        _filter(counts) if len(pairs) > 1 else None,
+        el("div", *(_pair(*pair) for pair in shown), class_="pairs"),
+        more,
+        _rollouts(run),
+    )
+
+
+def _filter(counts: dict[str, int]) -> Html:
+    """Buttons that the script brings to life; without it everything is simply shown."""
+    options = [("all", sum(counts.values())), *((kind, counts[kind]) for kind in KINDS)]
+    buttons = (
+        el("button", name, el("span", str(count), class_="count"), type="button", data_show=name, aria_pressed="true" if name == "all" else "false")
+        for name, count in options
+    )
+    return el("div", *buttons, class_="filter", role="group", aria_label="Which samples", hidden=True)
+
+
+def _kind(before: Sample | None, after: Sample | None) -> str:
+    if before is None or after is None or before.reward is None or after.reward is None:
+        return "unpaired"
+    return "better" if after.reward > before.reward else "worse" if after.reward < before.reward else "same"
+
+
+def _pair(before: Sample | None, after: Sample | None) -> Html:
+    known = after or before
+    assert known is not None, "a pair is made from at least one sample"
+    identity = known.prompt_id + (f" · sample {known.sample}" if known.sample else "")
+    return el(
+        "article",
+        el("div", _prompt(known.prompt), el("span", identity, class_="id"), class_="prompt"),
+        _side("before", before),
+        _side("after", after),
+        class_="pair",
+        data_kind=_kind(before, after),
+    )
+
+
+def _prompt(messages: Sequence[Message]) -> Html:
+    return el("div", *(el("p", el("span", m.role, class_="role"), el("span", m.content, class_="said")) for m in messages))
+
+
+def _side(name: str, sample: Sample | None) -> Html:
+    if sample is None:
+        return el("div", el("p", el("span", name, class_="role"), class_="head"), el("p", "not recorded", class_="none"), class_="side")
+    tone = "" if sample.correct is None else " right" if sample.correct else " wrong"
+    word = "" if sample.correct is None else ", correct" if sample.correct else ", not correct"
+    length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""
+    mark = el("span", f"reward {number(sample.reward, 3)}{word}", class_="score" + tone)
+    head = el("p", el("span", name, class_="role"), mark, el("span", length, class_="soft"), class_="head")
+    said = el("p", sample.completion, class_="completion") if sample.completion else none("(nothing)")
+    told = el("p", sample.feedback, class_="feedback") if sample.feedback else None
+    return el("div", head, said, told, class_="side")
+
+
+def _rollouts(run: Run) -> Html | None:
+    rollouts = [sample for sample in run.samples if sample.phase == "train"]
+    if not rollouts:
+        return None
+    shown = _spread(rollouts, ROLLOUTS)
+    label = f"Training rollouts ({len(rollouts)})" if len(shown) == len(rollouts) else f"Training rollouts ({len(shown)} of {len(rollouts)}, evenly)"
+    entries = (
+        el("article", el("div", _prompt(s.prompt), el("span", s.prompt_id, class_="id"), class_="prompt"), _side(f"step {s.step}", s), class_="pair one")
+        for s in shown
+    )
+    return el("details", el("summary", label), el("div", *entries, class_="pairs"), class_="rollouts")
+
+
+def _spread(entries: Sequence[Sample], most: int) -> list[Sample]:
+    if len(entries) <= most:
+        return list(entries)
+    return [entries[round(i * (len(entries) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,106 @@
+"""The page: one HTML file without a single request to anywhere, the same bytes for the same folder."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import earnest
+from earnest.report import gallery, sections
+from earnest.report.curves import Chart
+from earnest.report.load import load
+from earnest.report.markup import Html, el, join
+from earnest.report.record import ReportError, Run
+
+
+def write(run_dir: str | Path, to: str | Path | None = None) -> Path:
+    """Make the report of ``run_dir`` and return its path: ``report.html`` in the folder, or ``to``."""
+    target = Path(to) if to is not None else Path(run_dir) / "report.html"
+    text = render(load(run_dir))
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).chmod(0o644)
+            Path(name).replace(target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ReportError(f"{target}: cannot be written ({error.strerror}); give another place with to=FILE.") from error
+    return target
+
+
+def render(run: Run) -> str:
+    """The whole page as text."""
+    reward, reward_charts = sections.reward(run)
+    terms, term_charts = sections.terms(run)
+    update, update_charts = sections.update(run)
+    body = [
+        reward,
+        terms,
+        update,
+        gallery.samples(run),
+        sections.verdict(run),
+        sections.events(run),
+        sections.config(run),
+        sections.environment(run),
+    ]
+    style, script = _asset("page.css"), _asset("page.js")
+    data = _json({chart.key: chart.data() for chart in _unique([*reward_charts, *term_charts, *update_charts])})
+    model = f"{run.header.model} {run.header.model_version}".strip()
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", f"{run.header.task} on {model} · earnest"),
+        el("style", Html(style)),
+    )
+    page = el(
+        "body",
+        el("a", "Skip to the curves", href="#reward", class_="skip"),
+        el("div", _contents(), el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
+        el("main", sections.headline(run), sections.notices(run), *body),
+        el("footer", el("p", f"Made by earnest {earnest.__version__} from {run.folder.name}; loads nothing from anywhere.")),
+        el("script", data, type="application/json", id="charts"),
+        el("script", Html(script)),
+    )
+    return f"<!doctype html>\n{el('html', head, page, lang='en')}\n"
+
+
+def _contents() -> Html:
+    names = {"reward": "Reward", "terms": "Terms", "samples": "Samples", "verdict": "Verdict", "config": "Config"}
+    return el("nav", *(el("a", title, href=f"#{key}") for key, title in names.items()), aria_label="Sections")
+
+
+def _unique(charts: list[Chart]) -> list[Chart]:
+    assert len({chart.key for chart in charts}) == len(charts), "two charts of one page share a key"
+    return charts
+
+
+def _json(data: Any) -> Html:
+    """JSON inside a script element: without ``<`` no text in it can end the element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing may load, and only our own script and style count: even markup that slipped in could not run."""
+    return join(f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def _asset(name: str) -> str:
+    return resources.files("earnest.report").joinpath("assets", name).read_text(encoding="utf-8")

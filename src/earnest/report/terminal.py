@@ -1,0 +1,44 @@
+"""The headline of a run for the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from earnest.report.load import load
+from earnest.report.markup import duration, fixed, signed
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def summary(run_dir: str | Path) -> Table:
+    """A small table: what ran, held-out reward before → after ± s.e., the verdict, and what is missing."""
+    from rich.table import Table
+    from rich.text import Text
+
+    run = load(run_dir)
+    header, change, verdict = run.header, run.change, run.verdict
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", justify="right")
+    grid.add_column()
+
+    def row(name: str, text: str, style: str = "") -> None:
+        grid.add_row(name, Text(text, style=style))
+
+    row("run", f"{header.task} on {header.model} {header.model_version}".strip() + f" · {header.recipe} · seed {header.seed}", "bold")
+    row("objective", header.objective)
+    row("steps", f"{header.steps_done} of {header.steps}, {header.status}, {duration(header.seconds)}")
+    if change is not None:
+        row("held-out", f"{_with(change.before.reward, change.before.se)} → {_with(change.after.reward, change.after.se)}", "bold")
+        row("gain", f"{signed(change.gain)} ± {fixed(change.se)}")
+    if verdict is not None:
+        fails = verdict.count("fails")
+        row("verdict", f"{fails} of {len(verdict.checks)} checks fail" if fails else f"{verdict.count('holds')} checks hold", "red" if fails else "")
+    for gap in run.gaps:
+        row("note", gap, "yellow")
+    return grid
+
+
+def _with(value: float | None, se: float | None) -> str:
+    return f"{fixed(value)} ± {fixed(se)}" if se is not None else fixed(value)
