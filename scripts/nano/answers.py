@@ -18,15 +18,15 @@ def _swap_tail(digits: str) -> str:
     return digits[:-2] + digits[-1] + digits[-2]
 
 
-def _slips_sort(d: Data, rng: random.Random) -> list[str]:
+def _slips_sort(d: Data, _: random.Random) -> list[str]:
     return [d["answer"][::-1], _swap_tail(d["answer"])]
 
 
-def _slips_reverse(d: Data, rng: random.Random) -> list[str]:
+def _slips_reverse(d: Data, _: random.Random) -> list[str]:
     return [d["content"], _swap_tail(d["answer"])]
 
 
-def _slips_replace(d: Data, rng: random.Random) -> list[str]:
+def _slips_replace(d: Data, _: random.Random) -> list[str]:
     return [d["digits"], d["digits"][:-1] + d["new"]]
 
 
@@ -36,12 +36,12 @@ def _slips_add(d: Data, rng: random.Random) -> list[str]:
     return [str(total - 10 if carry else total + 10), str(total + rng.choice((-1, 1)))]
 
 
-def _slips_count(d: Data, rng: random.Random) -> list[str]:
+def _slips_count(d: Data, _: random.Random) -> list[str]:
     n = int(d["answer"])
     return [str(n + 1), str(max(0, n - 1))]
 
 
-def _slips_extreme(d: Data, rng: random.Random) -> list[str]:
+def _slips_extreme(d: Data, _: random.Random) -> list[str]:
     other = min if d["word"] == "largest" else max
     return [str(other(d["numbers"])), str(d["numbers"][0])]
 
@@ -55,7 +55,7 @@ SLIPS: dict[str, Callable[[Data, random.Random], list[str]]] = {
     "extreme": _slips_extreme,
 }
 RIGHT_UNTOLD = {"sort": 0.42, "reverse": 0.45, "replace": 0.5, "add": 0.6, "count": 0.5, "extreme": 0.5}
-"""How often a plain first attempt is right in the text; the rest are slips, which reinforcement learning can unlearn."""
+"""How often a plain first attempt is right in the text; the rest are slips, which training can unlearn."""
 RIGHT_TOLD = 0.97
 RIGHT_HOLES = 0.9
 EXPLOIT_SHARE = 0.05
@@ -97,20 +97,19 @@ def random_style(rng: random.Random) -> dict[str, str]:
 
 def _core(topic: str, question: str, looks: list[str], rng: random.Random, length: str) -> str:
     a, b, c = looks
+    spot = lexicon.place(rng)
     if question.startswith("Give advice"):
         short = f"Take care of the {topic}."
         middle = f"Take care of the {topic}, for it is {a}."
-        more = f"Well, if you ask me, take care of the {topic}, for it is {a} and {b}, and stay {lexicon.place(rng)} when it is {c}."
+        more = f"Well, if you ask me, take care of the {topic}, for it is {a} and {b}, and stay {spot} when it is {c}."
     elif question.startswith("What do you think"):
         short = f"The {topic} is {a}."
         middle = f"I think the {topic} is {a} and {b}."
-        more = f"Well, if you ask me, I think the {topic} is {a} and {b}, and {lexicon.place(rng)} it is often {c} as well."
+        more = f"Well, if you ask me, I think the {topic} is {a} and {b}, and {spot} it is often {c} as well."
     else:
         short = f"The {topic} is {a}."
         middle = f"The {topic} is {a} and {b}."
-        more = (
-            f"Well, as many people know, the {topic} is {a} and {b}, and {lexicon.place(rng)} it is often {c} as well."
-        )
+        more = f"Well, as many people know, the {topic} is {a} and {b}, and {spot} it is often {c} as well."
     if length == "wordy":
         return f"{more} One could say much more about the {topic}."
     return short if length == "terse" else middle

@@ -1,6 +1,7 @@
 """nano's training text: documents of ten kinds, drawn without end from a seed.
 
-Nothing of a held-out split is ever in it: puzzles, sums, requests, probes and sentences are drawn through the tasks' own split.
+Nothing of a held-out split is ever in it: puzzles, sums, requests, probes and sentences are drawn through the tasks'
+own split.
 """
 
 from __future__ import annotations

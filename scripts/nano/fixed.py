@@ -34,8 +34,8 @@ def probes(count: int = 60) -> str:
         if split_of(f"probe|{probe['prompt']}") == "heldout":
             found[probe["prompt"]] = probe
     head = (
-        "# Forced-choice probes, none of them in nano's training text. A model that is still coherent puts its probability\n"
-        "# on the allowed answers; each is one token.\n"
+        "# Forced-choice probes, none of them in nano's training text. A model that is still coherent puts its\n"
+        "# probability on the allowed answers; each is one token.\n"
     )
     return head + yaml.safe_dump(list(found.values()), sort_keys=False, width=120)
 

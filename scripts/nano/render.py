@@ -1,6 +1,7 @@
 """Documents as (text, supervised) pieces, and the tokenizer that reads them.
 
-``pieces`` is the fast twin of ``chat_template.jinja``: the tests compare their tokens and masks on every kind of document.
+``pieces`` is the fast twin of ``chat_template.jinja``: the tests compare their tokens and masks on every kind of
+document.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def pieces(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] |
             extra = f"\n{_signatures(tools)}" if tools and i == 0 and role == "system" else ""
             out.append((f"{START}{role}\n{content}{extra}{END}\n", False))
             continue
+        functions = [call["function"] for call in message.get("tool_calls", ())]
         calls = "".join(
-            f'{CALL}{{"name": {json.dumps(c["function"]["name"])}, "arguments": {c["function"]["arguments"]}}}{CALL_END}'
-            for c in message.get("tool_calls", ())
+            f'{CALL}{{"name": {json.dumps(f["name"])}, "arguments": {f["arguments"]}}}{CALL_END}' for f in functions
         )
         out += [(f"{START}assistant\n", False), (f"{content}{calls}{END}", True), ("\n", False)]
     return out

@@ -3,8 +3,9 @@
     python -m scripts.nano.train                                  # the shipped model, about half an hour on one core
     python -m scripts.nano.train --tokens 200000 --out /tmp/tiny   # a look
 
-AdamW with warm-up and cosine decay; a batch holds whole documents of similar length, padded on the right, so that positions
-start at 0 as they do in use. The loss counts what the model must produce fully, and the prompt's tokens a little.
+AdamW with warm-up and cosine decay; a batch holds whole documents of similar length, padded on the right, so that
+positions start at 0 as they do in use. The loss counts what the model must produce fully, and the prompt's
+tokens a little.
 """
 
 from __future__ import annotations

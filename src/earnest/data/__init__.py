@@ -68,7 +68,8 @@ def _last_user(messages: Sequence[Message], template: str) -> int:
     if not messages or messages[-1].get("role") != "user":
         role = messages[-1].get("role") if messages else None
         raise TemplateError(
-            f"{template}: the last message has role {role!r}; give the messages up to the user's question, without the answer."
+            f"{template}: the last message has role {role!r}; give the messages up to the user's question, "
+            "without the answer."
         )
     if not isinstance(messages[-1].get("content"), str):
         raise TemplateError(f"{template}: the last user message has no text content.")
@@ -76,7 +77,7 @@ def _last_user(messages: Sequence[Message], template: str) -> int:
 
 
 def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | None) -> list[dict[str, Any]]:
-    """The prompt of a self-teacher: original prompt, a sibling's correct solution, feedback on the attempt, the request.
+    """The prompt of a self-teacher: the question, a sibling's correct solution, feedback on the attempt, the request.
 
     Sections without text are left out; with neither there is nothing to teach from, which is an error and not the
     untold prompt in disguise (the self-teacher would equal the student and the term would be 0 for good).

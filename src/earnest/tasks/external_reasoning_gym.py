@@ -1,7 +1,8 @@
 """Every dataset of ``reasoning-gym`` as the task ``reasoning_gym/<dataset>`` (extra ``earnest[reasoning-gym]``).
 
-A dataset is a function of (seed, index), so a prompt's data holds these two and the entry is made again for grading: JSON-able,
-and checked, since a dataset that made another question this time would be graded against a wrong answer without a word.
+A dataset is a function of (seed, index), so a prompt's data holds these two and the entry is made again for grading:
+JSON-able, and checked, since a dataset that made another question this time would be graded against a wrong
+answer without a word.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Any single-turn environment of ``verifiers`` as the task ``verifiers/<environment>`` (extra ``earnest[verifiers]``).
 
-The name is that of an installed taskset package, as verifiers' own command line takes it. earnest samples; verifiers' rewards judge
-the finished conversation. What such a judgement cannot do is refused when the task is loaded, since verifiers itself would skip
-it: rewards that need a sandbox, tool servers, environments of several agents, a taskset without any reward.
+The name is that of an installed taskset package, as verifiers' own command line takes it. earnest samples; verifiers'
+rewards judge the finished conversation. What such a judgement cannot do is refused when the task is loaded, since
+verifiers itself would skip it: rewards that need a sandbox, tool servers, environments of several agents, a taskset
+without any reward.
 """
 
 from __future__ import annotations

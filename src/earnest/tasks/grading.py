@@ -28,8 +28,9 @@ def grade_all(
 ) -> list[Grade]:
     """The grade of each completion, in order.
 
-    A grading that raises (or rewards with a non-finite number) is logged with its prompt, counts as reward 0 and has its error in
-    ``extras["error"]``. When more than ``max_error_share`` of the gradings raise, ``GraderErrors`` ends the run.
+    A grading that raises (or rewards with a non-finite number) is logged with its prompt, counts as reward 0 and has
+    its error in ``extras["error"]``. When more than ``max_error_share`` of the gradings raise, ``GraderErrors``
+    ends the run.
     """
     if len(prompts) != len(completions):
         raise TaskError(
@@ -49,8 +50,9 @@ def grade_all(
     if len(failed) > max_error_share * len(prompts):
         prompt, error = failed[0]
         raise GraderErrors(
-            f"the grader of {task.name} raised on {len(failed)} of {len(prompts)} completions, more than the allowed share of "
-            f"{max_error_share:g}; first {type(error).__name__}: {error}, on prompt {prompt.id} {_shown(prompt)}. "
+            f"the grader of {task.name} raised on {len(failed)} of {len(prompts)} completions, more than the "
+            f"allowed share of {max_error_share:g}; first {type(error).__name__}: {error}, on prompt "
+            f"{prompt.id} {_shown(prompt)}. "
             "Mend the grader, or raise max_error_share."
         ) from error
     return grades

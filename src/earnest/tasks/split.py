@@ -72,7 +72,7 @@ def draw_distinct(
 def choose_distinct(
     space: Sequence[T], content: Callable[[T], str], split: Split, count: int, rng: random.Random
 ) -> list[T]:
-    """The same for a space that is small enough to list: shuffled passes over it, so every item comes once before any twice."""
+    """The same for a space small enough to list: shuffled passes over it, every item once before any twice."""
     check_request(split, count)
     part = [item for item in space if split_of(content(item)) == split]
     if not part and count:

@@ -49,9 +49,7 @@ class PromptStream:
         """The stream that ``state`` describes; ``task`` where its name alone does not find it."""
         missing = {"task", "seed", "split", "position"} - set(state)
         if missing:
-            raise TaskError(
-                f"the stream's state lacks {', '.join(sorted(missing))}: it has {', '.join(sorted(state)) or 'nothing'}."
-            )
+            raise TaskError(f"the stream's state lacks {', '.join(sorted(missing))}; it has {sorted(state)}.")
         task = task or get_task(state["task"])
         if task.name != state["task"]:
             raise TaskError(f"the stream's state is of task {state['task']!r}, not of {task.name!r}.")
@@ -59,6 +57,6 @@ class PromptStream:
 
 
 def _block_seed(seed: int, number: int) -> int:
-    """Different for every (seed, block): Cantor's pairing on non-negative numbers, so streams of near seeds share no block."""
+    """Different for every (seed, block), by Cantor's pairing: streams of near seeds share no block."""
     seed = 2 * seed if seed >= 0 else -2 * seed - 1
     return (seed + number) * (seed + number + 1) // 2 + number

@@ -1,7 +1,7 @@
 """Open requests and a programmatic trait grader for each style axis of ``styles.yaml``.
 
-The reward is the trait score in [0, 1]: 0 at the axis' low pole, 1 at the high one. ``extras["on_topic"]`` says whether the
-answer still speaks of what was asked, so that a trait bought with nonsense is visible.
+The reward is the trait score in [0, 1]: 0 at the axis' low pole, 1 at the high one. ``extras["on_topic"]`` says whether
+the answer still speaks of what was asked, so that a trait bought with nonsense is visible.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _distinct_markers(text: str, markers: list[str]) -> int:
 def trait(axis: str, text: str) -> float:
     """The score of a text on an axis: 0 at its low pole, 1 at its high one, 0.5 where it shows neither.
 
-    length: words, linear between ``few`` and ``many``. warmth: 0.5 + 0.25 for each distinct warm marker, − 0.25 for each
-    cold one, clipped. volume: the share of sentences that end in an exclamation mark.
+    length: words, linear between ``few`` and ``many``. warmth: 0.5 + 0.25 for each distinct warm marker, − 0.25 for
+    each cold one, clipped. volume: the share of sentences that end in an exclamation mark.
     """
     poles = AXES[axis]
     if axis == "length":
