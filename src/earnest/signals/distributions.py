@@ -7,7 +7,7 @@ Shapes: M tokens, V vocabulary, d width, K kept tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -66,7 +66,14 @@ class TopK:
         return self.ids.shape[0]
 
     def take(self, index: Int[Tensor, " m"]) -> TopK:
-        return TopK(self.ids[index], self.logprobs[index], self.tail[index])
+        return replace(self, ids=self.ids[index], logprobs=self.logprobs[index], tail=self.tail[index])
+
+
+class ScoredAt(TopK):
+    """A ``TopK`` whose ids the student chose (its own top K when the batch was made), and at which the source was scored.
+
+    So the support is the student's; a plain ``TopK`` has the ids of the source.
+    """
 
 
 Distribution = FullLogits | Hidden | TopK
