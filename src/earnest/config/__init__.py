@@ -1,0 +1,12 @@
+"""The words of a recipe, checked: YAML and ``key=value`` into a ``RunConfig``. The only package that imports pydantic."""
+
+from __future__ import annotations
+
+from earnest.config.load import changed_keys as changed_keys
+from earnest.config.load import dump as dump
+from earnest.config.load import from_mapping as from_mapping
+from earnest.config.load import load as load
+from earnest.config.load import load_file as load_file
+from earnest.config.recipes import Recipe as Recipe
+from earnest.config.recipes import list_recipes as list_recipes
+from earnest.config.schema import RunConfig as RunConfig

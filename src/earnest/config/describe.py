@@ -1,0 +1,44 @@
+"""The keys of a recipe as a table for people: ``python -m earnest.config.describe`` writes the one in docs/runs.md."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from earnest.config.schema import Kinded, RunConfig
+
+
+def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(key, default, meaning) of every key, parts opened up."""
+    for name, field in model.model_fields.items():
+        if name in getattr(model, "hidden_fields", ()):
+            continue
+        inner, listed = _part(field.annotation)
+        if inner is not None:
+            path = f"{prefix}{name}.{'0.' if listed else ''}"
+            yield from keys(inner, path)
+            if issubclass(inner, Kinded):
+                yield f"{path}…", "the kind's own", "the fields of that kind"
+            continue
+        default = "required" if field.default is PydanticUndefined and field.default_factory is None else field.get_default(call_default_factory=True)
+        shown = "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default) or "empty"
+        yield prefix + name, shown, field.description or ""
+
+
+def _part(annotation: object) -> tuple[type[BaseModel] | None, bool]:
+    for candidate, listed in [(annotation, False), *((a, True) for a in typing.get_args(annotation))]:
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate, listed
+    return None, False
+
+
+def table() -> str:
+    rows = [f"| `{key}` | {default} | {meaning} |" for key, default, meaning in keys()]
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table())

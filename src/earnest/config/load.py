@@ -1,0 +1,96 @@
+"""Recipe + ``key=value`` → ``RunConfig``, and back to YAML."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from earnest.config import recipes, text
+from earnest.config.explain import sentence
+from earnest.config.schema import RunConfig
+from earnest.errors import ConfigError
+
+NOT_OF_THE_RUN = ("out", "description")
+"""Keys that say nothing about what is computed: a moved folder is still the same run."""
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
+    """(name of the recipe, config) of a recipe by name or of a YAML file."""
+    name, data = recipes.read(recipe)
+    return name, from_mapping(data, overrides)
+
+
+def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    return from_mapping(text.parse_file(path), overrides)
+
+
+def from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Check ``data`` with the overrides applied. Problems are one sentence in a ``ConfigError``."""
+    merged = copy.deepcopy(dict(data))
+    for override in overrides:
+        _apply(merged, override)
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(sentence(error, RunConfig)) from None
+
+
+def dump(config: RunConfig) -> str:
+    """The resolved config as YAML, every default spelt out; ``load_file`` reads it back as the same config."""
+    data = config.model_dump(mode="python")
+    data.pop("out")
+    return text.spell(data)
+
+
+def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+    """Dotted keys whose values differ, apart from those that say nothing about the computation."""
+    before, after = _flatten(old.model_dump(mode="python")), _flatten(new.model_dump(mode="python"))
+    keys = [k for k in {**before, **after} if before.get(k, _ABSENT) != after.get(k, _ABSENT)]
+    return [k for k in keys if k.split(".")[0] not in NOT_OF_THE_RUN]
+
+
+_ABSENT = object()
+
+
+def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(data, Mapping) and data:
+        return {k: v for key, value in data.items() for k, v in _flatten(value, f"{prefix}{key}.").items()}
+    if isinstance(data, list) and any(isinstance(item, Mapping) for item in data):
+        return {k: v for i, value in enumerate(data) for k, v in _flatten(value, f"{prefix}{i}.").items()}
+    return {prefix.rstrip("."): data}
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """``optimizer.lr=1e-4`` or ``objective.0.clip=0.3``; the value is YAML, so lists and mappings work too."""
+    key, equals, written = override.partition("=")
+    key = key.strip()
+    if not equals or not key or any(not part for part in key.split(".")):
+        raise ConfigError(f"{override!r} is not an override; write key=value, e.g. optimizer.lr=1e-4 or steps=20.")
+    value = text.parse(written, key)
+    *path, last = key.split(".")
+    place: Any = data
+    for depth, part in enumerate(path):
+        where = ".".join(path[:depth])
+        if isinstance(place, list):
+            place = place[_index(place, part, where, override)]
+        else:
+            if part not in place or place[part] is None:
+                place[part] = {}
+            place = place[part]
+        if not isinstance(place, (dict, list)):
+            raise ConfigError(f"{override}: {'.'.join(path[: depth + 1])} is {place!r}, which has no keys inside.")
+    if isinstance(place, list):
+        place[_index(place, last, ".".join(path), override)] = value
+    else:
+        place[last] = value
+
+
+def _index(place: list[Any], part: str, where: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(place):
+        count = f"the places 0 to {len(place) - 1}" if len(place) > 1 else "the place 0 only" if place else "no entry"
+        raise ConfigError(f"{override}: {where} is a list and has {count}, not {part!r}.")
+    return int(part)

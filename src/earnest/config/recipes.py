@@ -1,0 +1,57 @@
+"""Recipes by name: the YAML files of ``earnest/recipes``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from earnest.config import text
+from earnest.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A line of ``earnest recipes``."""
+
+    name: str
+    description: str
+    model: str
+    task: str
+    objective: tuple[str, ...]
+    path: Path
+
+
+def _files() -> dict[str, Path]:
+    folder = Path(str(resources.files("earnest") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def list_recipes() -> list[Recipe]:
+    found = []
+    for name, path in _files().items():
+        data = text.parse_file(path)
+        kinds = tuple(term["kind"] for term in data["objective"])
+        found.append(Recipe(name, data["description"], data.get("model", "nano"), data["task"], kinds, path))
+    return found
+
+
+def read(recipe: str) -> tuple[str, dict[str, Any]]:
+    """(name, raw data) of a recipe's name or of a YAML file's path."""
+    files = _files()
+    if recipe in files:
+        return recipe, text.parse_file(files[recipe])
+    path = Path(recipe).expanduser()
+    if path.is_dir():
+        way_out = (
+            f"it is a run folder: continue it with `earnest run {recipe} --resume`."
+            if (path / "run.json").exists()
+            else "give a YAML file."
+        )
+        raise ConfigError(f"{recipe} is a folder, not a recipe; {way_out}")
+    if path.is_file():
+        return path.stem, text.parse_file(path)
+    if path.suffix in (".yaml", ".yml") or "/" in recipe:
+        raise ConfigError(f"there is no file {recipe}; give one that exists, or a recipe: {', '.join(files)}.")
+    raise ConfigError(f"recipe {recipe!r} is unknown: {nearest(recipe, files)} `earnest recipes` lists them; a YAML file works too.")

@@ -1,0 +1,211 @@
+"""What a run is told: every key of a recipe, its range, its default and its meaning.
+
+``extra="forbid"`` at every depth, and types are strict: a text is not taken for a number. Terms, adapters and optimizers get
+their fields from their own dataclasses (``kinds``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields as dataclass_fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, model_serializer, model_validator
+
+from earnest.config.kinds import STRICT, construct, plain
+from earnest.errors import ConfigError, nearest
+
+Whole = Annotated[int, Field(ge=1)]
+
+
+class Strict(BaseModel):
+    """A mapping whose keys are all known."""
+
+    model_config = STRICT
+
+
+class Kinded(Strict):
+    """A mapping whose ``kind`` decides which further keys it has; they are gathered in ``fields`` and spelt out flat."""
+
+    hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
+
+    fields: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        own = set(cls.model_fields) - {"fields"}
+        return {k: v for k, v in data.items() if k in own} | {"fields": {k: v for k, v in data.items() if k not in own}}
+
+    @model_serializer(mode="plain")
+    def _flat(self) -> dict[str, Any]:
+        own = {name: plain(getattr(self, name)) for name in type(self).model_fields if name != "fields"}
+        return own | self.fields
+
+
+class TermConfig(Kinded):
+    """One term of the loss; ``earnest objectives`` lists the kinds and their fields."""
+
+    kind: str = Field(description="which term; `earnest objectives` lists them")
+    weight: float = Field(1.0, description="the factor of its loss; 0 leaves it out, and every report says so")
+    name: str | None = Field(None, description="its name in the report; none: its kind. Unique in an objective")
+
+    @model_validator(mode="after")
+    def _resolve(self) -> TermConfig:
+        term = self.build()
+        self.fields = _term_fields(term)
+        return self
+
+    def build(self) -> Any:
+        from earnest.objectives import build
+
+        return build(self.kind, name=self.name, **self.fields)
+
+
+class AdapterConfig(Kinded):
+    """What is trained; ``earnest adapters`` lists the kinds and their fields."""
+
+    kind: str = Field(description="which adapter; `earnest adapters` lists them")
+    targets: str | list[str] | None = Field(
+        None, description="linear layers by name, `all-linear`, or `re:…`; none: the kind's usual ones"
+    )
+    layers: list[int] | None = Field(None, description="numbers of the blocks to adapt; none: all")
+
+    @model_validator(mode="after")
+    def _resolve(self) -> AdapterConfig:
+        self.fields = plain(self.build())
+        return self
+
+    def build(self) -> Any:
+        from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
+
+        load_builtin()
+        if self.kind not in VARIANTS:
+            raise ConfigError(f"adapter {self.kind!r} is unknown: {nearest(self.kind, VARIANTS)}")
+        return construct(VARIANTS[self.kind], self.fields, lambda **f: get_variant(self.kind, **f))
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Every field of any kind, for suggestions."""
+        from earnest.adapters.variant import VARIANTS
+
+        return sorted({f.name for variant in VARIANTS.values() for f in dataclass_fields(variant)})
+
+
+class OptimizerConfig(Kinded):
+    """How a gradient becomes a step."""
+
+    kind: Literal["adamw", "sgd"] = Field("adamw", description="the torch optimizer")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="the gradient is clipped to this norm; none: never")
+
+    @model_validator(mode="after")
+    def _resolve(self) -> OptimizerConfig:
+        self.fields = plain(self.build())
+        return self
+
+    def build(self) -> Any:
+        return construct(_optimizers()[self.kind], self.fields)
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Every field of any kind, for suggestions."""
+        return sorted({f.name for optimizer in _optimizers().values() for f in dataclass_fields(optimizer)})
+
+
+class SamplingConfig(Strict):
+    """Where the rows of a step come from."""
+
+    prompts_per_step: Whole = Field(8, description="training prompts a step")
+    completions_per_prompt: Whole = Field(8, description="completions of each prompt: a group")
+    max_new_tokens: Whole = Field(16, description="a completion is cut off here")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature, also of the evaluation")
+
+
+class EvalConfig(Strict):
+    """Held-out prompts, the same for every seed and at every evaluation."""
+
+    every: int = Field(20, ge=0, description="evaluate after every so many steps; 0: only before and after")
+    prompts: Whole = Field(64, description="held-out prompts")
+    samples: Whole = Field(4, description="completions of each, at the training temperature with fixed seeds")
+
+
+class CheckpointConfig(Strict):
+    """What a killed run continues from."""
+
+    every: Whole = Field(20, description="steps between checkpoints; there is always one at the end")
+    keep: Whole = Field(2, description="how many are kept; with 2, a torn one still leaves the previous")
+
+
+class SamplesConfig(Strict):
+    """What samples.jsonl gets to show."""
+
+    heldout: int = Field(8, ge=0, description="held-out completions shown before and after")
+    train: int = Field(2, ge=0, description="training rollouts kept at each step")
+
+
+class RunConfig(Strict):
+    """A whole run."""
+
+    description: str = Field("", description="what the recipe is, in a sentence; shown by `earnest recipes`")
+    model: str = Field("nano", min_length=1, description="`nano`, `smollm2`, a Hugging Face id, or a folder")
+    device: str = Field("auto", min_length=1, description="`auto` (CUDA, else MPS, else CPU) or a torch device")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the base model")
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's choice, which a resumed run keeps")
+    adapter: AdapterConfig
+    task: str = Field(min_length=1, description="`earnest tasks` lists them")
+    objective: list[TermConfig] = Field(min_length=1, description="the terms whose weighted sum is the loss")
+    advantages: Literal["group", "batch", "none", "leave_one_out"] = Field(
+        "group", description="how rewards become advantages"
+    )
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
+    micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
+    steps: Whole = Field(description="batches to train on")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's birth")
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
+    max_grader_errors: float = Field(
+        0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
+    )
+    shares_every: int = Field(
+        1, ge=0, description="measure each term's share of the gradient every so many steps (a pass a term); 0: never"
+    )
+    check: bool = Field(True, description="prove the step before training: every term and parameter is alive")
+    loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
+    )
+    out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
+
+    @model_validator(mode="after")
+    def _agree(self) -> RunConfig:
+        self.build_objective()
+        return self
+
+    def build_objective(self) -> Any:
+        """The objective that the list of terms describes; two terms of one name are refused."""
+        from earnest.objectives import Objective, Weighted
+
+        return Objective(tuple(Weighted(term.weight, term.build()) for term in self.objective))
+
+
+def _optimizers() -> dict[str, Any]:
+    from earnest.engines.optimizers import SGD, AdamW
+
+    return {"adamw": AdamW, "sgd": SGD}
+
+
+def _term_fields(term: Any) -> dict[str, Any]:
+    """A term's settings with their defaults; a nested one with the kind that YAML chooses it by."""
+    from earnest.objectives.settings import settings
+
+    found: dict[str, Any] = {}
+    for name, _, what in settings(term):
+        value = getattr(term, name)
+        found[name] = plain(value)
+        if what.nested is not None and value is not None and len(what.nested) > 1:
+            kind = next(k for k, cls in what.nested.items() if cls == type(value).__name__)
+            found[name] = {"kind": kind, **found[name]}
+    return found

@@ -1,0 +1,64 @@
+"""YAML as people expect it: ``1e-4`` is a number, and a key that stands twice is an error instead of a quiet last word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from earnest.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's floats and without duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise ConfigError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1}); keep one.")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML follows YAML 1.1, in which a float needs a dot: 1e-4 would be a text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse(text: str, where: str) -> Any:
+    """The value that ``text`` spells; ``where`` names it in the error."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where} is not YAML{place}: {getattr(error, 'problem', None) or error}.") from None
+
+
+def parse_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    found = parse(text, str(path))
+    if found is None:
+        raise ConfigError(f"{path} is empty; a recipe has at least task, adapter, objective and optimizer.")
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, not a mapping of keys to values.")
+    return found
+
+
+def spell(data: Mapping[str, Any]) -> str:
+    """Data as YAML, in the given order, that ``parse`` reads back as the same data."""
+    return yaml.dump(dict(data), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
