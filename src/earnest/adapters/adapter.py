@@ -1,0 +1,289 @@
+"""An attached adapter: its parameters, its gate, merging, its state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.adapters.delta import Delta
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.fingerprint import base_fingerprint
+from earnest.adapters.layer import Layer
+from earnest.adapters.merging import merge_layer, merged_weight, unmerge_layer
+from earnest.adapters.report import AttachReport
+from earnest.adapters.runtime import Gate, Slot, slots_of, state_key, uninstall
+from earnest.adapters.variant import Variant
+
+
+class Adapter:
+    """One variant on a set of layers of one model, behind one gate. Made by `attach` or `load_adapter`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variant: Variant,
+        slots: dict[str, Slot],
+        gate: Gate,
+        report: AttachReport,
+        targets: tuple[str, ...],
+        release: Callable[[], None],
+    ) -> None:
+        self.model, self.variant, self.slots, self.report, self.targets = model, variant, slots, report, targets
+        self.name = report.name
+        self._gate, self._release = gate, release
+        self._merged: dict[str, Any] | None = None
+        self._fingerprint: dict[str, Any] | None = None
+        self.attached = True
+
+    def __repr__(self) -> str:
+        state = "" if self.attached else ", detached"
+        return f"Adapter({self.variant!r}, {len(self.slots)} layers, scale={self.scale:g}{state})"
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor, trainable or frozen: '<module path>.<tensor>' in model order."""
+        return {f"{path}.{name}": t for path, slot in self.slots.items() for name, t in slot.tensors.items()}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable fp32 parameters in a stable order; empty after freeze()."""
+        return {n: t for n, t in self.named_tensors().items() if isinstance(t, nn.Parameter) and t.requires_grad}
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named_parameters().values())
+
+    def _named(self, chosen: frozenset[str], inside: bool) -> list[nn.Parameter]:
+        return [p for n, p in self.named_parameters().items() if (n.rsplit(".", 1)[-1] in chosen) == inside]
+
+    def decay_parameters(self) -> list[nn.Parameter]:
+        """Parameters that weight decay pulls toward the base model."""
+        return self._named(self.variant.no_decay(), inside=False)
+
+    def no_decay_parameters(self) -> list[nn.Parameter]:
+        """Parameters on which decay has no meaning (directions)."""
+        return self._named(self.variant.no_decay(), inside=True)
+
+    def dormant_at_birth(self) -> set[str]:
+        """Names of parameters whose gradient is exactly 0 at step 1, by design."""
+        return {n for n in self.named_parameters() if n.rsplit(".", 1)[-1] in self.variant.dormant()}
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Make it history (or trainable again): it acts, and gets no gradient."""
+        for slot in self.slots.values():
+            for p in slot._parameters.values():
+                assert p is not None
+                p.requires_grad_(not frozen)
+                if frozen:
+                    p.grad = None
+
+    # -- the gate ------------------------------------------------------------------------------------------------------
+    @property
+    def scale(self) -> float:
+        """The gate: 0 is the base model, bit for bit; 1 the adapter as trained."""
+        return self._gate.scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._alive()
+        if not math.isfinite(value):
+            raise AdapterError(f"scale must be finite, got {value!r}")
+        if value != self._gate.scale and any(s.layer.stash is not None for s in self.slots.values()):
+            raise AdapterError(f"adapter {self.name!r} is merged into the weights; unmerge() before changing its scale")
+        self._gate.scale = float(value)
+
+    @contextmanager
+    def scaled(self, value: float) -> Iterator[Adapter]:
+        """The adapter at another scale, inside the block."""
+        before = self._gate.scale
+        self.scale = value
+        try:
+            yield self
+        finally:
+            self._gate.scale = before
+
+    def off(self) -> Any:
+        """The base policy, bit for bit, inside the block."""
+        return self.scaled(0.0)
+
+    # -- weight space --------------------------------------------------------------------------------------------------
+    def merge(self) -> None:
+        """Write W' = what the layer computes now (every open adapter on it), in fp32 with one rounding.
+
+        The base's own tensors are set aside, not overwritten: unmerge() puts the same objects back. A tied weight stays
+        tied to the base's value elsewhere. Merged layers run without a gradient only.
+        """
+        self._alive()
+        if self._merged is not None:
+            raise AdapterError(f"adapter {self.name!r} is merged already")
+        if self._gate.rows is not None:
+            raise AdapterError("inside rows() different rows have different weights; merge outside of it")
+        done: list[Layer] = []
+        try:
+            for slot in self.slots.values():
+                merge_layer(slot.layer)
+                done.append(slot.layer)
+        except BaseException:
+            for layer in done:
+                unmerge_layer(layer)
+            raise
+        self._merged = {path: self._live_key(slot) for path, slot in self.slots.items()}
+
+    def unmerge(self) -> None:
+        """Put the base's tensors back, bit for bit. Raises, after doing so, where parameters moved meanwhile."""
+        if self._merged is None:
+            raise AdapterError(f"adapter {self.name!r} is not merged")
+        keys, self._merged = self._merged, None
+        for slot in self.slots.values():
+            unmerge_layer(slot.layer)
+        moved = [path for path, slot in self.slots.items() if self._live_key(slot) != keys[path]]
+        if moved:
+            raise AdapterError(
+                f"parameters of {moved[0]} changed while merged, so what was computed since used stale weights; "
+                "update between merges"
+            )
+
+    @staticmethod
+    def _live_key(slot: Slot) -> Any:
+        return [(s.gate.scale, state_key(s.tensors)) for s in slots_of(slot.layer.module)]
+
+    @contextmanager
+    def merged(self) -> Iterator[Adapter]:
+        """Merged inside the block: sampling at the base's own speed."""
+        self.merge()
+        try:
+            yield self
+        finally:
+            self.unmerge()
+
+    def merge_report(self) -> dict[str, dict[str, float]]:
+        """Per module: ‖ΔW‖/‖W‖, and which share of ΔW one rounding to the base's dtype loses."""
+        out = {}
+        for path, slot in self.slots.items():
+            w0 = slot.layer.weight()
+            w1, _ = merged_weight(slot.layer)
+            delta = float((w1 - w0).norm())
+            lost = float((w1.to(slot.layer.dtype).float() - w1).norm())
+            out[path] = {"change": delta / max(float(w0.norm()), 1e-30), "rounding": lost / delta if delta else 0.0}
+        return out
+
+    def deltas(self) -> Iterator[tuple[str, Tensor]]:
+        """(module path, ΔW [m, n] in fp32) of this adapter on the base weight, at the present scale."""
+        for path, delta in self.delta_operators():
+            yield path, delta.dense()
+
+    def delta_operators(self) -> Iterator[tuple[str, Delta]]:
+        """(module path, ΔW as an operator): matvec, rmatvec and spectral_norm without forming ΔW where factors exist."""
+        for path, slot in self.slots.items():
+            yield path, Delta(slot)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of every tensor: exact, enough for a bit-equal resume."""
+        return {n: t.detach().clone() for n, t in self.named_tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Strict: missing, unexpected and misshapen keys are errors, and then nothing is loaded."""
+        own = self.named_tensors()
+        check_keys(own, state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+    @property
+    def base_fingerprint(self) -> dict[str, Any]:
+        """Hash and sketch of the adapted layers' base weights; computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = base_fingerprint({p: s.layer for p, s in self.slots.items()})
+        return self._fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash of the variant, its layers and the base weights under it."""
+        facts = [self.variant.name, self.variant.settings(), list(self.slots), self.base_fingerprint["sha256"]]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def save(self, folder: str | Path, base_model: str | None = None) -> Path:
+        """Write PEFT's files and earnest's exact ones; see `earnest.adapters.files`."""
+        from earnest.adapters.files import save_adapter
+
+        return save_adapter(self, Path(folder), base_model)
+
+    def export_lora(self, folder: str | Path, base_model: str | None = None, rank: int | None = None) -> Path:
+        """Write a plain LoRA that vLLM, SGLang, TGI and llama.cpp read; see `earnest.adapters.portable`."""
+        from earnest.adapters.portable import export_lora
+
+        return export_lora(self, Path(folder), base_model, rank)
+
+    def detach(self) -> None:
+        """Give the model back: weights, requires_grad, forward and hooks as before attach."""
+        self._alive()
+        if self._merged is not None:
+            self.unmerge()
+        for slot in self.slots.values():
+            if slot.layer.stash is not None:
+                raise AdapterError(f"{slot.layer.name} is merged by another adapter; unmerge it first")
+        for slot in self.slots.values():
+            uninstall(slot)
+        self._release()
+        self.attached = False
+
+    def _alive(self) -> None:
+        if not self.attached:
+            raise AdapterError(f"adapter {self.name!r} is detached; attach or load it again")
+
+
+def check_keys(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise where the keys or shapes of a state differ from the adapter's own."""
+    missing = [k for k in own if k not in state]
+    unexpected = [k for k in state if k not in own]
+    misshapen = [k for k in own if k in state and own[k].shape != state[k].shape]
+    if missing or unexpected or misshapen:
+        parts = [_list("missing", missing), _list("unexpected", unexpected)]
+        parts += [f"{k}: shape {tuple(state[k].shape)}, expected {tuple(own[k].shape)}" for k in misshapen[:3]]
+        raise AdapterError("this state is not this adapter's: " + "; ".join(p for p in parts if p))
+    bad = [k for k in own if not bool(torch.isfinite(state[k]).all())]
+    if bad:
+        raise AdapterError(f"{bad[0]} has values that are not finite; the state is damaged")
+
+
+def _list(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} {what} ({', '.join(names[:3])}{more})" if names else ""
+
+
+@contextmanager
+def rows(model: Any, adapters: Sequence[Adapter | Sequence[Adapter] | None]) -> Iterator[None]:
+    """Different adapters for different rows of a batch: one entry a row (an adapter, several, or None for the base).
+
+    Adapters of the model that no row names are off inside the block. A scale set before stays in force.
+    """
+    model = model if isinstance(model, nn.Module) else model.model
+    wanted: dict[int, list[int]] = {}
+    for row, entry in enumerate(adapters):
+        for adapter in () if entry is None else (entry,) if isinstance(entry, Adapter) else entry:
+            adapter._alive()
+            wanted.setdefault(id(adapter._gate), []).append(row)
+    gates = {id(s.gate): s.gate for m in model.modules() for s in slots_of(m)}
+    if any(s.layer.stash is not None for m in model.modules() for s in slots_of(m)):
+        raise AdapterError("the model is merged; rows() needs unmerged layers")
+    strangers = set(wanted) - set(gates)
+    if strangers:
+        raise AdapterError("rows() names an adapter of another model")
+    saved = {key: (g.scale, g.rows, g.batch) for key, g in gates.items()}
+    try:
+        for key, gate in gates.items():
+            if key in wanted:
+                gate.rows, gate.batch = torch.tensor(wanted[key]), len(adapters)
+            else:
+                gate.scale = 0.0
+        yield
+    finally:
+        for key, gate in gates.items():
+            gate.scale, gate.rows, gate.batch = saved[key]

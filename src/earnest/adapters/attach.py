@@ -1,0 +1,236 @@
+"""attach(): put a variant on a model's layers, or leave the model exactly as it was."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from earnest.adapters.adapter import Adapter
+from earnest.adapters.calibrate import input_moments
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.layer import Layer
+from earnest.adapters.report import AttachReport
+from earnest.adapters.runtime import SLOTS, Gate, Slot, install, layer_of, slots_of, uninstall
+from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears
+from earnest.adapters.variant import Birth, Variant
+
+# Base parameter -> [requires_grad before the first adapter, adapters that hold it frozen].
+_LEDGER: Any = WeakIdKeyDictionary()
+
+
+def model_of(model_or_policy: Any) -> nn.Module:
+    """The nn.Module of a policy, or the module itself."""
+    model = model_or_policy if isinstance(model_or_policy, nn.Module) else getattr(model_or_policy, "model", None)
+    if not isinstance(model, nn.Module):
+        raise AdapterError(f"attach needs a policy or a torch module, got {type(model_or_policy).__name__}")
+    return model
+
+
+def attach(
+    model_or_policy: Any,
+    variant: Variant,
+    targets: str | Sequence[str] | None = None,
+    layers: Iterable[int] | None = None,
+    calibration: Iterable[Any] | None = None,
+    seed: int = 0,
+    name: str | None = None,
+) -> Adapter:
+    """Put ``variant`` on the target layers; the base is frozen, and bit-exactly what it was.
+
+    targets:     names (a path or its tail), "all-linear", "re:<regex>"; None: the variant's default for the model family.
+    layers:      block numbers (negative from the end); None: all.
+    calibration: batches (dicts for the model, or tensors of token ids) for variants that read data at birth.
+    """
+    model = model_of(model_or_policy)
+    _check_variant(variant, calibration)
+    chosen = default_targets(model, variant.targets) if targets is None else targets
+    modules, matches = find_targets(model, chosen, layers)
+    moments: Mapping[str, Tensor] = {}
+    tokens = 0
+    if calibration is not None:
+        moments, tokens = input_moments(model, modules, calibration)
+    with torch.inference_mode(False), torch.no_grad():
+        views = _views(model, modules)
+        widest = (max(v.m for v in views.values()), max(v.n for v in views.values()))
+        tensors = {n: _born(variant, v, seed, moments, tokens, widest) for n, v in views.items()}
+    return mount(model, variant, views, tensors, matches, name, tokens)
+
+
+def _check_variant(variant: Variant, calibration: Iterable[Any] | None) -> None:
+    if not isinstance(variant, Variant):
+        raise AdapterError(f"attach needs a variant such as LoRA(rank=8), got {variant!r}")
+    if variant.wants_calibration() and calibration is None:
+        raise AdapterError(f"{variant.name} reads data at birth; pass calibration= (batches of token ids)")
+    if calibration is not None and not variant.wants_calibration():
+        raise AdapterError(f"{variant!r} reads no calibration data, so calibration= would have no effect; leave it out")
+
+
+def _views(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
+    views = {}
+    for path, module in modules.items():
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            raise AdapterError(
+                f"{path}: nn.MultiheadAttention reads its weight past forward(), an adapter would do nothing"
+            )
+        if "forward" in module.__dict__:
+            raise AdapterError(
+                f"{path}.forward was replaced on the instance (by accelerate hooks or a patch), which would hide the adapter; "
+                "attach before that"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AdapterError(f"{path} is scripted; attach to the eager model")
+        view = layer_of(path, module)
+        if view.stash is not None:
+            raise AdapterError(f"{path} is merged; unmerge before attaching another adapter")
+        views[path] = view
+    return views
+
+
+def _rng(seed: int, what: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {what}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _born(
+    variant: Variant, layer: Layer, seed: int, moments: Mapping[str, Tensor], tokens: int, widest: tuple[int, int]
+) -> dict[str, Tensor]:
+    # A layer's stream depends on the seed and its path only, so other targets do not change it.
+    variant.check(layer)
+    ctx = Birth(_rng(seed, layer.name), moments, tokens, widest, _rng(seed, "shared"))
+    given = variant.birth(layer, ctx)
+    specs = variant.specs(layer)
+    unknown = set(given) - set(specs)
+    assert not unknown, f"{variant.name}.birth() makes {unknown}, which specs() does not name"
+    return {n: given[n] if n in given else torch.zeros(s.shape) for n, s in specs.items()}
+
+
+def mount(
+    model: nn.Module,
+    variant: Variant,
+    views: Mapping[str, Layer],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    matches: tuple[Match, ...],
+    name: str | None,
+    tokens: int = 0,
+) -> Adapter:
+    """Install ready tensors; a failure on the way takes everything back."""
+    taken = {s.adapter_name for m in model.modules() for s in slots_of(m)}
+    name = name or next(n for i in range(len(taken) + 1) if (n := f"adapter{i}" if i else "default") not in taken)
+    if name in taken:
+        raise AdapterError(f"the model has an adapter {name!r} already; taken names: {', '.join(sorted(taken))}")
+    gate = Gate()
+    slots: dict[str, Slot] = {}
+    base = [p for n, p in model.named_parameters() if not _is_slot(n)]
+    with torch.inference_mode(False):
+        for path, view in views.items():
+            for key, spec in variant.specs(view).items():
+                got = tuple(tensors[path][key].shape)
+                if got != spec.shape:
+                    raise AdapterError(f"{path}.{key}: shape {got}, expected {spec.shape}")
+            slots[path] = Slot(variant, view, gate, tensors[path])
+            slots[path].adapter_name = name
+    report = _report(model, name, variant, slots, matches, tokens, sum(p.numel() for p in base))
+    installed: list[Slot] = []
+    release = _freeze(base)
+    try:
+        unhook = _hook_reentrant(model)
+        try:
+            for slot in slots.values():
+                install(slot)
+                installed.append(slot)
+        except BaseException:
+            unhook()
+            raise
+    except BaseException:
+        for slot in reversed(installed):
+            uninstall(slot)
+        release()
+        raise
+
+    def undo() -> None:
+        unhook()
+        release()
+
+    return Adapter(model, variant, slots, gate, report, tuple(m.pattern for m in matches), undo)
+
+
+def _is_slot(name: str) -> bool:
+    return SLOTS in name.split(".")
+
+
+def _freeze(base: list[nn.Parameter]) -> Callable[[], None]:
+    """Freeze base parameters; the returned function gives each its flag back when the last adapter lets go."""
+    for p in base:
+        entry = _LEDGER.setdefault(p, [p.requires_grad, 0])
+        entry[1] += 1
+        p.requires_grad_(False)
+
+    def release() -> None:
+        for p in base:
+            entry = _LEDGER[p]
+            entry[1] -= 1
+            if entry[1] == 0:
+                p.requires_grad_(entry[0])
+                del _LEDGER[p]
+
+    return release
+
+
+def _hook_reentrant(model: nn.Module) -> Callable[[], None]:
+    """Reentrant checkpointing drops the gradient where no *input* needs one, as with a frozen base: then the embedding's
+    output is made to need it. Looked up at every training forward, because checkpointing may be switched on later."""
+    get = getattr(model, "get_input_embeddings", None)
+    embed = get() if callable(get) else None
+    blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    if not isinstance(embed, nn.Module) or not blocks:
+        return lambda: None
+
+    def reentrant() -> bool:
+        for m in blocks:
+            if m.gradient_checkpointing and m.training:
+                func = getattr(m, "_gradient_checkpointing_func", None)
+                if getattr(func, "keywords", {}).get("use_reentrant", True):
+                    return True
+        return False
+
+    def hook(_: nn.Module, __: Any, out: Any) -> Any:
+        if torch.is_grad_enabled() and isinstance(out, Tensor) and not out.requires_grad and reentrant():
+            return out.requires_grad_(True)
+        return out
+
+    return embed.register_forward_hook(hook).remove
+
+
+def _report(
+    model: nn.Module,
+    name: str,
+    variant: Variant,
+    slots: Mapping[str, Slot],
+    matches: tuple[Match, ...],
+    tokens: int,
+    base: int,
+) -> AttachReport:
+    first = next(iter(slots.values()))
+    params = [p for s in slots.values() for p in s._parameters.values() if p is not None]
+    buffers = [b for s in slots.values() for b in s._buffers.values() if b is not None]
+    return AttachReport(
+        name=name,
+        variant=variant.name,
+        settings=variant.settings(),
+        matches=matches,
+        modules=tuple(slots),
+        blocks=len({i for n in linears(model) if (i := block_index(n)) is not None}),
+        trainable=sum(p.numel() for p in params),
+        frozen=sum(b.numel() for b in buffers),
+        base=base,
+        base_dtype=str(first.layer.dtype).removeprefix("torch."),
+        kinds=tuple(sorted({s.layer.kind for s in slots.values()})),
+        dormant=tuple(sorted(variant.dormant())),
+        calibration_tokens=tokens,
+    )

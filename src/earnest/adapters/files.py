@@ -1,0 +1,188 @@
+"""Adapters on disk: PEFT's two files for everybody, and two of our own that keep the exact fp32 offsets.
+
+    adapter_config.json, adapter_model.safetensors      PEFT's format (where the variant has one, or is exactly a LoRA)
+    earnest_adapter.json, earnest_adapter.safetensors   variant, settings, base fingerprint, exact tensors
+
+`load_adapter` takes either pair, strictly: missing, unexpected and misshapen tensors are errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from earnest.adapters.adapter import Adapter, check_keys
+from earnest.adapters.attach import _views, model_of, mount
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.fingerprint import check_fingerprint
+from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft
+from earnest.adapters.targets import Match, linears
+from earnest.adapters.variant import Variant, get_variant
+
+OWN_CONFIG, OWN_MODEL = "earnest_adapter.json", "earnest_adapter.safetensors"
+FORMAT = 1
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Atomically, contiguous and on the CPU."""
+    part = path.with_suffix(".part")
+    save_file(
+        {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, str(part), metadata={"format": "pt"}
+    )
+    os.replace(part, path)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(str(path))
+    except FileNotFoundError as e:
+        raise AdapterError(f"{path} is missing; the folder is not a complete adapter") from e
+    except SafetensorError as e:
+        raise AdapterError(f"{path} is damaged ({e}); restore it from a copy") from e
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise AdapterError(f"{path} is missing; a folder written by adapter.save() or by PEFT has it") from e
+    except ValueError as e:
+        raise AdapterError(f"{path} is not JSON ({e}); restore it from a copy") from e
+    if not isinstance(data, dict):
+        raise AdapterError(f"{path} holds a {type(data).__name__}, expected an object")
+    return data
+
+
+def shared_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """The variant's common tensors, once: every layer holds a top-left corner of the largest."""
+    out: dict[str, Tensor] = {}
+    for name in sorted(adapter.variant.shared):
+        parts = [slot.tensors[name] for slot in adapter.slots.values()]
+        largest = max(parts, key=lambda t: t.numel())
+        for part in parts:
+            corner = largest[tuple(slice(0, s) for s in part.shape)]
+            assert torch.equal(corner.cpu(), part.cpu()), f"{name} is not shared"
+        out[name] = largest
+    return out
+
+
+def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path:
+    """Write both pairs of files. Where PEFT has no exact form, its pair is left out and the reason is in our JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if base_model is None:
+        base_model = getattr(getattr(adapter.model, "config", None), "_name_or_path", None) or None
+    shared = shared_tensors(adapter)
+    own = {f"shared.{k}": v for k, v in shared.items()}
+    own |= {k: v for k, v in adapter.named_tensors().items() if k.rsplit(".", 1)[-1] not in shared}
+    for stale in (CONFIG, MODEL, OWN_CONFIG, OWN_MODEL):
+        (folder / stale).unlink(missing_ok=True)
+    peft, why = peft_files(adapter, shared, base_model)
+    if peft is not None:
+        write_tensors(folder / MODEL, peft[1])
+        write_json(folder / CONFIG, peft[0])
+    write_tensors(folder / OWN_MODEL, own)
+    meta = {
+        "format": FORMAT,
+        "variant": adapter.variant.name,
+        "settings": adapter.variant.settings(),
+        "targets": list(adapter.targets),
+        "modules": list(adapter.slots),
+        "base": adapter.base_fingerprint,
+        "tensors_sha256": _sha(folder / OWN_MODEL),
+        "peft_sha256": _sha(folder / MODEL) if peft is not None else None,
+        "peft": why,
+    }
+    write_json(folder / OWN_CONFIG, meta)
+    return folder
+
+
+def load_adapter(
+    model_or_policy: Any, folder: str | Path, *, check_base: bool = True, name: str | None = None
+) -> Adapter:
+    """Attach a saved adapter: ours exactly, or a folder that PEFT wrote. ``check_base=False`` skips the fingerprint."""
+    model, path = model_of(model_or_policy), Path(folder)
+    if not path.is_dir():
+        raise AdapterError(f"no adapter folder at {path}")
+    if (path / OWN_CONFIG).exists():
+        return _load_own(model, path, check_base, name)
+    if not (path / CONFIG).exists():
+        raise AdapterError(f"{path} has neither {OWN_CONFIG} nor {CONFIG}; it is not an adapter folder")
+    config, tensors = read_json(path / CONFIG), read_tensors(path / MODEL)
+    variant, per_module = read_peft(model, config, tensors)
+    return _mount(model, variant, per_module, None, name)
+
+
+def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) -> Adapter:
+    meta = read_json(path / OWN_CONFIG)
+    if meta.get("format") != FORMAT:
+        raise AdapterError(f"{path / OWN_CONFIG} has format {meta.get('format')!r}; this version reads {FORMAT}")
+    tensors = read_tensors(path / OWN_MODEL)
+    if _sha(path / OWN_MODEL) != meta["tensors_sha256"]:
+        raise AdapterError(
+            f"{path / OWN_MODEL} is not the file that {OWN_CONFIG} was written with; restore it from a copy"
+        )
+    if meta["peft_sha256"] is not None and (path / MODEL).exists() and _sha(path / MODEL) != meta["peft_sha256"]:
+        raise AdapterError(
+            f"{path / MODEL} was changed after {OWN_CONFIG} was written, so the two disagree; delete {OWN_CONFIG} and "
+            f"{OWN_MODEL} to load the PEFT files, or save again"
+        )
+    variant = get_variant(meta["variant"], **meta["settings"])
+    known = linears(model)
+    lost = [m for m in meta["modules"] if m not in known]
+    if lost:
+        raise AdapterError(
+            f"the model has no linear layer {lost[0]} (and {len(lost) - 1} more missing); is it another model?"
+        )
+    views = _views(model, {m: known[m] for m in meta["modules"]})
+    want: dict[str, Tensor] = {}
+    for module, view in views.items():
+        for key, spec in variant.specs(view).items():
+            if key not in variant.shared:
+                want[f"{module}.{key}"] = torch.empty(spec.shape, device="meta")
+    shared = {k: tensors.pop(f"shared.{k}") for k in variant.shared if f"shared.{k}" in tensors}
+    if set(shared) != set(variant.shared):
+        raise AdapterError(f"missing: {', '.join(f'shared.{k}' for k in sorted(variant.shared - set(shared)))}")
+    check_keys(want, tensors)
+    if check_base:
+        check_fingerprint(meta["base"], views)
+    per_module = {}
+    for module, view in views.items():
+        per_module[module] = {
+            key: shared[key][tuple(slice(0, s) for s in spec.shape)] if key in shared else tensors[f"{module}.{key}"]
+            for key, spec in variant.specs(view).items()
+        }
+    return _mount(model, variant, per_module, meta["targets"], name)
+
+
+def _mount(
+    model: nn.Module,
+    variant: Variant,
+    per_module: Mapping[str, Mapping[str, Tensor]],
+    targets: list[str] | None,
+    name: str | None,
+) -> Adapter:
+    known = linears(model)
+    views = _views(model, {m: known[m] for m in per_module})
+    for view in views.values():
+        variant.check(view)
+    match = Match(" ".join(targets) if targets else "(from the file)", tuple(per_module))
+    return mount(model, variant, views, per_module, (match,), name)

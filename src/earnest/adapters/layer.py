@@ -1,0 +1,108 @@
+"""One adapted linear map, seen the same way whatever module carries it.
+
+``y = x Wᵀ + b`` with W [m, n]: ``nn.Linear``, GPT-2's ``Conv1D`` (stores Wᵀ), and *opaque* linear-like modules (quantised
+weights, other libraries' kernels), of which only the forward is used. Legend: m outputs, n inputs, k rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from earnest.adapters.errors import AdapterError
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # By name, so that importing adapters does not import transformers.
+    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+
+
+def is_linear_like(module: nn.Module) -> bool:
+    """Has in/out features and maps the last dimension: what `attach` can adapt."""
+    if _is_conv1d(module):
+        return True
+    has_size = all(isinstance(getattr(module, a, None), int) for a in ("in_features", "out_features"))
+    return has_size and not isinstance(module, (nn.Bilinear,))
+
+
+class Layer:
+    """A target module as the linear map [m, n] that it computes. Never writes to the module."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        if not is_linear_like(module):
+            raise AdapterError(f"{name} is a {type(module).__name__}, not a linear layer; target the linears in it")
+        self.name = name
+        self.module = module
+        self.base_class: type[nn.Module] = type(module)
+        self.stash: tuple[Tensor, Tensor | None] | None = None  # the true weight and bias while merged
+        weight: Any = getattr(module, "weight", None)
+        if _is_conv1d(module):
+            self.kind, (self.n, self.m) = "conv1d", weight.shape
+        else:
+            self.n, self.m = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+            plain = isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point()
+            self.kind = "linear" if plain and isinstance(module, nn.Linear) else "opaque"
+        probe = weight if isinstance(weight, Tensor) else next(iter([*module.parameters(), *module.buffers()]), None)
+        self.device = probe.device if probe is not None else torch.device("cpu")
+        floats = [t.dtype for t in (probe, getattr(module, "bias", None)) if t is not None and t.is_floating_point()]
+        self.dtype = floats[0] if floats else torch.float32
+
+    @property
+    def bias(self) -> Tensor | None:
+        if self.stash is not None:
+            return self.stash[1]
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether a dense weight can be written: not for quantised weights (requantising would lose silently)."""
+        return self.kind != "opaque"
+
+    def base(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The untouched forward of the module."""
+        return self.base_class.forward(self.module, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def rows(self, u: Float[Tensor, "k n"]) -> Float[Tensor, "k m"]:
+        """u Wᵀ without the bias, differentiable in u: k extra tokens through the base's own kernel, never dequantised."""
+        u = u.to(self.dtype)
+        if self.kind == "opaque":
+            return self._without_bias(u)
+        weight: Any = self.module.weight if self.stash is None else self.stash[0]
+        return F.linear(u, weight) if self.kind == "linear" else u @ weight
+
+    def weight(self) -> Float[Tensor, "m n"]:
+        """W in fp32, detached; exact. An opaque module is read through its forward: W = base(I)ᵀ."""
+        with torch.no_grad():
+            if self.kind == "opaque":
+                return self._probe()
+            weight: Any = self.module.weight if self.stash is None else self.stash[0]
+            w = weight.detach().float()
+            return w if self.kind == "linear" else w.t().contiguous()
+
+    def _without_bias(self, u: Tensor) -> Tensor:
+        params, bias = self.module._parameters, self.module._parameters.get("bias")
+        if bias is None:
+            out = self.base(u)
+            return out if self.bias is None else out - self.bias
+        params["bias"] = None  # exact: (w + b) − b would round
+        try:
+            return self.base(u)
+        finally:
+            params["bias"] = bias
+
+    def _probe(self) -> Tensor:
+        eye = torch.eye(self.n, dtype=self.dtype, device=self.device)
+        w = torch.cat([self._without_bias(c).float() for c in eye.split(1024)]).t().contiguous()
+        u = torch.linspace(-1.0, 1.0, self.n, device=self.device)[None]
+        want, got = u @ w.t(), self._without_bias(u.to(self.dtype)).float()
+        if not torch.allclose(want, got, rtol=0.05, atol=0.05 * float(want.abs().max() + 1e-12)):
+            raise AdapterError(
+                f"{self.name} ({self.base_class.__name__}) is not a linear map of its input (activations quantised?), so "
+                "its weight cannot be read; use a variant that needs the output only: lora, ia3, ia3_ff, road, vera, eva"
+            )
+        return w

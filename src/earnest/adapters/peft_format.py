@@ -1,0 +1,196 @@
+"""PEFT's checkpoint format, both ways (PEFT's developer guide, "checkpoint")."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.layer import Layer
+from earnest.adapters.runtime import layer_of
+from earnest.adapters.targets import _head, block_index, linears
+from earnest.adapters.variant import VARIANTS, Variant, load_builtin
+
+if TYPE_CHECKING:
+    from earnest.adapters.adapter import Adapter
+
+CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+# Settings of PEFT that change what is computed and that nothing here reads: refused unless empty.
+_UNREAD = (
+    "modules_to_save", "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias", "use_qalora",
+    "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters", "trainable_token_indices", "velora_config",
+    "monteclora_config", "kasa_config", "coft", "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
+)  # fmt: skip
+
+
+def target_modules(model: nn.Module, modules: Mapping[str, Any]) -> list[str]:
+    """The shortest list of names that means exactly these modules under PEFT's rule (a path or its tail)."""
+    names = linears(model)
+    every = [n for n, _ in model.named_modules() if n]
+    for depth in (1, 2):
+        tails = sorted({".".join(n.split(".")[-depth:]) for n in modules})
+        hit = {n for n in every if any(n == t or n.endswith("." + t) for t in tails)}
+        if hit == set(modules) and hit <= set(names):
+            return tails
+    return sorted(modules)
+
+
+def common_config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
+    causal = hasattr(adapter.model, "get_output_embeddings")
+    return {
+        "base_model_name_or_path": base_model,
+        "target_modules": target_modules(adapter.model, adapter.slots),
+        "task_type": "CAUSAL_LM" if causal else None,
+        "inference_mode": True,
+    }
+
+
+def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
+    """(A [k, n], B [m, k]) in fp32 per module with every scale folded into B, where the variant is exactly low-rank."""
+    out = {}
+    for path, slot in adapter.slots.items():
+        if adapter.variant.portable_rank(slot.layer) is None:
+            return None
+        with torch.no_grad():
+            f = slot.variant.factors(slot.tensors, slot.layer, 1.0)
+            out[path] = (f.A.float(), f.left() * f.scale)
+    return out
+
+
+def peft_files(
+    adapter: Adapter, shared: Mapping[str, Tensor], base_model: str | None
+) -> tuple[tuple[dict[str, Any], dict[str, Tensor]] | None, str]:
+    """((config, tensors), how) in PEFT's own form for the variant, as an exact LoRA otherwise, or (None, why not)."""
+    config, own = common_config(adapter, base_model), adapter.variant.peft_config()
+    if own is not None:
+        tensors = {f"base_model.{k}": v for k, v in adapter.variant.shared_to_peft(shared).items()}
+        for path, slot in adapter.slots.items():
+            for suffix, value in adapter.variant.to_peft(slot.tensors, slot.layer).items():
+                tensors[f"{PREFIX}{path}.{suffix}"] = value.float()
+        if own["peft_type"] == "IA3" and own.pop("feedforward"):
+            own["feedforward_modules"] = config["target_modules"]
+        return (config | own, tensors), f"as PEFT's {own['peft_type']}"
+    factors = lora_factors(adapter)
+    if factors is None:
+        return None, f"{adapter.variant.export_note()}: PEFT has no exact form; merge it instead"
+    return lora_files(config, factors, max(a.shape[0] for a, _ in factors.values())), "as an exact LoRA"
+
+
+def lora_files(
+    config: dict[str, Any], factors: Mapping[str, tuple[Tensor, Tensor]], rank: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A plain LoRA: scales folded into B, alpha = r, one rank for all (padded with zeros)."""
+    tensors = {}
+    for path, (a, b) in factors.items():
+        pad = rank - a.shape[0]
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = nn.functional.pad(a, (0, 0, 0, pad))
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = nn.functional.pad(b, (0, pad))
+    lora = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "use_rslora": False, "use_dora": False,
+        "init_lora_weights": True, "lora_dropout": 0.0, "bias": "none",
+    }  # fmt: skip
+    return config | lora, tensors
+
+
+def _expected(model: nn.Module, config: Mapping[str, Any]) -> set[str]:
+    """The linear layers that a PEFT config means."""
+    names, want = linears(model), config.get("target_modules")
+
+    def hit(rule: Any, name: str) -> bool:
+        if isinstance(rule, str):
+            return re.fullmatch(rule, name) is not None
+        return any(name == r or name.endswith("." + r) for r in rule or ())
+
+    if want == "all-linear":
+        head = _head(model)
+        found = {n for n, m in names.items() if m is not head}
+    else:
+        found = {n for n in names if hit(want, n)}
+    only = config.get("layers_to_transform")
+    if only is not None:
+        only = {only} if isinstance(only, int) else set(only)
+        found = {n for n in found if block_index(n) in only}
+    return {n for n in found if not hit(config.get("exclude_modules"), n)}
+
+
+def variant_of(config: Mapping[str, Any]) -> Variant:
+    """The variant that a PEFT config describes; refuses settings that would change the result unread."""
+    load_builtin()
+    for key in _UNREAD:
+        if config.get(key):
+            raise AdapterError(
+                f"this PEFT adapter uses {key}={config[key]!r}, which is not supported; merge it with PEFT and use the "
+                "merged model, or train it again without"
+            )
+    if config.get("bias", "none") != "none":
+        raise AdapterError(
+            f"this PEFT adapter trains biases (bias={config['bias']!r}), which is not supported; use bias='none'"
+        )
+    for cls in VARIANTS.values():
+        variant = cls.from_peft_config(config)
+        if variant is not None:
+            return variant
+    init = config.get("init_lora_weights")
+    if config.get("peft_type") == "LORA" and isinstance(init, str):
+        raise AdapterError(
+            f"init_lora_weights={init!r} changes the base weights in a way that the file does not record; convert it in PEFT: "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+    raise AdapterError(
+        f"PEFT type {config.get('peft_type')!r} is not supported; known adapters: {', '.join(sorted(VARIANTS))}"
+    )
+
+
+def read_peft(
+    model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[Variant, dict[str, dict[str, Tensor]]]:
+    """(variant, tensors per module) from a PEFT checkpoint; strict."""
+    variant = variant_of(config)
+    suffixes = sorted(variant.peft_suffixes(), key=len, reverse=True)
+    groups: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, Tensor] = {}
+    unexpected = []
+    for key, value in tensors.items():
+        path = key.removeprefix(PREFIX)
+        suffix = next((s for s in suffixes if path.endswith("." + s)), None)
+        if key.startswith(PREFIX) and suffix is not None:
+            groups.setdefault(path[: -len(suffix) - 1], {})[suffix] = value
+        elif key.startswith("base_model.") and not key.startswith(PREFIX) and variant.shared:
+            shared[key.removeprefix("base_model.")] = value
+        else:
+            unexpected.append(key)
+    if unexpected:
+        raise AdapterError(
+            f"unexpected tensor {unexpected[0]} (and {len(unexpected) - 1} more) for a {variant.name} adapter"
+        )
+    expected, known = _expected(model, config), linears(model)
+    if not expected:
+        raise AdapterError(
+            f"target_modules={config.get('target_modules')!r} matches no linear layer of {type(model).__name__}"
+        )
+    strange, lost = sorted(set(groups) - expected), sorted(expected - set(groups))
+    if strange:
+        raise AdapterError(
+            f"the file has tensors for {strange[0]} (and {len(strange) - 1} more), which target_modules does not name"
+        )
+    if lost:
+        raise AdapterError(
+            f"the file has no tensors for {lost[0]} (and {len(lost) - 1} more), which target_modules names"
+        )
+    out = {}
+    for path in known:
+        if path not in groups:
+            continue
+        absent = [s for s in suffixes if s not in groups[path]]
+        if absent:
+            raise AdapterError(f"{PREFIX}{path}.{absent[0]} is missing")
+        layer: Layer = layer_of(path, known[path])
+        given = {k: v.to(layer.device).float() for k, v in groups[path].items()}
+        out[path] = variant.from_peft(layer, given, {k: v.to(layer.device).float() for k, v in shared.items()})
+    return variant, out

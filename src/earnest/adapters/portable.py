@@ -1,0 +1,128 @@
+"""A plain LoRA for servers, and the rules of their loaders as a validator.
+
+Every scale is folded into B, alpha = r, one rank for all modules, no rsLoRA, no init that names another base: vLLM, TGI and
+llama.cpp read neither rank_pattern nor init_lora_weights, so anything else would be served wrong without a word.
+Exact for LoRA, rsLoRA, EVA, VeRA, AntiPaSTO (rank r) and PiSSA, DeLoRA, HRA (2r where there is a frozen copy or a birth term).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.peft_format import CONFIG, MODEL, PREFIX, common_config, lora_factors, lora_files
+
+if TYPE_CHECKING:
+    from earnest.adapters.adapter import Adapter
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: allowed values of max_lora_rank
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # one kernel each in the servers
+
+
+def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, rank: int | None = None) -> Path:
+    """Write the portable pair of files; ``rank`` pads to a larger one (default: the smallest that vLLM can hold)."""
+    from earnest.adapters.files import OWN_CONFIG, OWN_MODEL, write_json, write_tensors
+
+    factors = lora_factors(adapter)
+    if factors is None:
+        raise AdapterError(
+            f"{adapter.variant.name} cannot be exported as a LoRA: {adapter.variant.export_note()}; "
+            "serve the merged weights instead: `with adapter.merged(): model.save_pretrained(…)`"
+        )
+    needed = max(a.shape[0] for a, _ in factors.values())
+    fits = next((r for r in VLLM_RANKS if r >= needed), None)
+    rank = rank or fits or needed
+    if rank < needed:
+        raise AdapterError(
+            f"rank={rank} is too small: this {adapter.variant.name} adapter is exactly a LoRA of rank {needed}"
+        )
+    if base_model is None:
+        base_model = getattr(getattr(adapter.model, "config", None), "_name_or_path", None) or None
+    config, tensors = lora_files(common_config(adapter, base_model), factors, rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (OWN_CONFIG, OWN_MODEL):
+        (folder / stale).unlink(missing_ok=True)
+    write_tensors(folder / MODEL, tensors)
+    write_json(folder / CONFIG, config)
+    return folder
+
+
+def validate_portable(folder: str | Path, server: str = "vllm", max_rank: int | None = None) -> list[str]:
+    """What the server's loader would refuse or read wrongly; empty: nothing. Servers: vllm, sglang, tgi, llama.cpp."""
+    from earnest.adapters.files import read_json, read_tensors
+
+    if server not in ("vllm", "sglang", "tgi", "llama.cpp"):
+        raise AdapterError(f"unknown server {server!r}; known: vllm, sglang, tgi, llama.cpp")
+    config, tensors = read_json(Path(folder) / CONFIG), read_tensors(Path(folder) / MODEL)
+    faults = _config_faults(config, server, max_rank)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, value in tensors.items():
+        tail = next((t for t in ("lora_A", "lora_B") if key.endswith(f".{t}.weight")), None)
+        if tail is None:
+            faults.append(f"tensor {key}: only …lora_A.weight and …lora_B.weight are read")
+            continue
+        if not key.startswith(PREFIX):
+            faults.append(f"tensor {key}: does not start with {PREFIX}")
+        shapes.setdefault(key.removesuffix(f".{tail}.weight").removeprefix(PREFIX), {})[tail] = tuple(value.shape)
+    for path, pair in shapes.items():
+        if set(pair) != {"lora_A", "lora_B"}:
+            faults.append(f"{path}: has {', '.join(pair)} only")
+        elif not pair["lora_A"][0] == pair["lora_B"][1] == config.get("r"):
+            faults.append(
+                f"{path}: rank {pair['lora_A'][0]} is not r = {config.get('r')}, and rank_pattern is not read"
+            )
+        if server == "vllm" and path.rsplit(".", 1)[-1] == "lm_head":
+            faults.append(f"{path}: vLLM serves no LoRA on lm_head in general")
+    if not shapes:
+        faults.append("no LoRA tensors at all")
+    if server == "sglang":
+        names = {p.rsplit(".", 1)[-1] for p in shapes}
+        faults += [
+            f"SGLang fuses {sorted(g)}: older versions need all of them, here {sorted(g & names)}"
+            for g in _FUSED
+            if 0 < len(g & names) < len(g) and g == _FUSED[1]
+        ]
+    if server == "tgi":
+        faults += _uneven_blocks(shapes)
+    return faults
+
+
+def _config_faults(config: dict[str, Any], server: str, max_rank: int | None) -> list[str]:
+    faults = [
+        f"config: {k} is missing" for k in ("r", "lora_alpha", "target_modules", "peft_type") if config.get(k) is None
+    ]
+    if config.get("peft_type") not in (None, "LORA"):
+        faults.append(f"config: peft_type {config['peft_type']!r} is not LORA")
+    if config.get("use_dora"):
+        faults.append("config: use_dora is not served")
+    if config.get("bias", "none") != "none":
+        faults.append(f"config: bias={config['bias']!r} is refused")
+    if config.get("modules_to_save"):
+        faults.append("config: modules_to_save is refused")
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        faults.append(f"config: init_lora_weights={config['init_lora_weights']!r} means another base, and is not read")
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        faults += ["config: rank_pattern and alpha_pattern are not read"] if server != "sglang" else []
+    if server == "llama.cpp" and config.get("use_rslora"):
+        faults.append("config: llama.cpp scales by alpha/r also under use_rslora")
+    rank = config.get("r")
+    if server == "vllm" and isinstance(rank, int):
+        limit = max_rank or VLLM_RANKS[-1]
+        if rank > limit:
+            faults.append(f"config: r={rank} exceeds max_lora_rank={limit}")
+    if not isinstance(config.get("target_modules"), (list, type(None))):
+        faults.append("config: target_modules must be a list of names")
+    return faults
+
+
+def _uneven_blocks(shapes: dict[str, Any]) -> list[str]:
+    from earnest.adapters.targets import block_index
+
+    by_kind: dict[str, set[int | None]] = {}
+    for path in shapes:
+        by_kind.setdefault(path.rsplit(".", 1)[-1], set()).add(block_index(path))
+    every = set().union(*by_kind.values()) if by_kind else set()
+    return [
+        f"{k}: TGI needs every layer of a type, missing {sorted(every - v)}" for k, v in by_kind.items() if every - v
+    ]  # type: ignore[type-var]

@@ -1,0 +1,210 @@
+"""Where adapters sit in a model: slots on a layer, gates, and the forward that runs them.
+
+A layer with adapters keeps its identity, its weight and its place in the model; only its class is replaced by a subclass
+with another ``forward`` (so `isinstance`, deepcopy, hooks, checkpointing and torch.compile see a normal module). Its slots
+are child modules: `model.parameters()` has the adapter's parameters, `model.state_dict()` stays the base's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.kernel import Factors, low_rank
+from earnest.adapters.layer import Layer
+from earnest.adapters.variant import Spec, Tensors, Variant
+
+SLOTS = "earnest_slots"
+
+
+class Gate:
+    """The switch that all slots of one adapter share."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.rows: Tensor | None = None  # indices of the batch rows that this adapter acts on; None: all
+        self.batch = 0  # size of the batch that `rows` indexes
+
+
+class Slot(nn.Module):
+    """One adapter's tensors on one layer."""
+
+    def __init__(self, variant: Variant, layer: Layer, gate: Gate, tensors: Tensors) -> None:
+        super().__init__()
+        self.variant, self.layer, self.gate = variant, layer, gate
+        self.specs: dict[str, Spec] = variant.specs(layer)
+        for name, spec in self.specs.items():
+            value = tensors[name].detach().to(layer.device, spec.dtype(layer)).clone()
+            if spec.trainable:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
+        self._cached: tuple[Any, Factors] | None = None
+        self.adapter_name = ""
+        self.has_before, self.has_after = variant.uses("before"), variant.uses("after")
+        self.has_factors = variant.uses("factors")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        # Read at every call, never kept: functional_call and .to() replace the entries.
+        return {**self._parameters, **self._buffers}  # type: ignore[dict-item]
+
+    def factors(self) -> Factors:
+        """The variant's factors; while no gradient is wanted they are kept until a parameter changes."""
+        t, scale = self.tensors, self.gate.scale
+        if self.variant.cheap or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.variant.factors(t, self.layer, scale)
+        key = (scale, state_key(t))
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, self.variant.factors(t, self.layer, scale).cast(self.layer.dtype))
+        return self._cached[1]
+
+    def run_before(self, x: Tensor) -> Tensor:
+        return self.variant.before(self.tensors, x, self.layer, self.gate.scale)
+
+    def run_after(self, y: Tensor, x: Tensor) -> Tensor:
+        if self.has_factors:
+            y = low_rank(y, x, self.factors())
+        return self.variant.after(self.tensors, y, self.layer, self.gate.scale) if self.has_after else y
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Slot:
+        """`model.to(dtype)` moves the slot but keeps its fp32: rounding parameters would undo small updates."""
+        self._cached = None
+
+        def keep_dtype(x: Tensor) -> Tensor:
+            probe = fn(torch.empty(0, dtype=x.dtype, device=x.device))
+            return fn(x) if probe.dtype == x.dtype else x.to(probe.device)
+
+        super()._apply(keep_dtype, recurse)
+        self.layer.device = next(iter(self.tensors.values())).device
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Nothing: `model.state_dict()` is the base's; `adapter.state_dict()` has the adapter."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing, for the same reason."""
+
+
+def state_key(tensors: Tensors) -> tuple[Any, ...]:
+    """Changes when a tensor does. Autograd's version counter misses writes through ``.data``, so on the CPU the bits are
+    summed as well (no synchronisation there); elsewhere version and address must do."""
+    return tuple(
+        (
+            id(t),
+            t._version,
+            t.data_ptr(),
+            int(t.view(torch.int32).sum()) if t.dtype is torch.float32 and t.is_cpu else 0,
+        )
+        for t in tensors.values()
+        if t.requires_grad
+    )
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """The slots on a layer, in the order of attachment."""
+    holder = module._modules.get(SLOTS)
+    return list(holder) if isinstance(holder, nn.ModuleList) else []  # type: ignore[arg-type]
+
+
+def _on_rows(x: Tensor, gate: Gate, layer: Layer) -> Tensor:
+    if x.dim() < 3 or x.shape[0] != gate.batch:
+        raise AdapterError(
+            f"{layer.name}: rows() was given {gate.batch} rows and the layer's input has shape {tuple(x.shape)}; "
+            "it needs [rows, positions, width] with as many rows (a layer that flattens its batch cannot be mixed)"
+        )
+    assert gate.rows is not None
+    return x.index_select(0, gate.rows.to(x.device))
+
+
+def run_slots(layer: Layer, slots: list[Slot], x: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is open."""
+    live = [s for s in slots if s.gate.scale != 0.0]
+    inputs = []
+    for slot in reversed(live):
+        inputs.append(x)
+        if slot.has_before:
+            if slot.gate.rows is None:
+                x = slot.run_before(x)
+            else:
+                x = x.index_copy(0, slot.gate.rows.to(x.device), slot.run_before(_on_rows(x, slot.gate, layer)))
+    y = layer.base(x, *rest)
+    for slot in live:
+        x = inputs.pop()
+        if slot.gate.rows is None:
+            y = slot.run_after(y, x)
+        elif slot.has_factors or slot.has_after:
+            part = slot.run_after(_on_rows(y, slot.gate, layer), _on_rows(x, slot.gate, layer))
+            y = y.index_copy(0, slot.gate.rows.to(y.device), part)
+    return y
+
+
+class Adapted:
+    """Mixin that gives a linear module its adapted forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        holder = self._modules[SLOTS]  # type: ignore[attr-defined]
+        slots = holder._modules.values()
+        layer = holder.layer
+        if layer.stash is not None:
+            if torch.is_grad_enabled():
+                raise AdapterError(
+                    f"{layer.name} is merged, so the adapter gets no gradient; sample under torch.no_grad(), or train unmerged"
+                )
+            return layer.base(*args, **kwargs)
+        if not args:
+            (key,) = kwargs  # layer(input=x)
+            args = (kwargs[key],)
+        return run_slots(layer, list(slots), args[0], args[1:])
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _adapted_class(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _CLASSES:
+        _CLASSES[base] = type(f"Adapted{base.__name__}", (Adapted, base), {"__module__": base.__module__})
+    return _CLASSES[base]
+
+
+class Holder(nn.ModuleList):
+    """The child module that carries a layer's slots."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def layer_of(name: str, module: nn.Module) -> Layer:
+    """The module's Layer; the one that it already has, where it is adapted already."""
+    holder = module._modules.get(SLOTS)
+    return holder.layer if isinstance(holder, Holder) else Layer(name, module)
+
+
+def install(slot: Slot) -> None:
+    """Put a slot on its layer's module."""
+    module = slot.layer.module
+    holder = module._modules.get(SLOTS)
+    if holder is None:
+        holder = Holder(slot.layer)
+        module.add_module(SLOTS, holder)
+        module.__class__ = _adapted_class(slot.layer.base_class)
+    assert isinstance(holder, Holder)
+    holder.append(slot)
+
+
+def uninstall(slot: Slot) -> None:
+    """Take a slot off; the last one off gives the module its class back."""
+    module = slot.layer.module
+    rest = [s for s in slots_of(module) if s is not slot]
+    del module._modules[SLOTS]
+    if rest:
+        holder = Holder(slot.layer)
+        holder.extend(rest)
+        module.add_module(SLOTS, holder)
+    else:
+        module.__class__ = slot.layer.base_class

@@ -1,0 +1,222 @@
+"""The contract of a variant, and the registry. It fits on one hand:
+
+1. ``specs(layer)``    names, shapes and roles of the tensors of one layer;
+2. ``birth(layer, …)`` their values when attached, such that the layer is *bit-exactly* the base;
+3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW) and ``after`` (y → y');
+4. ``weight``          the same map in weight space, in fp32 (given for free where only ``factors`` is used);
+5. what is declared: paper, reference, equation, learning rate, what is dormant at birth, what must not decay.
+
+A layer with adapters 1…K computes f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x), f_0 = the base. Every function takes the
+gate's ``scale`` c; c = 0 never reaches it (the runtime skips the adapter), c = 1 is the trained adapter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.kernel import Factors
+from earnest.adapters.layer import Layer
+from earnest.errors import nearest
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor of one layer. Trainable tensors are fp32; frozen ones are fp32, or the base's dtype (``compute``)."""
+
+    shape: tuple[int, ...]
+    trainable: bool = True
+    compute: bool = False
+
+    def dtype(self, layer: Layer) -> torch.dtype:
+        return layer.dtype if self.compute else torch.float32
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a birth may use besides the layer: a seeded generator (CPU), the calibration moments, the widest layer."""
+
+    rng: torch.Generator
+    moments: Mapping[str, Tensor]  # layer name -> Σ x xᵀ / tokens [n, n] over the calibration tokens, fp32
+    tokens: int  # how many calibration tokens there were; 0 without calibration
+    widest: tuple[int, int]  # (m, n) maxima over all targets
+    shared_rng: torch.Generator  # the same stream for every layer (VeRA's common bases)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Base of all variants: a frozen dataclass of settings, and pure functions of one layer's tensors."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # arXiv id
+    reference: ClassVar[str] = ""  # the independent implementation that the tests compare with
+    equation: ClassVar[str] = ""
+    lr: ClassVar[float] = 1e-4  # default learning rate for AdamW …
+    lr_source: ClassVar[str] = ""  # … and where it comes from
+    targets: ClassVar[tuple[str, ...]] = ("attention",)  # default roles, see targets.py
+    shared: ClassVar[frozenset[str]] = frozenset()  # frozen tensors that all layers share (as top-left corners)
+    cheap: ClassVar[bool] = False  # factors() is free, so it is not cached for sampling
+    _uses: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hooks = ("before", "factors", "after", "weight", "from_peft")
+        cls._uses = frozenset(h for h in hooks if getattr(cls, h) is not getattr(Variant, h))
+
+    @classmethod
+    def uses(cls, hook: str) -> bool:
+        """Whether this class defines one of: before, factors, after, weight, from_peft."""
+        return hook in cls._uses
+
+    # -- 1 and 2 -----------------------------------------------------------------------------------------------------
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        raise TypeError(f"variant {type(self).__name__} defines no specs()")
+
+    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+        """Values of the tensors that do not start at zero."""
+        return {}
+
+    def check(self, layer: Layer) -> None:
+        """Raise where the settings do not fit the layer (rank too large, block that does not divide …)."""
+
+    def wants_calibration(self) -> bool:
+        """Whether birth() reads the calibration moments."""
+        return False
+
+    # -- 3 -----------------------------------------------------------------------------------------------------------
+    def before(self, t: Tensors, x: Tensor, layer: Layer, scale: float) -> Tensor:
+        return x
+
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+        raise TypeError(f"variant {self.name} has no low-rank form")
+
+    def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
+        return y
+
+    # -- 4 -----------------------------------------------------------------------------------------------------------
+    def weight(
+        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """(W', b') in fp32 from (W, b) in fp32: what ``merge`` writes."""
+        return w + self.factors(t, layer, scale).dense(), b
+
+    # -- 5 -----------------------------------------------------------------------------------------------------------
+    def dormant(self) -> frozenset[str]:
+        """Trainable tensors whose gradient is exactly 0 at birth, by design."""
+        return frozenset()
+
+    def no_decay(self) -> frozenset[str]:
+        """Trainable tensors on which weight decay has no meaning."""
+        return frozenset()
+
+    def portable_rank(self, layer: Layer) -> int | None:
+        """The rank of the exact LoRA that this is, or None where there is none (then it can only be merged)."""
+        if self.uses("before") or self.uses("after") or not self.uses("factors"):
+            return None
+        return int(getattr(self, "rank", 0)) or None
+
+    def export_note(self) -> str:
+        """Why there is no portable export, for the error message."""
+        return f"{self.name} changes the weight at full rank"
+
+    # -- PEFT's own format for this variant, where PEFT has one ---------------------------------------------------------
+    def peft_config(self) -> dict[str, Any] | None:
+        """PEFT's config fields (peft_type and the method's own), or None: then it is written as a LoRA, where exact."""
+        return None
+
+    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        """Key suffix after the module path -> tensor."""
+        return {}
+
+    def shared_to_peft(self, shared: Tensors) -> dict[str, Tensor]:
+        """Model-wide key -> tensor."""
+        return {}
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        """The variant that a PEFT config describes, or None where it is not of this class."""
+        return None
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        """The layer's tensors from PEFT's (keyed by suffix)."""
+        raise TypeError(f"variant {self.name} is not read from PEFT's format")
+
+    def peft_suffixes(self) -> Sequence[str]:
+        """Key suffixes that PEFT writes for one module."""
+        return ()
+
+    def settings(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+VARIANTS: dict[str, type[Variant]] = {}
+V = TypeVar("V", bound=type[Variant])
+
+
+def register(cls: V) -> V:
+    """Class decorator: makes a variant known under its ``name``."""
+    for fact in ("name", "paper", "reference", "equation"):
+        if not getattr(cls, fact):
+            raise AdapterError(f"variant {cls.__name__} declares no {fact}; every variant has one")
+    if not (cls.uses("before") or cls.uses("factors") or cls.uses("after")):
+        raise AdapterError(f"variant {cls.name!r} defines none of before(), factors(), after(): it would do nothing")
+    if (cls.uses("before") or cls.uses("after")) and not cls.uses("weight"):
+        raise AdapterError(f"variant {cls.name!r} defines before() or after() and must define weight() for merging")
+    known = VARIANTS.get(cls.name)
+    if known is not None and known.__qualname__ != cls.__qualname__:
+        raise AdapterError(f"the variant name {cls.name!r} is taken by {known.__qualname__}")
+    VARIANTS[cls.name] = cls
+    return cls
+
+
+def load_builtin() -> None:
+    """Import every file of ``variants/``: a file there is a variant."""
+    from earnest.adapters import variants
+
+    for info in pkgutil.iter_modules(variants.__path__):
+        importlib.import_module(f"{variants.__name__}.{info.name}")
+
+
+def get_variant(name: str, **settings: Any) -> Variant:
+    """``get_variant("lora", rank=8)``: a variant by name, with its settings checked."""
+    load_builtin()
+    if name not in VARIANTS:
+        raise AdapterError(f"unknown adapter {name!r}: {nearest(name, VARIANTS)}")
+    cls = VARIANTS[name]
+    known = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in known:
+            raise AdapterError(f"adapter {name!r} has no setting {key!r}: {nearest(key, known)}")
+    return cls(**settings)
+
+
+def list_variants() -> list[dict[str, Any]]:
+    """One row a variant: name, paper, reference, equation, default learning rate and settings with their defaults."""
+    load_builtin()
+    return [
+        {
+            "name": cls.name,
+            "paper": f"arXiv {cls.paper}",
+            "reference": cls.reference,
+            "equation": cls.equation,
+            "lr": cls.lr,
+            "lr_source": cls.lr_source,
+            "settings": {f.name: f.default for f in fields(cls)},
+        }
+        for _, cls in sorted(VARIANTS.items())
+    ]
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise an AdapterError unless ok."""
+    if not ok:
+        raise AdapterError(message)

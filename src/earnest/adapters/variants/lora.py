@@ -1,0 +1,96 @@
+"""LoRA, arXiv 2106.09685:  y = W x + b + s·B A x,  s = α/r  (rsLoRA, arXiv 2312.03732: s = α/√r).
+
+Birth: A ~ U(±1/√n), B = 0, so ΔW = 0 exactly. At step 1 only B has a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.adapters.kernel import Factors
+from earnest.adapters.layer import Layer
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
+
+
+def kaiming(shape: tuple[int, int], rng: torch.Generator) -> Tensor:
+    """U(±1/√fan_in), fan_in = the last dimension: PyTorch's default for a linear weight (kaiming with a = √5)."""
+    return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(shape[-1])
+
+
+def check_rank(rank: int, name: str) -> None:
+    require(isinstance(rank, int) and rank >= 1, f"{name}: rank must be an integer ≥ 1, got {rank!r}")
+
+
+@register
+@dataclass(frozen=True)
+class LoRA(Variant):
+    """Low-rank update B A of a frozen weight."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    rslora: bool = False
+
+    name = "lora"
+    paper = "2106.09685"
+    reference = "peft LoraConfig"
+    equation = "y = Wx + b + (α/r)·B A x"
+    lr = 2e-4
+    lr_source = "arXiv 2106.09685, table 11 (GPT-2 and GPT-3: 2e-4)"
+    cheap = True
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, self.name)
+        require(self.alpha > 0, f"{self.name}: alpha must be > 0, got {self.alpha!r}")
+
+    @property
+    def s(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        return {"A": Spec((self.rank, layer.n)), "B": Spec((layer.m, self.rank))}
+
+    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+        return {"A": kaiming((self.rank, layer.n), ctx.rng)}
+
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+        return Factors(t["A"], t["B"], self.s * scale)
+
+    def dormant(self) -> frozenset[str]:
+        return frozenset({"A"})
+
+    # -- PEFT ----------------------------------------------------------------------------------------------------------
+    def peft_config(self) -> dict[str, Any] | None:
+        return {
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.rslora,
+            "use_dora": False,
+            "init_lora_weights": True,
+            "lora_dropout": 0.0,
+            "bias": "none",
+        }
+
+    def peft_suffixes(self) -> Sequence[str]:
+        return ("lora_A.weight", "lora_B.weight")
+
+    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        return {"lora_A.weight": t["A"], "lora_B.weight": t["B"]}
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        init = config.get("init_lora_weights", True)
+        # Inits that leave the base weight as it is; the mutating ones (pissa, olora, corda, …) mean another base.
+        plain = init in (True, False, "gaussian", "orthogonal", "eva")
+        if config.get("peft_type") != "LORA" or config.get("use_dora") or not plain:
+            return None
+        return LoRA(int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora", False)))
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        return {"A": tensors["lora_A.weight"], "B": tensors["lora_B.weight"]}
