@@ -157,7 +157,8 @@ class LocalEngine:
             )
         before = [p.detach().clone() for p in self.parameters]
         self.optimizer.step()
-        guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}
+        with torch.no_grad():
+            guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}
         moved = torch.stack([(p.detach() - b).double().square().sum() for p, b in zip(self.parameters, before, strict=True)])
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
@@ -175,10 +176,11 @@ class LocalEngine:
         terms = {}
         for weighted in objective.live():
             label, value = weighted.term.label, values[weighted.term.label]
+            worth = float(value.loss.detach())
             numbers = {name: metric.value for name, metric in value.metrics.items()}
             norm, share = measured.get(label, (None, None))
-            terms[label] = TermReport(weighted.term.kind, value.ran, weighted.weight, float(value.loss), numbers, norm, share)
-            self.objective_state[label] = weighted.term.advance(self.objective_state[label], float(value.loss), numbers)
+            terms[label] = TermReport(weighted.term.kind, value.ran, weighted.weight, worth, numbers, norm, share)
+            self.objective_state[label] = weighted.term.advance(self.objective_state[label], worth, numbers)
         return StepReport(
             loss=loss,
             terms=terms,
@@ -235,7 +237,7 @@ class LocalEngine:
             leaves = _leaves(fields)
             result = objective.evaluate(batch, leaves, self.objective_state)
             self._backward(batch, _derivatives(result.loss, leaves), parts)
-            return float(result.loss), dict(result.values), "two passes", parts
+            return float(result.loss.detach()), dict(result.values), "two passes", parts
         counts = objective.counts(batch)
         found: list[Mapping[str, Value]] = []
         loss = 0.0
@@ -244,7 +246,7 @@ class LocalEngine:
             leaves = _leaves(fields)
             result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
             _propagate(fields, _derivatives(result.loss, leaves))
-            loss += float(result.loss)
+            loss += float(result.loss.detach())
             found.append(result.values)
         return loss, _merge(found), "one pass", parts
 

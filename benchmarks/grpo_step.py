@@ -1,0 +1,188 @@
+"""The same GRPO job in TRL's GRPOTrainer and in earnest, one process after the other: steps per second and peak memory.
+
+    python benchmarks/grpo_step.py [--steps 20] [--out benchmarks/results/grpo_step.json]
+
+Same model (nano), same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both sides), LoRA r = 8
+on q_proj and v_proj, AdamW at one learning rate, one update a batch, clip 0.2, no reference model, fp32, the same number of threads.
+It is what it is: a small model on a CPU, where the framework's own overhead is most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS, COMPLETIONS, TOKENS, RANK, LR, WARMUP = 4, 8, 32, 8, 1e-4, 3
+
+
+def reward_of(text: str) -> float:
+    """A cheap reward with variance inside a group, the same on both sides."""
+    return (len(set(text)) % 7) / 7
+
+
+def run_earnest(steps: int) -> dict[str, Any]:
+    import torch
+
+    import earnest as en
+    from earnest.signals.advantages import group_advantages
+    from earnest.tasks import get_task
+
+    torch.set_num_threads(threads())
+    policy = en.load("nano")
+    policy.eos_ids = frozenset()
+    adapter = en.attach(policy, en.LoRA(rank=RANK), targets=("q_proj", "v_proj"))
+    engine = en.LocalEngine(policy, adapter, en.AdamW(lr=LR), max_grad_norm=1.0)
+    prompts = [policy.render(p.messages) for p in get_task("sort").prompts("train", PROMPTS * (steps + WARMUP), seed=0)]
+    clock: list[float] = []
+    tokens = 0
+    for step in range(steps + WARMUP):
+        start = time.perf_counter()
+        mine = prompts[step * PROMPTS : (step + 1) * PROMPTS]
+        rollouts = engine.sample(mine, COMPLETIONS, en.SampleSpec(max_new_tokens=TOKENS, seed=step))
+        rewards = [reward_of(policy.decode(r.tokens)) for r in rollouts]
+        groups = [r.prompt_index for r in rollouts]
+        batch = en.Batch.from_rows(
+            [r.prompt for r in rollouts],
+            [r.tokens for r in rollouts],
+            group=groups,
+            advantages=group_advantages(rewards, groups).values.tolist(),
+            behaviour=[r.logprobs for r in rollouts],
+            policy_version=[r.policy_version for r in rollouts],
+        )
+        engine.step(batch, en.GRPO(clip=0.2))
+        tokens += sum(len(r.tokens) for r in rollouts) if step >= WARMUP else 0
+        clock.append(time.perf_counter() - start)
+    return measured(clock[WARMUP:], tokens)
+
+
+def run_trl(steps: int) -> dict[str, Any]:
+    import tempfile
+
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from earnest.models import nano_folder
+    from earnest.tasks import get_task
+
+    torch.set_num_threads(threads())
+    folder = str(nano_folder())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = get_task("sort").prompts("train", PROMPTS * (steps + WARMUP), seed=0)
+    data = Dataset.from_list([{"prompt": [dict(m) for m in p.messages]} for p in prompts])
+    lengths: list[int] = []
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        lengths.extend(len(ids) for ids in completion_ids)
+        return [reward_of(c[0]["content"]) for c in completions]
+
+    class Clock(TrainerCallback):
+        marks: list[float] = []
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.marks.append(time.perf_counter())
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            self.marks.append(time.perf_counter())
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as out:
+        args = GRPOConfig(
+            output_dir=out,
+            per_device_train_batch_size=PROMPTS * COMPLETIONS,
+            num_generations=COMPLETIONS,
+            max_completion_length=TOKENS,
+            max_steps=steps + WARMUP,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            loss_type="grpo",
+            epsilon=0.2,
+            temperature=1.0,
+            generation_kwargs={"min_new_tokens": TOKENS, "eos_token_id": None},
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=10_000,
+            disable_tqdm=True,
+            dataloader_num_workers=0,
+            seed=0,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+            callbacks=[clock],
+        )
+        trainer.train()
+    # From one step's beginning to the next one's: generation, scoring, loss, update.
+    spans = [b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
+    return measured(spans[WARMUP:], sum(lengths[WARMUP * PROMPTS * COMPLETIONS :]))
+
+
+def measured(clock: list[float], tokens: int) -> dict[str, Any]:
+    ordered = sorted(clock)
+    return {
+        "steps": len(clock),
+        "median_seconds": ordered[len(ordered) // 2],
+        "min_seconds": ordered[0],
+        "steps_per_second": len(clock) / sum(clock),
+        "completion_tokens": tokens,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def threads() -> int:
+    return int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grpo_step.json"))
+    parser.add_argument("--side", choices=("earnest", "trl"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        result = run_earnest(args.steps) if args.side == "earnest" else run_trl(args.steps)
+        print("RESULT " + json.dumps(result))
+        return
+    sides: dict[str, dict[str, Any]] = {}
+    for side in ("trl", "earnest"):
+        done = subprocess.run(
+            [sys.executable, __file__, "--side", side, "--steps", str(args.steps)], capture_output=True, text=True, check=False
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            sys.exit(f"the {side} side failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        sides[side] = json.loads(lines[-1].removeprefix("RESULT "))
+        print(f"{side:8s} {sides[side]['steps_per_second']:.2f} steps/s, median {sides[side]['median_seconds']:.3f} s, "
+              f"peak {sides[side]['peak_rss_mb']:.0f} MB, {sides[side]['completion_tokens']} completion tokens")
+    assert sides["trl"]["completion_tokens"] == sides["earnest"]["completion_tokens"], "not the same job"
+    ratio = {
+        "steps_per_second": sides["earnest"]["steps_per_second"] / sides["trl"]["steps_per_second"],
+        "peak_memory": sides["trl"]["peak_rss_mb"] / sides["earnest"]["peak_rss_mb"],
+    }
+    print(f"ratio    {ratio['steps_per_second']:.2f}× the steps per second, {ratio['peak_memory']:.2f}× less peak memory")
+    machine = {"python": platform.python_version(), "processor": platform.processor() or platform.machine(), "threads": threads()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"sides": sides, "ratio": ratio, "machine": machine}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
