@@ -26,6 +26,18 @@ class CheckpointError(EarnestError):
     """A checkpoint or run folder is missing, torn, or belongs to something else."""
 
 
+class UnknownModel(EarnestError):
+    """No model of that name or at that place can be had from here."""
+
+
+class UnusableModel(EarnestError):
+    """The model is there, but cannot be a policy: not a causal LM, pickled weights, missing tensors, an unreadable head."""
+
+
+class SamplingError(EarnestError):
+    """A sampling request is out of range, or the model answered with numbers that are none."""
+
+
 class MissingExtra(EarnestError):
     """An optional dependency is not installed; the message has the install line."""
 

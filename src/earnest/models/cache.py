@@ -1,0 +1,185 @@
+"""Sequences that grow by one token a step, behind three verbs: start from prompts, step, keep some rows.
+
+    buffered   our own preallocated keys and values; ragged prompts are padded on the left: attention-only architectures
+    dynamic    transformers' own cache; prompts of equal length only: hybrids, recurrent layers
+    none       the whole sequence again at every token; equal length only: the slow twin
+
+Which one an architecture can use is found by a law, not by its name: cached hidden states equal uncached ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+if TYPE_CHECKING:
+    from earnest.models.policy import Policy
+
+CacheKind = Literal["buffered", "dynamic", "none"]
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+_FIRST_ROOM = 64  # positions beyond the prompt that a buffer starts with
+
+
+class BufferLayer(CacheLayerMixin):
+    """Keys and values of one layer, [R, heads, room, width], of which the first ``used`` positions are filled.
+
+    Sliding-window layers keep everything as well: their window is in the attention mask.
+    """
+
+    is_sliding = False
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.used = room, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
+        self.is_initialized = True
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        return like.new_empty(like.shape[0], like.shape[1], self.room, like.shape[3])
+
+    def _grow(self) -> None:
+        for name in ("keys", "values"):
+            old: Tensor = getattr(self, name)
+            new = self._buffer(old)
+            new[:, :, : self.used] = old[:, :, : self.used]
+            setattr(self, name, new)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        end = self.used + key_states.shape[-2]
+        if end > self.room:
+            self.room = max(end, 2 * self.room)
+            if self.is_initialized:
+                self._grow()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, self.used : end] = key_states
+        self.values[:, :, self.used : end] = value_states
+        self.used = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.used + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class Sequences(Protocol):
+    """R growing sequences. ``last`` is the hidden state at the last token of each."""
+
+    last: Float[Tensor, "R d"]
+
+    def step(self, tokens: Int[Tensor, " R"]) -> None:
+        """Append one token to each."""
+
+    def keep(self, rows: Int[Tensor, " r"]) -> None:
+        """Go on with these rows only."""
+
+
+class Cached:
+    """``prompts`` are computed once each; row i continues ``prompts[owner[i]]``."""
+
+    def __init__(
+        self, policy: Policy, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"], new: int, cache: Cache
+    ) -> None:
+        self.policy, self.cache = policy, cache
+        longest = max(map(len, prompts))
+        ids = torch.full((len(prompts), longest), policy.pad_id, device=policy.device)
+        mask = torch.ones(len(prompts), longest + new, dtype=torch.bool, device=policy.device)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.as_tensor(prompt, device=policy.device)
+            mask[row, : longest - len(prompt)] = False
+        self.ragged = not bool(mask.all())
+        self.used = longest
+        self.mask, self.lengths = mask, mask[:, :longest].sum(1, keepdim=True)
+        positions = (mask[:, :longest].cumsum(1) - 1).clamp_min_(0)
+        self.last = self._forward(ids, positions)
+        self.keep(owner)
+
+    def _forward(self, ids: Int[Tensor, "R T"], positions: Int[Tensor, "R T"]) -> Float[Tensor, "R d"]:
+        # Without padding the model counts positions and masks by itself, which is cheaper and right for every architecture.
+        extra: dict[str, Tensor] = {}
+        if self.ragged:
+            extra["attention_mask"] = self.mask[:, : self.used]
+            if self.policy.accepts("position_ids"):  # else they follow from the mask (ALiBi)
+                extra["position_ids"] = positions
+        return self.policy.hidden(ids, past=self.cache, **extra)[:, -1]
+
+    def step(self, tokens: Int[Tensor, " R"]) -> None:
+        positions = self.lengths
+        self.used, self.lengths = self.used + 1, self.lengths + 1
+        self.last = self._forward(tokens[:, None], positions)
+
+    def keep(self, rows: Int[Tensor, " r"]) -> None:
+        self.cache.reorder_cache(rows)  # selects and repeats rows
+        self.last, self.mask, self.lengths = self.last[rows], self.mask[rows], self.lengths[rows]
+
+
+class Uncached:
+    """The slow twin: prompts of equal length, everything computed again."""
+
+    def __init__(self, policy: Policy, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"]) -> None:
+        self.policy = policy
+        self.ids = torch.as_tensor([list(p) for p in prompts], device=policy.device)
+        self.last = policy.hidden(self.ids)[:, -1]
+        self.keep(owner)
+
+    def step(self, tokens: Int[Tensor, " R"]) -> None:
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        self.last = self.policy.hidden(self.ids)[:, -1]
+
+    def keep(self, rows: Int[Tensor, " r"]) -> None:
+        self.ids, self.last = self.ids[rows], self.last[rows]
+
+
+def start(
+    policy: Policy, kind: CacheKind, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"], new: int
+) -> Sequences:
+    """Sequences that start with ``prompts`` and will grow by up to ``new`` tokens."""
+    if kind == "none":
+        return Uncached(policy, prompts, owner)
+    config: Any = policy.model.config
+    if kind == "dynamic":
+        return Cached(policy, prompts, owner, new, DynamicCache(config=config))
+    room = max(map(len, prompts)) + min(new, _FIRST_ROOM)
+    layers = [BufferLayer(room) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
+    return Cached(policy, prompts, owner, new, Cache(layers=layers))
+
+
+@torch.no_grad()
+def find_kind(policy: Policy) -> CacheKind:
+    """The fastest kind whose hidden states are the uncached ones, on a short probe (ragged for ``buffered``)."""
+    if not policy.accepts("past_key_values"):
+        return "none"
+    config: Any = policy.model.config.get_text_config(decoder=True)
+    ids = [(5 * i + 1) % policy.head.weight.shape[0] for i in range(7)]
+    want = policy.hidden(torch.as_tensor([ids], device=policy.device))[0]
+    plain = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _PLAIN_LAYERS
+    if plain and not getattr(config, "num_kv_shared_layers", None) and _obeys(policy, "buffered", ids, want, [5, 2]):
+        return "buffered"
+    return "dynamic" if _obeys(policy, "dynamic", ids, want, [5, 5]) else "none"
+
+
+def _obeys(policy: Policy, kind: CacheKind, ids: list[int], want: Float[Tensor, "T d"], lengths: list[int]) -> bool:
+    """Whether prompts cut at ``lengths``, then stepped twice in another order, give the hidden states of the whole sequence."""
+    order = torch.tensor([1, 0, 1], device=policy.device)
+    try:
+        rows = start(policy, kind, [ids[:n] for n in lengths], order, 2)
+        for step in range(2):
+            rows.step(torch.as_tensor([ids[lengths[o] + step] for o in order.tolist()], device=policy.device))
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False  # this architecture keeps its state elsewhere
+    goal = want[[lengths[o] + 1 for o in order.tolist()]].float()
+    room = 0.1 if policy.dtype.itemsize == 2 else 2e-3
+    return bool((rows.last.float() - goal).norm() <= room * goal.norm())

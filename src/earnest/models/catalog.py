@@ -1,0 +1,43 @@
+"""What `en.load` knows by name, for ``earnest models``. Reads headers only; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from earnest.models import places, smollm2
+
+BUILT_IN = ("nano", "smollm2")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """``offline``: it loads from this machine as it is, without a network."""
+
+    name: str
+    what: str
+    parameters: int
+    licence: str
+    where: str
+    offline: bool
+
+
+def list_models() -> list[ModelInfo]:
+    nano = places.nano_folder()
+    return [
+        ModelInfo(
+            "nano",
+            "embedded Llama for tests, tutorials and experiments",
+            places.count_parameters(nano),
+            "Apache-2.0",
+            str(nano),
+            any(nano.glob("model*.safetensors")),
+        ),
+        ModelInfo(
+            "smollm2",
+            f"SmolLM2-135M-Instruct, from the wheel {smollm2.PIN}",
+            134_515_008,
+            "Apache-2.0",
+            str(smollm2.folder()),
+            smollm2.is_cached(),
+        ),
+    ]

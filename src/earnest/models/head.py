@@ -1,0 +1,115 @@
+"""The head: from a hidden state to the logits, as data that a chunked pass over the vocabulary can use.
+
+    z = cap · tanh(s · (W h + b) / cap)      without a cap: z = s · (W h + b)
+
+    s     Cohere ``logit_scale`` (×), Granite ``logits_scaling`` (÷), Falcon-H1 ``lm_head_multiplier`` (×), …
+    cap   Gemma ``final_logit_softcapping``  (arXiv 2408.00118, §2)
+
+The head law: ``head.logits(policy.hidden(x)) == model(x).logits`` to rounding. The head is read from the config, and then
+checked on the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from earnest.errors import UnusableModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# config field -> whether the logits are multiplied (+1) or divided (-1) by it
+_SCALES = {
+    "logit_scale": +1,
+    "logits_scaling": -1,
+    "lm_head_multiplier": +1,
+    "output_multiplier": +1,
+    "logits_mup_width_multiplier": -1,
+}
+_MULTIPLIED_LOGITS_SCALING = {"hyperclovax"}  # the same field name with the other meaning
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSpec:
+    """The output layer of a policy. ``weight`` and ``bias`` are read live, so a merged or trained head is seen."""
+
+    module: nn.Module
+    softcap: float | None
+    scale: float | None
+    tied: bool
+
+    @property
+    def weight(self) -> Float[Tensor, "V d"]:
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Float[Tensor, " V"] | None:
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether W and b say all: nothing (an adapter, a hook) stands between them and the logits."""
+        module = self.module
+        return (
+            type(module) is nn.Linear
+            and "forward" not in vars(module)
+            and not module._forward_hooks
+            and not module._forward_pre_hooks
+        )
+
+    def logits(self, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
+        """Through the module, so that an adapter on the head is obeyed."""
+        return self.shape(self.module(hidden))
+
+    def shape(self, raw: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
+        """Scale, then cap, what the linear map gave."""
+        if self.scale is not None:
+            raw = raw * self.scale
+        return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+
+
+def read_head(model: PreTrainedModel) -> HeadSpec:
+    """The head as the config declares it; `check_head` proves it."""
+    module = model.get_output_embeddings()
+    if module is None or not isinstance(getattr(module, "weight", None), Tensor) or module.weight.ndim != 2:
+        raise UnusableModel(
+            f"{type(model).__name__} has no linear output layer; earnest needs a causal LM whose head is one."
+        )
+    config: Any = model.config.get_text_config(decoder=True)
+    scale = 1.0
+    for field, power in _SCALES.items():
+        value = getattr(config, field, None)
+        if value is not None:
+            sign = +1 if field == "logits_scaling" and config.model_type in _MULTIPLIED_LOGITS_SCALING else power
+            scale *= float(value) ** sign
+    softcap = getattr(config, "final_logit_softcapping", None)
+    inputs = model.get_input_embeddings()
+    return HeadSpec(
+        module=module,
+        softcap=None if softcap is None else float(softcap),
+        scale=None if scale == 1.0 else scale,
+        tied=inputs is not None and getattr(inputs, "weight", None) is module.weight,
+    )
+
+
+def check_head(model: PreTrainedModel, head: HeadSpec, hidden: Float[Tensor, "1 T d"], ids: Tensor) -> None:
+    """The head law on one short input: a head that does what its config does not say is refused, not trained wrongly."""
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits.float()
+        got = head.logits(hidden).float()
+    room = (3e-2 if hidden.dtype.itemsize == 2 else 1e-4) * float(want.abs().max() + 1e-6)
+    if want.shape != got.shape or not torch.allclose(want, got, rtol=0.0, atol=room):
+        off = float((want - got).abs().max()) if want.shape == got.shape else float("nan")
+        raise UnusableModel(
+            f"{type(model).__name__} does something between its last hidden state and its logits that earnest cannot "
+            f"read (off by {off:.3g} on a probe). Use an architecture with a plain linear head, such as Llama, Qwen, "
+            "Gemma, GPT-2, Granite or Cohere."
+        )

@@ -1,0 +1,156 @@
+"""``en.load``: a name, an id or a folder to a `Policy` that is frozen, in eval mode, and complete.
+
+What transformers would let pass with a warning (tensors filled with random numbers, a tokenizer larger than the
+embedding) is an error here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from earnest.errors import EarnestError, UnknownModel, UnusableModel, nearest
+from earnest.models import hub, places, smollm2
+from earnest.models.catalog import BUILT_IN
+from earnest.models.device import choose_device, choose_dtype
+from earnest.models.policy import Policy
+from earnest.models.quiet import quiet
+
+if TYPE_CHECKING:
+    import torch
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_log = logging.getLogger("earnest.models")
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+    say: Callable[[str], None] | None = None,
+) -> Policy:
+    """Load ``nano``, ``smollm2``, a Hugging Face folder or a Hugging Face id.
+
+    device: ``auto`` (CUDA before MPS before CPU), or a torch device name.
+    dtype: ``auto`` is float32 on CPU and MPS, and the checkpoint's own on CUDA.
+    say: is told what takes long (a download); by default the log.
+    """
+    where, why = choose_device(device)
+    precision = choose_dtype(dtype, where)
+    folder, label, version, notes = _find(os.fspath(name), say or _log.info)
+    return _open(folder, label, version, (why, *notes), where, precision)
+
+
+def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str | None, tuple[str, ...]]:
+    """(folder, name, version or None for the config's own, notes)."""
+    if name == "nano":
+        return places.nano_folder(), "nano", None, ()
+    if name == "smollm2":
+        return smollm2.fetch(say), "smollm2", smollm2.VERSION, ()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, str(path), None, ()
+    if path.is_file():
+        raise UnknownModel(f"{name} is a file; give the folder with config.json, the weights and the tokenizer.")
+    if not hub.looks_like_id(name):
+        raise UnknownModel(
+            f"There is no folder {name!r}; give a folder that exists, a Hugging Face id, or a built-in: "
+            f"{', '.join(BUILT_IN)}."
+        )
+    say(f"{name}: asking the Hugging Face hub")
+    folder, revision, notes = hub.fetch(name)
+    return folder, name, revision, notes
+
+
+def _open(
+    folder: Path,
+    name: str,
+    version: str | None,
+    notes: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Policy:
+    raw = places.read_config(folder)
+    _require_causal_lm(raw, folder)
+    places.require_safetensors([p.name for p in folder.iterdir()], str(folder))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except EarnestError:
+        raise
+    except Exception as error:
+        raise UnusableModel(
+            f"{folder} cannot be loaded: {_sentence(error)} Check the folder, or save the model again."
+        ) from error
+    notes += _require_whole(info, folder)
+    _require_fit(model, tokenizer, folder)
+    policy = Policy.of(
+        model.to(device), tokenizer, name=name, version=version or str(raw.get("earnest_version") or "local folder")
+    )
+    policy.notes = notes
+    return policy
+
+
+def _require_causal_lm(raw: dict[str, Any], folder: Path) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind = raw.get("model_type")
+    if kind not in KNOWN and "auto_map" in raw:
+        raise UnusableModel(
+            f"{folder} brings its own Python code (auto_map), which earnest never runs; use an architecture that "
+            "transformers has."
+        )
+    if kind not in KNOWN:
+        raise UnusableModel(
+            f"{folder} has model_type {kind!r}, which is not a causal LM that transformers knows; "
+            f"{nearest(str(kind), KNOWN)}"
+        )
+    classes = raw.get("architectures") or []
+    heads = KNOWN[kind] if isinstance(KNOWN[kind], (list, tuple)) else (KNOWN[kind],)
+    if classes and not any(c in heads for c in classes):
+        raise UnusableModel(
+            f"{folder} holds a {classes[0]}, not a causal LM ({heads[0]}); its head would be random numbers. Give one "
+            "with its LM head."
+        )
+
+
+def _require_whole(info: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    """Every tensor of the model came from the file. Tensors of the file that the model has no use for are noted."""
+    missing = sorted([*info["missing_keys"], *(str(m) for m in info.get("mismatched_keys", ()))])
+    if missing:
+        raise UnusableModel(
+            f"The weights in {folder} lack {len(missing)} tensors of the model, or have them in another shape (first: "
+            f"{missing[0]}); transformers would fill them with random numbers. Save or download the model again."
+        )
+    unused = sorted(info["unexpected_keys"])
+    return (f"{len(unused)} tensors of the file are unused (first: {unused[0]})",) if unused else ()
+
+
+def _require_fit(model: Any, tokenizer: Any, folder: Path) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    top = max(tokenizer.get_vocab().values(), default=-1)
+    if top >= rows:
+        raise UnusableModel(
+            f"The tokenizer in {folder} has ids up to {top}, the model's embedding only {rows} rows; they do not belong "
+            "together. Take the tokenizer that was saved with the model, or resize_token_embeddings and save."
+        )
+
+
+def _sentence(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{first[:300].rstrip('.')}."

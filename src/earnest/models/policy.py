@@ -1,0 +1,187 @@
+"""A policy: a causal LM, its tokenizer, and the few questions that the rest of earnest asks of them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from earnest.errors import EarnestError, UnusableModel
+from earnest.models.head import HeadSpec, check_head, read_head
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+    from earnest.models.cache import CacheKind
+
+__all__ = ["HeadSpec", "Policy"]
+
+
+@dataclass(eq=False)
+class Policy:
+    """``name`` and ``version`` say which weights these are; ``notes`` what was decided or met while loading them."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    version: str
+    device: torch.device
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()
+    _base_names: tuple[str, ...] = field(init=False, repr=False)
+    _fingerprint: str | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        # Adapters add their own tensors to the model later; the base is what is there now.
+        self._base_names = tuple(self.model.state_dict(keep_vars=True))
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = "", version: str = "unversioned"
+    ) -> Policy:
+        """Wrap a model that is already in memory: set to eval, its parameters frozen, its head proven."""
+        model.eval().requires_grad_(False)
+        parameter = next(model.parameters())
+        policy = cls(model, tokenizer, name or type(model).__name__, version, parameter.device, parameter.dtype)
+        _ = policy.head
+        return policy
+
+    # --- text and tokens ----------------------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Messages through the chat template to token ids."""
+        if not messages:
+            raise EarnestError(
+                "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."
+            )
+        if self.tokenizer.chat_template is None:
+            raise EarnestError(
+                f"The tokenizer of {self.name} has no chat template. Use policy.encode(text) for plain text, or set "
+                "policy.tokenizer.chat_template."
+            )
+        return list(
+            self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text to token ids, with the special tokens that the tokenizer itself puts around a text."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends a turn: the tokenizer's eos and the generation config's."""
+        config = getattr(self.model, "generation_config", None)
+        found = getattr(config, "eos_token_id", None)
+        ids = list(found) if isinstance(found, (list, tuple)) else [found]
+        return frozenset(int(i) for i in [self.tokenizer.eos_token_id, *ids] if i is not None)
+
+    @cached_property
+    def pad_id(self) -> int:
+        """What fills a batch. It may equal an eos (SmolLM2): what is supervised or finished is never read from it."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad) if pad is not None else min(self.eos_ids, default=0)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its head."""
+        body = self.model.base_model
+        if body is self.model:
+            raise UnusableModel(
+                f"{type(self.model).__name__} does not separate its body from its head; load the …ForCausalLM class."
+            )
+        return body
+
+    @cached_property
+    def _inputs(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.body.forward).parameters)
+
+    def accepts(self, name: str) -> bool:
+        """Whether the body's forward names this argument (one that falls into ``**kwargs`` may be ignored)."""
+        return name in self._inputs
+
+    def hidden(
+        self,
+        input_ids: Int[Tensor, "R T"],
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "R T"] | None = None,
+        past: Cache | None = None,
+    ) -> Float[Tensor, "R T d"]:
+        """Last hidden states, after the final norm. ``past`` is read and extended in place."""
+        extra = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past}
+        extra = {k: v for k, v in extra.items() if v is not None}
+        for name in extra:
+            if not self.accepts(name):
+                raise UnusableModel(f"{type(self.model).__name__} takes no {name}; leave it out for this architecture.")
+        if self.accepts("use_cache"):
+            extra["use_cache"] = past is not None
+        return self.body(input_ids=input_ids, **extra)[0]
+
+    @cached_property
+    def head(self) -> HeadSpec:
+        """The output layer, checked against the model's own logits when first asked for."""
+        head = read_head(self.model)
+        ids = (torch.arange(4, device=self.device) % head.weight.shape[0])[None]
+        with torch.no_grad():
+            hidden = self.hidden(ids)
+        check_head(self.model, head, hidden, ids)
+        return head
+
+    @cached_property
+    def cache_kind(self) -> CacheKind:
+        """How sequences of this architecture are continued when sampling; proven on a probe when first asked for."""
+        from earnest.models.cache import find_kind
+
+        return find_kind(self)
+
+    def fingerprint(self, *, fresh: bool = False) -> str:
+        """sha256 over the base's tensors: names, shapes, dtypes, bytes. Cached; ``fresh`` reads the weights again."""
+        if self._fingerprint is None or fresh:
+            self._fingerprint = _digest(self.model.state_dict(keep_vars=True), self._base_names)
+        return self._fingerprint
+
+    @cached_property
+    def parameters(self) -> int:
+        """How many parameters the model has, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def describe(self) -> str:
+        """One line: which weights, how large, where and in which precision they run, and why there."""
+        size = f"{self.parameters / 1e6:.2f} M" if self.parameters < 1e9 else f"{self.parameters / 1e9:.2f} G"
+        dtype = str(self.dtype).removeprefix("torch.")
+        line = f"{self.name} ({self.version}): {type(self.model).__name__}, {size} parameters, {dtype} on {self.device}"
+        return "; ".join([line, *self.notes])
+
+
+def _digest(state: Mapping[str, Tensor], names: Iterable[str]) -> str:
+    total, seen = hashlib.sha256(), set()
+    for name in names:
+        if name not in state:
+            raise UnusableModel(
+                f"The base tensor {name} has left the model; a fingerprint needs the model as it was loaded."
+            )
+        tensor = state[name].detach()
+        where = (tensor.data_ptr(), tuple(tensor.shape))
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        if tensor.numel() and where not in seen:  # tied tensors are hashed once
+            seen.add(where)
+            total.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,295 @@
+"""Batched sampling with exact behaviour log-probs.
+
+    token = min {v : Σ_{w ≤ v} π(w) > u},    u = U(seed, prompt, draw)[step]         (inverse CDF)
+    logprob = log π(token),    π = softmax(z / T), renormalised over what top-k and top-p leave
+
+u comes from a counter-based generator (Philox; Salmon et al., SC 2011) keyed by the seed, the prompt's tokens and the
+number of the draw from that prompt. So a completion is a function of (weights, prompt, seed, draw) and not of the batch
+that it was sampled in, up to the rounding of matrix products of other shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor, nn
+
+from earnest.errors import SamplingError
+
+if TYPE_CHECKING:
+    from earnest.models.cache import CacheKind
+    from earnest.models.policy import Policy
+
+Progress = Callable[[int, int], None]
+_CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """temperature 0 is greedy, and its log-probs are those at temperature 1. top_k 0 and top_p 1 are off.
+
+    Order: temperature, then top-k, then top-p (the smallest set of mass ≥ top_p). A completion ends with the token that
+    ends the turn, or that completes one of the ``stop`` strings; that token is part of it.
+    """
+
+    max_new_tokens: int = 32
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        def need(good: bool, field: str, allowed: str) -> None:
+            if not good:
+                raise SamplingError(f"{field} is {getattr(self, field)!r}; it must be {allowed}.")
+
+        need(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        need(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a number ≥ 0 (0 is greedy)")
+        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 is off)")
+        need(self.top_k >= 0, "top_k", "0 (off) or the number of tokens to keep")
+        need(isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of texts that are not empty")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """``tokens`` with the eos that ended the turn, if one did; ``logprobs`` under what was sampled from."""
+
+    prompt_index: int
+    sample_index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt_index: int
+    sample_index: int
+    prompt: tuple[int, ...]
+    draw: int  # how many completions of the same prompt come before this one
+
+
+def sample(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    spec: SampleSpec,
+    progress: Progress | None = None,
+    *,
+    max_rows: int = 256,
+    compact_below: float = 0.75,
+    cache: CacheKind | None = None,
+) -> list[Completion]:
+    """``n`` completions of each prompt, prompt by prompt.
+
+    progress(finished, total) is called when completions finish.
+    max_rows: sequences in one batch.
+    compact_below: finished rows are dropped from the batch once the living are at most this share of it (0: never).
+    cache: by default what the architecture can do (`Policy.cache_kind`).
+    """
+    rows = _rows(policy, prompts, n, spec)
+    kind: CacheKind = cache or policy.cache_kind
+    done: dict[tuple[int, int], Completion] = {}
+    with torch.no_grad(), _evaluating(policy.model):
+        for wave in _waves(rows, max_rows, ragged=kind == "buffered"):
+            for row, completion in _decode(
+                policy, wave, spec, kind, compact_below, lambda k: progress and progress(len(done) + k, len(rows))
+            ):
+                done[row.prompt_index, row.sample_index] = completion
+    return [done[i, j] for i in range(len(prompts)) for j in range(n)]
+
+
+def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[_Row]:
+    if n < 1:
+        raise SamplingError(f"n is {n}; ask for at least 1 completion of each prompt.")
+    vocabulary = policy.head.weight.shape[0]
+    limit = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    seen: Counter[tuple[int, ...]] = Counter()
+    rows = []
+    for i, prompt in enumerate(prompts):
+        ids = tuple(int(t) for t in prompt)
+        if not ids:
+            raise SamplingError(
+                f"Prompt {i} has no tokens; give at least one (a chat turn through policy.render, or policy.encode(text))."
+            )
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            bad = next(t for t in ids if not 0 <= t < vocabulary)
+            raise SamplingError(
+                f"Prompt {i} has the token id {bad}, {policy.name} knows 0 to {vocabulary - 1}; use its own tokenizer "
+                "(policy.render)."
+            )
+        if limit and len(ids) + spec.max_new_tokens - 1 > limit:
+            raise SamplingError(
+                f"Prompt {i} has {len(ids)} tokens; with max_new_tokens={spec.max_new_tokens} that is more than the {limit} "
+                f"positions of {policy.name}. Shorten the prompt or lower max_new_tokens."
+            )
+        rows += [_Row(i, j, ids, seen[ids] + j) for j in range(n)]
+        seen[ids] += n
+    return rows
+
+
+def _waves(rows: list[_Row], size: int, *, ragged: bool) -> Iterator[list[_Row]]:
+    """Batches of at most ``size`` rows, of similar prompt length, or of equal length unless ``ragged``."""
+    wave: list[_Row] = []
+    for row in sorted(rows, key=lambda r: len(r.prompt)):
+        if wave and (len(wave) >= size or (not ragged and len(row.prompt) != len(wave[0].prompt))):
+            yield wave
+            wave = []
+        wave.append(row)
+    if wave:
+        yield wave
+
+
+def _uniforms(rows: list[_Row], seed: int, steps: int) -> Float64[np.ndarray, "R S"]:
+    """Row i's numbers in [0, 1), one a step; a function of (seed, prompt, draw)."""
+    out = np.empty((len(rows), steps))
+    heads: dict[tuple[int, ...], Any] = {}
+    for i, row in enumerate(rows):
+        head = heads.get(row.prompt)
+        if head is None:
+            head = heads[row.prompt] = hashlib.blake2b(
+                np.asarray([seed, *row.prompt], dtype="<i8").tobytes(), digest_size=16
+            )
+        key = head.copy()
+        key.update(row.draw.to_bytes(8, "little"))
+        out[i] = np.random.Generator(np.random.Philox(key=int.from_bytes(key.digest(), "little"))).random(steps)
+    return out
+
+
+def _decode(
+    policy: Policy,
+    rows: list[_Row],
+    spec: SampleSpec,
+    kind: CacheKind,
+    compact_below: float,
+    finished: Callable[[int], object],
+) -> list[tuple[_Row, Completion]]:
+    """One batch from its prompts to its last token."""
+    from earnest.models.cache import start
+
+    device, steps, total = policy.device, spec.max_new_tokens, len(rows)
+    prompts = list(dict.fromkeys(row.prompt for row in rows))
+    place = {prompt: i for i, prompt in enumerate(prompts)}
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    uniforms = torch.as_tensor(_uniforms(rows, spec.seed, steps)).to(device=device, dtype=exact)
+    tokens = torch.zeros(steps, total, dtype=torch.long, device=device)
+    logprobs = torch.zeros(steps, total, device=device)
+    eos = torch.as_tensor(sorted(policy.eos_ids), dtype=torch.long, device=device)
+    length = torch.full((total,), steps, device=device)  # of the finished; the rest run out
+    stopped = torch.zeros(total, dtype=torch.bool, device=device)
+    batch = torch.arange(total, device=device)  # which row each sequence of the batch is
+
+    sequences = start(policy, kind, prompts, torch.as_tensor([place[r.prompt] for r in rows], device=device), steps)
+    for step in range(steps):
+        token, logprob = _choose(policy, sequences.last, uniforms[batch, step], spec)
+        tokens[step, batch], logprobs[step, batch] = token, logprob
+        ends = torch.isin(token, eos)
+        if spec.stop:
+            ends |= _completes(policy, tokens[: step + 1, batch], spec.stop)
+        ends &= ~stopped[batch]
+        if bool(ends.any()):
+            stopped[batch[ends]], length[batch[ends]] = True, step + 1
+            finished(int(stopped.sum()))
+        alive = (~stopped[batch]).nonzero()[:, 0]
+        if step + 1 == steps or not len(alive):
+            break
+        if len(alive) <= compact_below * len(batch):
+            sequences.keep(alive)
+            batch, token = batch[alive], token[alive]
+        sequences.step(token)
+    finished(total)
+
+    lengths, stops = length.tolist(), stopped.tolist()
+    ids, values = tokens.T.tolist(), logprobs.T.tolist()
+    return [
+        (
+            row,
+            Completion(
+                row.prompt_index,
+                row.sample_index,
+                tuple(ids[i][:k]),
+                tuple(values[i][:k]),
+                "stop" if stops[i] else "length",
+            ),
+        )
+        for i, (row, k) in enumerate(zip(rows, lengths, strict=True))
+    ]
+
+
+def _choose(
+    policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
+) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
+    """The next token of each row and its log-prob, some rows at a time so that [R, V] stays small."""
+    size = max(1, _CHOOSE_ELEMENTS // policy.head.weight.shape[0])
+    parts = [
+        _pick(policy.head.logits(h).float(), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)
+    ]
+    token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+    if not bool(logprob.isfinite().all()):
+        raise SamplingError(
+            f"{policy.name} gave logits that are no numbers (nan or inf). The weights, or an adapter on them, have diverged: "
+            "go back to a checkpoint, or load in float32 if this is float16."
+        )
+    return token, logprob
+
+
+def _pick(
+    logits: Float[Tensor, "r V"], u: Float[Tensor, " r"], spec: SampleSpec
+) -> tuple[Int[Tensor, " r"], Float[Tensor, " r"]]:
+    if spec.temperature == 0:
+        logp = logits.log_softmax(-1)
+        token = logits.argmax(-1, keepdim=True)
+    else:
+        logp = truncate(
+            logits / spec.temperature if spec.temperature != 1 else logits, spec.top_k, spec.top_p
+        ).log_softmax(-1)
+        cdf = logp.exp().cumsum(-1, dtype=u.dtype)
+        mass = cdf[:, -1:]
+        # Strictly below the total, so that the token found has a probability above 0.
+        goal = torch.minimum(u[:, None] * mass, torch.nextafter(mass, torch.zeros_like(mass)))
+        token = torch.searchsorted(cdf, goal, right=True).clamp_max_(logits.shape[-1] - 1)
+    return token[:, 0], logp.gather(-1, token)[:, 0]
+
+
+def truncate(logits: Float[Tensor, "r V"], top_k: int, top_p: float) -> Float[Tensor, "r V"]:
+    """-inf outside the top-k (ties at the edge stay) and outside the smallest set of mass ≥ top_p."""
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], -math.inf)
+    if top_p < 1:
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        p = ordered.softmax(-1)
+        outside = p.cumsum(-1) - p >= top_p  # the mass before it is enough already
+        logits = logits.masked_fill(outside.scatter(-1, index, outside), -math.inf)
+    return logits
+
+
+def _completes(policy: Policy, tokens: Int[Tensor, "S r"], stop: tuple[str, ...]) -> Tensor:
+    """Whether each row's text has a stop string in it; special tokens count as text."""
+    texts = [
+        policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for ids in tokens.T.tolist()
+    ]
+    return torch.as_tensor([any(s in text for s in stop) for text in texts], device=tokens.device)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout; every module's own mode comes back."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
