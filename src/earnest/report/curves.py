@@ -65,7 +65,13 @@ class Chart:
             }
             for one in self.series
         ]
-        return {"title": self.title, "series": series, "floor": self.floor, "ceiling": self.ceiling, "share": self.share}
+        return {
+            "title": self.title,
+            "series": series,
+            "floor": self.floor,
+            "ceiling": self.ceiling,
+            "share": self.share,
+        }
 
 
 Points = list[tuple[float, float]]
@@ -150,7 +156,9 @@ def reward_chart(run: Run) -> Chart | None:
         series.append(Series("held-out", "bars", x, y, lo, hi, colour=0))
         last = run.evaluations[-1]
         each = last.n / last.prompts if last.prompts else 0
-        notes.append(f"Held-out: {last.prompts} prompts × {each:g} completions; bars are ± 1 standard error over prompts.")
+        notes.append(
+            f"Held-out: {last.prompts} prompts × {each:g} completions; bars are ± 1 standard error over prompts."
+        )
     columns = {"training": raw, "held-out": [(x, y) for x, y, _ in held], "± s.e.": [(x, se) for x, _, se in held]}
     values = [v for one in series for v in (*one.y, *one.lo, *one.hi)]
     unit = 0 <= min(values) and max(values) <= 1
@@ -205,7 +213,7 @@ def loss_charts(run: Run) -> list[Chart]:
 
 
 def _loss(label: str) -> Callable[[Step], float | None]:
-    return lambda step: step.terms[label].loss if label in step.terms else None
+    return lambda step: step.terms[label].value if label in step.terms else None
 
 
 def metric_points(run: Run) -> dict[str, tuple[Points, int]]:
@@ -218,16 +226,22 @@ def metric_points(run: Run) -> dict[str, tuple[Points, int]]:
 
     labels = term_labels(run)
     for step in run.steps:
-        add("gradient norm", step, step.grad_norm, -1)
-        add("update norm", step, step.update_norm, -1)
+        add("gradient norm", step, step.update.gradient_norm, -1)
+        add("update norm", step, step.update.update_norm, -1)
+        add("gradient clip factor", step, step.update.clip_factor, -1)
         add("learning rate", step, step.lr, -1)
         for label, term in step.terms.items():
             for name, value in term.metrics.items():
                 add(f"{label}: {name}", step, value, labels.index(label))
-        for name, value in step.metrics.items():
-            add(name, step, value, -1)
-        for name, value in step.seconds.items():
-            add(f"seconds: {name}", step, value, -1)
+        for owner, numbers in (
+            ("guard", step.update.guard),
+            ("outer", step.update.outer),
+            ("", step.metrics),
+            ("seconds", step.seconds),
+        ):
+            for name, value in numbers.items():
+                add(f"{owner}: {name}" if owner else name, step, value, -1)
+        add("trained tokens", step, float(step.tokens), -1)
     return found
 
 

@@ -24,7 +24,11 @@ def samples(run: Run) -> Html:
         f"{counts['better']} better, {counts['worse']} worse, {counts['same']} with the same reward."
     )
     shown = pairs[:PAIRS]
-    more = el("p", f"The first {PAIRS} of {len(pairs)} are shown; samples.jsonl has all.", class_="note") if len(pairs) > PAIRS else None
+    more = (
+        el("p", f"The first {PAIRS} of {len(pairs)} are shown; samples.jsonl has all.", class_="note")
+        if len(pairs) > PAIRS
+        else None
+    )
     return section(
         "samples",
         "Samples",
@@ -40,7 +44,14 @@ def _filter(counts: dict[str, int]) -> Html:
     """Buttons that the script brings to life; without it everything is simply shown."""
     options = [("all", sum(counts.values())), *((kind, counts[kind]) for kind in KINDS)]
     buttons = (
-        el("button", name, el("span", str(count), class_="count"), type="button", data_show=name, aria_pressed="true" if name == "all" else "false")
+        el(
+            "button",
+            name,
+            el("span", str(count), class_="count"),
+            type="button",
+            data_show=name,
+            aria_pressed="true" if name == "all" else "false",
+        )
         for name, count in options
     )
     return el("div", *buttons, class_="filter", role="group", aria_label="Which samples", hidden=True)
@@ -67,12 +78,19 @@ def _pair(before: Sample | None, after: Sample | None) -> Html:
 
 
 def _prompt(messages: Sequence[Message]) -> Html:
-    return el("div", *(el("p", el("span", m.role, class_="role"), el("span", m.content, class_="said")) for m in messages))
+    return el(
+        "div", *(el("p", el("span", m.role, class_="role"), el("span", m.content, class_="said")) for m in messages)
+    )
 
 
 def _side(name: str, sample: Sample | None) -> Html:
     if sample is None:
-        return el("div", el("p", el("span", name, class_="role"), class_="head"), el("p", "not recorded", class_="none"), class_="side")
+        return el(
+            "div",
+            el("p", el("span", name, class_="role"), class_="head"),
+            el("p", "not recorded", class_="none"),
+            class_="side",
+        )
     tone = "" if sample.correct is None else " right" if sample.correct else " wrong"
     word = "" if sample.correct is None else ", correct" if sample.correct else ", not correct"
     length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""
@@ -88,9 +106,18 @@ def _rollouts(run: Run) -> Html | None:
     if not rollouts:
         return None
     shown = _spread(rollouts, ROLLOUTS)
-    label = f"Training rollouts ({len(rollouts)})" if len(shown) == len(rollouts) else f"Training rollouts ({len(shown)} of {len(rollouts)}, evenly)"
+    label = (
+        f"Training rollouts ({len(rollouts)})"
+        if len(shown) == len(rollouts)
+        else f"Training rollouts ({len(shown)} of {len(rollouts)}, evenly)"
+    )
     entries = (
-        el("article", el("div", _prompt(s.prompt), el("span", s.prompt_id, class_="id"), class_="prompt"), _side(f"step {s.step}", s), class_="pair one")
+        el(
+            "article",
+            el("div", _prompt(s.prompt), el("span", s.prompt_id, class_="id"), class_="prompt"),
+            _side(f"step {s.step}", s),
+            class_="pair one",
+        )
         for s in shown
     )
     return el("details", el("summary", label), el("div", *entries, class_="pairs"), class_="rollouts")

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from earnest.report.fields import Decoder, Fields, lines, read_text
 from earnest.report.record import (
     FORMAT,
-    Check,
     Evaluation,
     Event,
+    Finding,
     Header,
     Level,
     Message,
@@ -25,12 +25,13 @@ from earnest.report.record import (
     Step,
     TermValue,
     TrainReward,
+    Update,
     Verdict,
 )
 
 STATUSES: tuple[Status, ...] = ("running", "finished", "interrupted", "failed")
 PHASES: tuple[Phase, ...] = ("before", "after", "train")
-OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not declared")
+OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not applicable", "not declared")
 LEVELS: tuple[Level, ...] = ("info", "warning", "error")
 
 Line = TypeVar("Line", Step, Evaluation)
@@ -57,7 +58,9 @@ def load(run_dir: str | Path) -> Run:
 
 def _header(folder: Path, decoder: Decoder) -> Header:
     if not folder.exists():
-        raise ReportError(f"{folder}: there is no such folder; give the folder that `earnest run` printed, e.g. runs/quickstart-….")
+        raise ReportError(
+            f"{folder}: there is no such folder; give the folder that `earnest run` printed, e.g. runs/quickstart-…."
+        )
     if not folder.is_dir():
         raise ReportError(f"{folder} is a file; give the run folder that holds it.")
     text = read_text(folder / "run.json")
@@ -68,7 +71,9 @@ def _header(folder: Path, decoder: Decoder) -> Header:
         raise ReportError(f"{folder} {state}. {hint}")
     data = decoder.parse(text, "run.json")
     if data.data.get("format") != FORMAT:
-        raise ReportError(f"run.json: the format is {data.data.get('format')!r}; this version of earnest reads {FORMAT!r}.")
+        raise ReportError(
+            f"run.json: the format is {data.data.get('format')!r}; this version of earnest reads {FORMAT!r}."
+        )
     model = data.inner("model")
     return Header(
         recipe=data.text("recipe"),
@@ -116,13 +121,13 @@ def _step(line: Fields) -> Step:
     terms = line.inner("terms")
     return Step(
         step=line.integer("step"),
-        version=line.integer("version"),
         reward=reward and TrainReward(reward.number_or_none("mean"), reward.number_or_none("sd"), reward.integer("n")),
         loss=line.number_or_none("loss"),
         terms={label: _term(terms.inner(label)) for label in terms.data},
         skipped=line.texts("skipped"),
-        grad_norm=line.number_or_none("grad_norm"),
-        update_norm=line.number_or_none("update_norm"),
+        update=_update(line.inner("update")),
+        passes=line.text("passes"),
+        tokens=line.integer("tokens"),
         lr=line.number_or_none("lr"),
         metrics=line.numbers("metrics"),
         seconds=line.numbers("seconds"),
@@ -131,11 +136,22 @@ def _step(line: Fields) -> Step:
 
 def _term(term: Fields) -> TermValue:
     return TermValue(
-        weight=term.number("weight"),
-        loss=term.number_or_none("loss"),
-        share=term.number_or_none("share"),
         ran=term.text("ran"),
+        weight=term.number("weight"),
+        value=term.number_or_none("value"),
+        share=term.number_or_none("share"),
         metrics=term.numbers("metrics"),
+    )
+
+
+def _update(update: Fields) -> Update:
+    return Update(
+        gradient_norm=update.number_or_none("gradient_norm"),
+        clip_factor=update.number_or_none("clip_factor"),
+        update_norm=update.number_or_none("update_norm"),
+        version=update.integer("version"),
+        guard=update.numbers("guard"),
+        outer=update.numbers("outer"),
     )
 
 
@@ -160,7 +176,9 @@ def _samples(folder: Path, decoder: Decoder, gaps: list[str]) -> tuple[Sample, .
             version=line.integer("version"),
             prompt_id=line.text("prompt_id"),
             sample=line.integer("sample"),
-            prompt=tuple(Message(message.text("role"), message.text_or_none("content") or "") for message in line.items("prompt")),
+            prompt=tuple(
+                Message(message.text("role"), message.text_or_none("content") or "") for message in line.items("prompt")
+            ),
             completion=line.text("completion"),
             reward=line.number_or_none("reward"),
             correct=line.flag_or_none("correct"),
@@ -176,28 +194,27 @@ def _verdict(folder: Path, decoder: Decoder, gaps: list[str]) -> Verdict | None:
     if text is None:
         return None
     data = decoder.parse(text, "verdict.json")
-    checks = tuple(
-        Check(
-            law=check.text("law"),
-            subject=check.text("subject"),
-            measured=_measured(check),
-            expected=check.text("expected"),
-            outcome=check.word("outcome", OUTCOMES),
-            detail=check.text_or_none("detail") or "",
+    findings = tuple(
+        Finding(
+            law=finding.text("law"),
+            subject=finding.text("subject"),
+            measured=finding.text("measured"),
+            expected=finding.text("expected"),
+            outcome=finding.word("outcome", OUTCOMES),
+            meaning=finding.text_or_none("meaning") or "",
         )
-        for check in data.items("checks")
+        for finding in data.items("findings")
     )
-    verdict = Verdict(data.integer("step"), data.number_or_none("seconds"), checks)
-    holds = verdict.count("fails") == 0
-    if data.flag_or_none("holds") is not holds:
+    verdict = Verdict(
+        findings, None if data.data.get("step") is None else data.integer("step"), data.number_or_none("seconds")
+    )
+    said = data.flag_or_none("holds")
+    if said is not verdict.holds:
         gaps.append(
-            f"verdict.json says holds = {data.data.get('holds')}, but {verdict.count('fails')} of its checks fail; the checks count."
+            f"verdict.json says that holds is {said}, but {verdict.count('holds')} of its findings hold and "
+            f"{verdict.count('fails')} fail; the findings count."
         )
     return verdict
-
-
-def _measured(check: Fields) -> float | str | None:
-    return check.text("measured") if isinstance(check.data.get("measured"), str) else check.number_or_none("measured")
 
 
 def _environment(folder: Path, decoder: Decoder, gaps: list[str]) -> dict[str, Any] | None:
@@ -244,6 +261,6 @@ def _unfinished(run: Run) -> list[str]:
         gaps.append(f"No samples {' and '.join(missing)} training are recorded.")
     if run.verdict is None:
         gaps.append("There is no verdict yet: the step of this run has not been checked.")
-    elif not run.verdict.checks:
+    elif not run.verdict.findings:
         gaps.append("The verdict is empty: nothing was checked.")
     return gaps

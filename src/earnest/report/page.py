@@ -34,7 +34,9 @@ def write(run_dir: str | Path, to: str | Path | None = None) -> Path:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ReportError(f"{target}: cannot be written ({error.strerror}); give another place with to=FILE.") from error
+        raise ReportError(
+            f"{target}: cannot be written ({error.strerror}); give another place with to=FILE."
+        ) from error
     return target
 
 
@@ -70,7 +72,10 @@ def render(run: Run) -> str:
         el("a", "Skip to the curves", href="#reward", class_="skip"),
         el("div", _contents(), el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
         el("main", sections.headline(run), sections.notices(run), *body),
-        el("footer", el("p", f"Made by earnest {earnest.__version__} from {run.folder.name}; loads nothing from anywhere.")),
+        el(
+            "footer",
+            el("p", f"Made by earnest {earnest.__version__} from {run.folder.name}; loads nothing from anywhere."),
+        ),
         el("script", data, type="application/json", id="charts"),
         el("script", Html(script)),
     )
@@ -95,7 +100,9 @@ def _json(data: Any) -> Html:
 
 def _policy(style: str, script: str) -> str:
     """Nothing may load, and only our own script and style count: even markup that slipped in could not run."""
-    return join(f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'")
+    return join(
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _hash(text: str) -> str:

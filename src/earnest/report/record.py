@@ -14,7 +14,7 @@ FORMAT = "earnest-run/1"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 Phase = Literal["before", "after", "train"]
-Outcome = Literal["holds", "fails", "not declared"]
+Outcome = Literal["holds", "fails", "not applicable", "not declared"]
 Level = Literal["info", "warning", "error"]
 
 
@@ -44,20 +44,34 @@ class Header:
 
 @dataclass(frozen=True)
 class TermValue:
-    """One term on one step; ``loss`` is before the weight, ``share`` its part of the gradient."""
+    """One term on one step; ``value`` is its loss before the weight, ``share`` its part of the gradient."""
 
-    weight: float
-    loss: float | None
-    share: float | None
     ran: str
+    weight: float
+    value: float | None
+    share: float | None
     metrics: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class TrainReward:
+    """Over one step's rollouts."""
+
     mean: float | None
     sd: float | None
     n: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the step did to the weights."""
+
+    gradient_norm: float | None
+    clip_factor: float | None
+    update_norm: float | None
+    version: int
+    guard: Mapping[str, float | None]
+    outer: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -65,13 +79,13 @@ class Step:
     """A line of metrics.jsonl of kind "step"."""
 
     step: int
-    version: int
     reward: TrainReward | None
     loss: float | None
     terms: Mapping[str, TermValue]
     skipped: tuple[str, ...]
-    grad_norm: float | None
-    update_norm: float | None
+    update: Update
+    passes: str
+    tokens: int
     lr: float | None
     metrics: Mapping[str, float | None]
     seconds: Mapping[str, float | None]
@@ -114,27 +128,31 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Check:
+class Finding:
     """A law on a subject: a row of the verdict."""
 
     law: str
     subject: str
-    measured: float | str | None
+    measured: str
     expected: str
     outcome: Outcome
-    detail: str
+    meaning: str
 
 
 @dataclass(frozen=True)
 class Verdict:
     """verdict.json."""
 
-    step: int
+    findings: tuple[Finding, ...]
+    step: int | None
     seconds: float | None
-    checks: tuple[Check, ...]
+
+    @property
+    def holds(self) -> bool:
+        return self.count("holds") > 0 and self.count("fails") == 0
 
     def count(self, outcome: Outcome) -> int:
-        return sum(check.outcome == outcome for check in self.checks)
+        return sum(finding.outcome == outcome for finding in self.findings)
 
 
 @dataclass(frozen=True)

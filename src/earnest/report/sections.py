@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from earnest.report import curves
 from earnest.report.curves import Chart
 from earnest.report.markup import Child, Html, duration, el, fixed, join, number, signed
-from earnest.report.record import Check, Run, TermValue
+from earnest.report.record import Finding, Outcome, Run, TermValue
 
 
 def section(key: str, title: str, *children: Child) -> Html:
@@ -38,7 +38,11 @@ def headline(run: Run) -> Html:
                 "Held-out reward, ",
                 el("b", signed(change.gain)),
                 f" ± {fixed(change.se)} " if change.se is not None else " ",
-                el("span", f"from step {change.before.step} to step {change.after.step}; {spread}; ± 1 s.e., ", class_="soft"),
+                el(
+                    "span",
+                    f"from step {change.before.step} to step {change.after.step}; {spread}; ± 1 s.e., ",
+                    class_="soft",
+                ),
                 el("span", "combined as if the two were independent", class_="soft"),
                 class_="caption",
             ),
@@ -50,7 +54,10 @@ def headline(run: Run) -> Html:
         ("status", _badge(header.status, "good" if header.status == "finished" else "warn")),
         ("verdict", _verdict_badge(run)),
         ("seed", str(header.seed)),
-        ("steps", f"{header.steps_done}" if header.steps_done == header.steps else f"{header.steps_done} of {header.steps}"),
+        (
+            "steps",
+            f"{header.steps_done}" if header.steps_done == header.steps else f"{header.steps_done} of {header.steps}",
+        ),
         ("training time", duration(header.seconds)),
         ("adapter", header.adapter or "none: all weights"),
         ("objective", header.objective),
@@ -62,7 +69,13 @@ def headline(run: Run) -> Html:
 
 def _measure(name: str, value: float | None, se: float | None) -> Html:
     spread = el("span", f" ± {fixed(se)}", class_="se") if se is not None else None
-    return el("span", el("span", name, class_="tag"), el("span", fixed(value), class_="value"), spread, class_=f"measure {name}")
+    return el(
+        "span",
+        el("span", name, class_="tag"),
+        el("span", fixed(value), class_="value"),
+        spread,
+        class_=f"measure {name}",
+    )
 
 
 def _badge(text: str, tone: str) -> Html:
@@ -70,19 +83,35 @@ def _badge(text: str, tone: str) -> Html:
 
 
 def _verdict_badge(run: Run) -> Html:
-    if run.verdict is None or not run.verdict.checks:
-        return _badge("not checked", "warn")
-    fails, open_, total = run.verdict.count("fails"), run.verdict.count("not declared"), len(run.verdict.checks)
-    if fails:
-        return _badge(f"{fails} of {total} checks fail", "bad")
-    rest = f", {open_} not declared" if open_ else ""
-    return _badge(f"{run.verdict.count('holds')} checks hold{rest}", "warn" if open_ else "good")
+    return (
+        _tally(run.verdict.findings)
+        if run.verdict is not None and run.verdict.findings
+        else _badge("not checked", "warn")
+    )
+
+
+TONES: dict[Outcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn", "not applicable": "quiet"}
+
+
+def _tally(findings: Sequence[Finding]) -> Html:
+    """How many hold; how many fail comes first where any does."""
+    count = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in TONES}
+    if count["fails"]:
+        return _badge(f"{count['fails']} of {len(findings)} fail", "bad")
+    if count["not declared"]:
+        return _badge(f"{count['holds']} hold, {count['not declared']} not declared", "warn")
+    if count["holds"]:
+        return _badge(f"all {count['holds']} hold" if count["holds"] > 1 else "holds", "good")
+    return _badge("not applicable", "quiet")
 
 
 def notices(run: Run) -> Html | None:
     """What is missing, and every warning and error of the run, at the top where nobody can miss it."""
     loud = [event for event in run.events if event.level != "info"]
-    items = [*(el("li", gap) for gap in run.gaps), *(el("li", el("b", event.level), f": {event.text}") for event in loud)]
+    items = [
+        *(el("li", gap) for gap in run.gaps),
+        *(el("li", el("b", event.level), f": {event.text}") for event in loud),
+    ]
     if not items:
         return None
     return el("aside", el("h2", "Worth knowing"), el("ul", *items), class_="notices", aria_label="Worth knowing")
@@ -102,7 +131,10 @@ def figure(chart: Chart, large: bool = False) -> Html:
 
 def _data(chart: Chart) -> Html:
     head = el("tr", *(el("th", name, scope="col") for name in chart.table.columns))
-    rows = (el("tr", el("th", number(row[0]), scope="row"), *(el("td", number(v)) for v in row[1:])) for row in chart.table.rows)
+    rows = (
+        el("tr", el("th", number(row[0]), scope="row"), *(el("td", number(v)) for v in row[1:]))
+        for row in chart.table.rows
+    )
     label = f"{chart.title}, as a table"
     grid = el("table", el("thead", head), el("tbody", *rows), class_="numbers")
     return el(
@@ -129,14 +161,25 @@ def terms(run: Run) -> tuple[Html, list[Chart]]:
     rows = (_term_row(run, label, colour) for colour, label in enumerate(labels))
     names = ("term", "weight", "what ran", "loss, first", "loss, last", "share of the gradient")
     head = el("thead", el("tr", *(el("th", name, scope="col") for name in names)))
-    grid = el("div", el("table", head, el("tbody", *rows), class_="terms"), class_="scroll", tabindex=0, role="region", aria_label="Terms")
+    grid = el(
+        "div",
+        el("table", head, el("tbody", *rows), class_="terms"),
+        class_="scroll",
+        tabindex=0,
+        role="region",
+        aria_label="Terms",
+    )
     skipped = sorted({label for step in run.steps for label in step.skipped})
     left = el("p", f"Weight 0, so not computed: {', '.join(skipped)}.", class_="note") if skipped else None
+    passes = ", ".join(dict.fromkeys(step.passes for step in run.steps))
+    ran = el("p", f"Passes over the batch: {passes}.", class_="note")
     share = curves.share_chart(run)
     losses = curves.loss_charts(run)
     drawn = [*([share] if share else []), *losses]
     return (
-        section("terms", "Terms of the loss", grid, left, figure(share, large=True) if share else None, _grid(losses)),
+        section(
+            "terms", "Terms of the loss", grid, left, ran, figure(share, large=True) if share else None, _grid(losses)
+        ),
         drawn,
     )
 
@@ -153,8 +196,8 @@ def _term_row(run: Run, label: str, colour: int) -> Html:
         el("th", el("span", class_=f"key c{colour % 6}", aria_hidden="true"), label, scope="row"),
         el("td", weight),
         el("td", *(el("code", one) for one in ran), class_="ran"),
-        el("td", number(values[0].loss)),
-        el("td", number(values[-1].loss)),
+        el("td", number(values[0].value)),
+        el("td", number(values[-1].value)),
         el("td", share),
     )
 
@@ -174,45 +217,56 @@ def update(run: Run) -> tuple[Html | None, list[Chart]]:
 
 
 def verdict(run: Run) -> Html:
-    """Failures first and open; what holds is there, law by law."""
+    """Failures first and with what they mean; below, every finding law by law."""
     title = "Verdict"
-    if run.verdict is None or not run.verdict.checks:
+    if run.verdict is None or not run.verdict.findings:
         return section("verdict", title, none("No verdict yet: the training step of this run has not been checked."))
-    checks = run.verdict.checks
-    counts = f"{run.verdict.count('holds')} hold, {run.verdict.count('fails')} fail, {run.verdict.count('not declared')} not declared"
-    took = f" in {duration(run.verdict.seconds)}" if run.verdict.seconds is not None else ""
-    lead = el("p", f"{len(checks)} checks of this run's own step before step {run.verdict.step + 1}{took}: {counts}.")
-    blocks: list[Html] = []
-    failing = [check for check in checks if check.outcome == "fails"]
-    if failing:
-        blocks.append(el("div", el("h3", "Broken"), _checks_table(failing, "Broken laws"), class_="broken"))
-    for law in dict.fromkeys(check.law for check in checks):
-        own = [check for check in checks if check.law == law]
-        bad, unsure = sum(c.outcome == "fails" for c in own), sum(c.outcome == "not declared" for c in own)
-        tone, word = ("bad", f"{bad} of {len(own)} fail") if bad else ("good", f"{len(own)} hold")
-        if not bad and unsure:
-            tone, word = "warn", f"{len(own) - unsure} hold, {unsure} not declared"
-        summary = el("summary", el("span", law, class_="law"), _badge(word, tone))
-        blocks.append(el("details", summary, _checks_table(own, law), class_="law", open=len(checks) <= 12))
-    return section("verdict", title, lead, *blocks)
+    found = run.verdict.findings
+    counts = ", ".join(
+        f"{run.verdict.count(outcome)} {word}" for outcome, word in WORDS.items() if run.verdict.count(outcome)
+    )
+    when = (
+        f", after step {run.verdict.step}"
+        if run.verdict.step
+        else ", before the first step"
+        if run.verdict.step == 0
+        else ""
+    )
+    took = f", in {duration(run.verdict.seconds)}" if run.verdict.seconds is not None else ""
+    lead = el("p", f"The laws of a training step, checked on this run's own{when}{took}: {counts}.")
+    failing = [finding for finding in found if finding.outcome == "fails"]
+    broken = el("div", el("h3", "Broken"), _findings(failing, "Broken laws"), class_="broken") if failing else None
+    laws = []
+    for law in dict.fromkeys(finding.law for finding in found):
+        own = [finding for finding in found if finding.law == law]
+        summary = el("summary", el("span", law, class_="law"), _tally(own))
+        laws.append(el("details", summary, _findings(own, law), class_="law", open=len(found) <= 12))
+    return section("verdict", title, lead, broken, *laws)
 
 
-def _checks_table(checks: Sequence[Check], label: str) -> Html:
-    rows = []
-    for check in checks:
-        measured = check.measured if isinstance(check.measured, str) else number(check.measured)
-        tone = {"holds": "good", "fails": "bad", "not declared": "warn"}[check.outcome]
+WORDS: dict[Outcome, str] = {
+    "holds": "hold",
+    "fails": "fail",
+    "not declared": "not declared",
+    "not applicable": "not applicable",
+}
+
+
+def _findings(findings: Sequence[Finding], label: str) -> Html:
+    rows: list[Html] = []
+    for finding in findings:
         rows.append(
             el(
                 "tr",
-                el("th", check.subject, scope="row"),
-                el("td", measured),
-                el("td", check.expected),
-                el("td", _badge(check.outcome, tone)),
-                el("td", check.detail, class_="detail"),
+                el("th", finding.subject, scope="row"),
+                el("td", finding.measured),
+                el("td", finding.expected),
+                el("td", _badge(finding.outcome, TONES[finding.outcome])),
             )
         )
-    head = el("tr", *(el("th", name, scope="col") for name in ("subject", "measured", "expected", "outcome", "")))
+        if finding.outcome != "holds" and finding.meaning:
+            rows.append(el("tr", el("td", finding.meaning, colspan=4, class_="meaning")))
+    head = el("tr", *(el("th", name, scope="col") for name in ("subject", "measured", "expected", "outcome")))
     grid = el("table", el("thead", head), el("tbody", *rows), class_="checks")
     return el("div", grid, class_="scroll", tabindex=0, role="region", aria_label=label)
 
@@ -220,14 +274,21 @@ def _checks_table(checks: Sequence[Check], label: str) -> Html:
 def events(run: Run) -> Html | None:
     if not run.events:
         return None
-    rows = (el("li", el("time", event.time), el("span", event.level, class_=f"level {event.level}"), event.text) for event in run.events)
+    rows = (
+        el("li", el("time", event.time), el("span", event.level, class_=f"level {event.level}"), event.text)
+        for event in run.events
+    )
     return section("events", "Events", el("ol", *rows, class_="events"))
 
 
 def config(run: Run) -> Html:
     if run.config is None:
         return section("config", "Config", none("There is no config.yaml."))
-    return section("config", "Config", el("pre", el("code", run.config.rstrip()), class_="scroll", tabindex=0, aria_label="config.yaml"))
+    return section(
+        "config",
+        "Config",
+        el("pre", el("code", run.config.rstrip()), class_="scroll", tabindex=0, aria_label="config.yaml"),
+    )
 
 
 def environment(run: Run) -> Html:
@@ -237,7 +298,9 @@ def environment(run: Run) -> Html:
 
 
 def _map(data: Mapping[str, object]) -> Html:
-    return el("dl", *(el("div", el("dt", str(name)), el("dd", _value(value))) for name, value in data.items()), class_="map")
+    return el(
+        "dl", *(el("div", el("dt", str(name)), el("dd", _value(value))) for name, value in data.items()), class_="map"
+    )
 
 
 def _value(value: object) -> Html:

@@ -26,15 +26,27 @@ def summary(run_dir: str | Path) -> Table:
     def row(name: str, text: str, style: str = "") -> None:
         grid.add_row(name, Text(text, style=style))
 
-    row("run", f"{header.task} on {header.model} {header.model_version}".strip() + f" · {header.recipe} · seed {header.seed}", "bold")
+    row(
+        "run",
+        f"{header.task} on {header.model} {header.model_version}".strip() + f" · {header.recipe} · seed {header.seed}",
+        "bold",
+    )
     row("objective", header.objective)
     row("steps", f"{header.steps_done} of {header.steps}, {header.status}, {duration(header.seconds)}")
     if change is not None:
-        row("held-out", f"{_with(change.before.reward, change.before.se)} → {_with(change.after.reward, change.after.se)}", "bold")
+        row(
+            "held-out",
+            f"{_with(change.before.reward, change.before.se)} → {_with(change.after.reward, change.after.se)}",
+            "bold",
+        )
         row("gain", f"{signed(change.gain)} ± {fixed(change.se)}")
     if verdict is not None:
         fails = verdict.count("fails")
-        row("verdict", f"{fails} of {len(verdict.checks)} checks fail" if fails else f"{verdict.count('holds')} checks hold", "red" if fails else "")
+        row(
+            "verdict",
+            f"{fails} of {len(verdict.findings)} fail" if fails else f"{verdict.count('holds')} hold",
+            "red" if fails else "",
+        )
     for gap in run.gaps:
         row("note", gap, "yellow")
     return grid

@@ -160,7 +160,7 @@
       const spreadText = one.style === "bars" ? " ± " + format(Number(((one.hi[i] - one.lo[i]) / 2).toPrecision(2))) : "";
       const other = one.style === "bars" && Math.round(one.x[i]) !== Math.round(x) ? ` (step ${format(Math.round(one.x[i]))})` : "";
       const label = plot.series.length > 1 ? (one.style === "faint" ? one.label.split(",")[0] : one.label) + " " : "";
-      return { label, text: plot.write(value) + spreadText + other, i, one };
+      return { label, text: plot.write(value) + spreadText, other, i, one };
     });
   }
 
@@ -169,14 +169,14 @@
     const at = cursor === null ? last : Math.min(Math.max(cursor, plot.axis[0]), last);
     const x = plot.axis[nearest(plot.axis, at)];
     const values = reading(plot, x);
-    const say = `step ${format(Math.round(x))}: ` + values.map((v) => v.label + v.text).join(", ");
+    const say = `step ${format(Math.round(x))}: ` + values.map((v) => v.label + v.text + v.other).join(", ");
     plot.readout.replaceChildren();
-    if (cursor !== null) plot.readout.append(`step ${format(Math.round(x))}   `);
+    if (cursor !== null) plot.readout.append(`step ${format(Math.round(x))}\u2003`);
     if (cursor !== null || plot.series.length === 1) values.forEach((v, i) => {
-      if (i) plot.readout.append("  ");
+      if (i) plot.readout.append("\u2003");
       const bold = document.createElement("b");
       bold.textContent = v.text;
-      plot.readout.append(" " + v.label, bold);
+      plot.readout.append(v.label, bold, v.other);
     });
     plot.box.setAttribute("aria-valuenow", Math.round(x));
     plot.box.setAttribute("aria-valuetext", say);
