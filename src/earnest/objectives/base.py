@@ -2,9 +2,9 @@
 
     objective = GRPO(clip=0.2) + 0.5 * SFT()          # a sum of weighted terms is an objective
 
-A term is a frozen dataclass. It declares the roles whose tokens it reads, the signals that it needs and the per-token scalars
-that it asks the engine for; ``evaluate`` turns them into one differentiable number. It never sees a model. A term that misses
-something raises before anything is computed, naming itself and what is missing: never a quiet 0.
+A term is a frozen dataclass. It declares the roles whose tokens it reads, the signals that it needs and the per-token
+scalars that it asks the engine for; ``evaluate`` turns them into one differentiable number. It never sees a model. A
+term that misses something raises before anything is computed, naming itself and what is missing: never a quiet 0.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One channel of a loss. Subclasses are frozen dataclasses with a unique ``kind``, the first equation in their file.
+    """One channel of a loss. Subclasses are frozen dataclasses with a unique ``kind``, the first equation in their
+    file.
 
-    ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its gradient),
-    "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current its gradient is
-    REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with gradient 0), "dormant_at_source" (no
-    gradient while the policy equals the source). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
+    ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its
+    gradient), "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current
+    its gradient is REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with
+    gradient 0), "dormant_at_source" (no gradient while the policy equals the source). Fields are ``settings.setting``s:
+    validated here, listed by ``earnest objectives``.
     """
 
     kind: ClassVar[str]
@@ -124,7 +126,8 @@ class Term:
             )
         if batch.targets.ndim == 3 and not self.many_targets:
             raise SignalError(
-                f"{self.label}: reads one target a position, the batch has {batch.targets.shape[2]} ({tuple(batch.targets.shape)}); "
+                f"{self.label}: reads one target a position, the batch has {batch.targets.shape[2]} "
+                f"({tuple(batch.targets.shape)}); "
                 "only sft takes several."
             )
         for signal in sorted(self.signals()):
@@ -139,12 +142,14 @@ class Term:
         tokens = self.tokens(batch)
         if bool(tokens.any()) and not batch.counts(tokens).tokens > 0:
             raise SignalError(
-                f"{self.label}: the weights of its {int(tokens.sum())} tokens sum to {batch.counts(tokens).tokens:g}, and it "
+                f"{self.label}: the weights of its {int(tokens.sum())} tokens sum to {batch.counts(tokens).tokens:g}, "
+                "and it "
                 "divides by that sum; give weights with a positive sum."
             )
         if not bool(tokens.any()) and self.idle(batch) is None:
             raise SignalError(
-                f"{self.label}: no active token is left for it in this batch; check the masks and the teacher's coverage."
+                f"{self.label}: no active token is left for it in this batch; check the masks and the teacher's "
+                "coverage."
             )
 
     def __add__(self, other: Term | Objective) -> Objective:
@@ -207,7 +212,8 @@ class Objective:
         for label in labels:
             if labels.count(label) > 1:
                 raise ObjectiveError(
-                    f"two terms are called {label!r}; give one of them a name, e.g. {type(self.find(label)).__name__}(…, name='{label}_2')."
+                    f"two terms are called {label!r}; give one of them a name, e.g. "
+                    f"{type(self.find(label)).__name__}(…, name='{label}_2')."
                 )
         for w in self.terms:
             if not isinstance(w.weight, (int, float)) or w.weight != w.weight or abs(w.weight) == float("inf"):
@@ -248,7 +254,8 @@ class Objective:
         live = list(self.live())
         if not live:
             raise ObjectiveError(
-                f"no term has a weight other than 0 ({', '.join(self.skipped) or 'there is no term'}): nothing would be trained."
+                f"no term has a weight other than 0 ({', '.join(self.skipped) or 'there is no term'}): nothing would "
+                "be trained."
             )
         for w in live:
             w.term.check(batch)
@@ -279,7 +286,10 @@ class Objective:
         state: Mapping[str, Mapping[str, Any]],
         counts: Mapping[str, Counts] | None = None,
     ) -> Evaluation:
-        """The weighted sum over this batch. ``counts`` are the whole optimizer batch's, by term label, when this is a part of it."""
+        """The weighted sum over this batch.
+
+        ``counts`` are the whole optimizer batch's, by term label, when this is a part of it.
+        """
         values: dict[str, Value] = {}
         idle: dict[str, str] = {}
         total: Tensor | None = None
@@ -296,7 +306,8 @@ class Objective:
             if not bool(torch.isfinite(value.loss)):
                 shown = ", ".join(f"{name} {metric.value:.4g}" for name, metric in value.metrics.items())
                 raise ObjectiveError(
-                    f"{label}: the loss is {float(value.loss)}; look at its inputs (extreme ratios, an empty mask): {shown}."
+                    f"{label}: the loss is {float(value.loss)}; look at its inputs (extreme ratios, an empty mask): "
+                    f"{shown}."
                 )
             values[label] = value
             part = value.loss * w.weight
@@ -310,7 +321,10 @@ class Objective:
         return {w.term.label: batch.counts(w.term.tokens(batch)) for w in self.live()}
 
     def advance(self, state: Mapping[str, Mapping[str, Any]], values: Mapping[str, Value]) -> dict[str, dict[str, Any]]:
-        """Every term's state after an update that saw these (whole-batch) values; a term that was idle keeps its own."""
+        """Every term's state after an update that saw these (whole-batch) values.
+
+        A term that was idle keeps its own.
+        """
         after = {label: dict(own) for label, own in state.items()}
         for w in self.live():
             label = w.term.label

@@ -2,9 +2,9 @@
 
     w = exp(q_prox - q_behaviour),  loss ← sg[clip or mask(w)] · loss
 
-q_behaviour are the sampler's own log-probs, q_prox the trainer's of the same tokens under the weights that sampled. Where the two
-programs agree w is 1. ``truncate`` (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training") bounds
-w, ``mask`` (MIS, Liu & Li et al. 2025) drops what lies outside the bound.
+q_behaviour are the sampler's own log-probs, q_prox the trainer's of the same tokens under the weights that sampled.
+Where the two programs agree w is 1. ``truncate`` (Yao et al. 2025, "Your efficient RL framework secretly brings you
+off-policy training") bounds w, ``mask`` (MIS, Liu & Li et al. 2025) drops what lies outside the bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The per-token scalars that an objective may ask an engine for. A need is a value: two terms that ask for the same share it.
+"""The per-token scalars that an objective may ask an engine for. A need is a value: two terms that ask for the same
+share it.
 
-The engine answers each need with one number an active token (or a covered one, for a teacher that covers some of them), and
-takes back the loss's derivative by each number. No objective sees a logit.
+The engine answers each need with one number an active token (or a covered one, for a teacher that covers some of
+them), and takes back the loss's derivative by each number. No objective sees a logit.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Entropy:
 class Divergence:
     """GJS_α between the student S and a source T, per token: α·KL(T‖M) + (1-α)·KL(S‖M), M = (1-α)S + αT.
 
-    α = 0 is KL(T‖S) (forward), α = 1 is KL(S‖T) (reverse). ``normalised`` divides by α(1-α), which makes the family continuous.
-    ``support`` and ``tail`` say which K tokens are compared and what becomes of the rest; ``blend`` = t replaces T by
-    softmax((1-t)·sg[z_S] + t·z_T) (TAID).
+    α = 0 is KL(T‖S) (forward), α = 1 is KL(S‖T) (reverse). ``normalised`` divides by α(1-α), which makes the family
+    continuous. ``support`` and ``tail`` say which K tokens are compared and what becomes of the rest; ``blend`` = t
+    replaces T by softmax((1-t)·sg[z_S] + t·z_T) (TAID).
     """
 
     source: Source

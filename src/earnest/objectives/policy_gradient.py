@@ -2,8 +2,9 @@
 
     ρ = exp(lp - q),   ℓ = -min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A),   dual clip: ℓ ≤ -δA where A < 0
 
-q are the log-probs of the policy that sampled. They are required: with q = sg[lp] the gradient is REINFORCE's, and that has its own
-name here (``Reinforce``). Law: at q = lp the gradient is REINFORCE under the same normaliser, since 1 lies inside the clip range.
+q are the log-probs of the policy that sampled. They are required: with q = sg[lp] the gradient is REINFORCE's, and
+that has its own name here (``Reinforce``). Law: at q = lp the gradient is REINFORCE under the same normaliser, since
+1 lies inside the clip range.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUTES = ("all", "correct", "failed")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Term):
-    """What every policy gradient shares: rollouts, advantages, routing by correctness, the log-prob at the sampling temperature."""
+    """What every policy gradient shares: rollouts, advantages, routing, the log-prob at the sampling temperature."""
 
     roles: ClassVar[tuple[Role, ...]] = ("rollout",)
 
@@ -68,8 +69,8 @@ def routed(batch: Batch, route: str) -> Bool[Tensor, " N"]:
 class RatioGradient(PolicyGradient):
     """A policy gradient with the ratio to the policy that sampled.
 
-    With ``correction`` the ratio is to the trainer's own log-probs at sampling time (``proximal``), and the gap to the sampler's
-    (``behaviour``) becomes a truncated weight.
+    With ``correction`` the ratio is to the trainer's own log-probs at sampling time (``proximal``), and the gap to
+    the sampler's (``behaviour``) becomes a truncated weight.
     """
 
     laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy"})
@@ -128,7 +129,8 @@ class Clipped(RatioGradient):
     def validate(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= self.ceiling:
             raise ObjectiveError(
-                f"{self.label}: dual_clip {self.dual_clip} must be above the upper clip {self.ceiling:g}, or it would undo it; raise it."
+                f"{self.label}: dual_clip {self.dual_clip} must be above the upper clip {self.ceiling:g}, or it would "
+                "undo it; raise it."
             )
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
@@ -207,7 +209,8 @@ class DrGRPO(Clipped):
 @register
 @dataclass(frozen=True, kw_only=True)
 class BNPO(Clipped):
-    """Divides by the tokens of the micro-batch at hand, so it depends on how the batch is cut: by definition, and declared.
+    """Divides by the tokens of the micro-batch at hand, so it depends on how the batch is cut: by definition, and
+    declared.
 
     Parts of a batch are averaged by their share of its sequences; in one piece it is DAPO's mean with equal clips.
     """
@@ -223,9 +226,13 @@ class BNPO(Clipped):
 
 
 def refuse_estimator(term: Term, batch: Batch, allowed: tuple[str, ...]) -> None:
-    """Raise where the advantages were made by an estimator that the term's name rules out; "given" ones are the caller's word."""
+    """Raise where the advantages were made by an estimator that the term's name rules out.
+
+    "given" ones are the caller's word.
+    """
     if batch.estimator not in (*allowed, "given"):
         raise SignalError(
-            f"{term.label}: is defined with advantages by {' or '.join(allowed)}, the batch's are by {batch.estimator!r}; "
+            f"{term.label}: is defined with advantages by {' or '.join(allowed)}, the batch's are by "
+            f"{batch.estimator!r}; "
             f"make them with with_advantages(batch, rewards, {allowed[0]!r}), or take another objective."
         )

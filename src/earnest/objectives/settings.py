@@ -1,7 +1,7 @@
 """Fields of terms that say what they mean and refuse what they cannot obey.
 
-``setting`` is ``dataclasses.field`` with a sentence and a range; ``validate`` holds every field of a term against its own. The
-same lines are what ``earnest objectives`` prints and what the audit turns as knobs.
+``setting`` is ``dataclasses.field`` with a sentence and a range; ``validate`` holds every field of a term against its
+own. The same lines are what ``earnest objectives`` prints and what the audit turns as knobs.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ def setting(
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
     integer: bool = False,
+    optional: bool = False,
     nested: Mapping[str, str] | None = None,
 ) -> Any:
-    """A dataclass field with its sentence and its range; one whose default is None may be None."""
+    """A dataclass field with its sentence and its range.
+
+    One that is ``optional`` or whose default is None may be None.
+    """
     what = Setting(
         doc,
         above,
@@ -70,14 +74,17 @@ def setting(
         choices,
         integer,
         boolean=isinstance(default, bool),
-        optional=default is None,
+        optional=optional or default is None,
         nested=nested,
     )
     return field(default=default, metadata={"setting": what})
 
 
 def settings(kind: Any) -> Iterator[tuple[str, Any, Setting]]:
-    """(name, default, what) of every setting of a dataclass or an instance of one; default is MISSING where required."""
+    """(name, default, what) of every setting of a dataclass or an instance of one.
+
+    Default is MISSING where required.
+    """
     for f in fields(kind):
         what = f.metadata.get("setting")
         if isinstance(what, Setting):

@@ -20,7 +20,10 @@ from earnest.signals.batch import Batch, Role
 @register
 @dataclass(frozen=True, kw_only=True)
 class SFT(Term):
-    """Weighted negative log-likelihood of demonstrations, over the whole batch's weights; takes K targets a position too."""
+    """Weighted negative log-likelihood of demonstrations, over the whole batch's weights.
+
+    Takes K targets a position too.
+    """
 
     kind: ClassVar[str] = "sft"
     paper: ClassVar[str] = "maximum likelihood"

@@ -1,4 +1,5 @@
-"""``View``: one term's sight of a batch, flat over the n active tokens of its roles, with the reductions that terms share.
+"""``View``: one term's sight of a batch, flat over the n active tokens of its roles, with the reductions that terms
+share.
 
 Shapes: N active tokens of the batch, n of the view, S sequences (rows with a token in the view), P preference pairs.
 """
@@ -66,7 +67,10 @@ class View:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def scalar(self, need: Need) -> Tensor:
-        """The scalar's values for exactly these tokens, with its graph; refused where they are not what the need says."""
+        """The scalar's values for exactly these tokens, with its graph.
+
+        Refused where they are not what the need says.
+        """
         field = self.field(need)
         N = self.batch.active.shape[0]
         covered = N if field.at is None else field.at.shape[0]
@@ -74,7 +78,8 @@ class View:
         expected = (covered, self.batch.targets.shape[2]) if wide else (covered,)
         if tuple(field.values.shape) != expected:
             raise SignalError(
-                f"{self.label}: {need} must have shape {list(expected)}, got {list(field.values.shape)}; nothing is broadcast."
+                f"{self.label}: {need} must have shape {list(expected)}, got {list(field.values.shape)}; nothing is "
+                "broadcast."
             )
         if field.at is None:
             values = field.values[self.index]
@@ -84,7 +89,8 @@ class View:
             mine = place[self.index]
             if bool((mine < 0).any()):
                 raise SignalError(
-                    f"{self.label}: {need} is missing for {int((mine < 0).sum())} of the {len(self)} tokens that it reads."
+                    f"{self.label}: {need} is missing for {int((mine < 0).sum())} of the {len(self)} tokens that it "
+                    "reads."
                 )
             values = field.values[mine]
         self._check_values(need, values.detach())
@@ -173,7 +179,8 @@ class View:
         if not bool((mass > 0).all()):
             row = int(self.rows[(mass <= 0).nonzero()[0, 0]])
             raise SignalError(
-                f"{self.label}: the weights of row {row} sum to {float(mass.min()):g}; a mean over a row needs a positive sum."
+                f"{self.label}: the weights of row {row} sum to {float(mass.min()):g}; a mean over a row needs a "
+                "positive sum."
             )
         return self.row_sum(values) / mass
 
@@ -201,13 +208,15 @@ class View:
             pair, role = int(self.batch.pair[row]), self.batch.role[row]
             if pair < 0 or role in places.setdefault(pair, {}):
                 raise SignalError(
-                    f"{self.label}: row {row} ({role}) has pair {pair}; every pair id joins one chosen and one rejected row."
+                    f"{self.label}: row {row} ({role}) has pair {pair}; every pair id joins one chosen and one "
+                    "rejected row."
                 )
             places[pair][role] = place
         for pair, members in places.items():
             if set(members) != {"chosen", "rejected"}:
                 raise SignalError(
-                    f"{self.label}: pair {pair} has only {sorted(members)}; every pair needs a chosen and a rejected row."
+                    f"{self.label}: pair {pair} has only {sorted(members)}; every pair needs a chosen and a rejected "
+                    "row."
                 )
         device = self.index.device
         order = sorted(places)

@@ -5,8 +5,9 @@
     none           A =  r - mean_g                   scales with the reward (Dr. GRPO)
     leave_one_out  A =  r_i - mean_{j≠i} r_j         scales with the reward, unbiased baseline (RLOO)
 
-Shifting all rewards of one group moves nothing; a group never sees another's rewards (``batch`` shares only the scale). The std is the
-sample's (n-1) and nothing is added to it: groups whose rewards do not differ are recognised, counted and given 0.
+Shifting all rewards of one group moves nothing; a group never sees another's rewards (``batch`` shares only the
+scale). The std is the sample's (n-1) and nothing is added to it: groups whose rewards do not differ are recognised,
+counted and given 0.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"], estimator
 def with_advantages(
     batch: Batch, rewards: Sequence[float] | Float[Tensor, " r"], estimator: Estimator = "group"
 ) -> Batch:
-    """The batch with an advantage for every token of its rollouts, from one reward a rollout; other rows get 0, which no term reads."""
+    """The batch with an advantage for every token of its rollouts, from one reward a rollout.
+
+    Other rows get 0, which no term reads.
+    """
     given = torch.as_tensor(rewards, dtype=torch.float64, device=batch.device)
     rollouts = batch.has_role(("rollout",)).nonzero()[:, 0]
     if given.shape != rollouts.shape:

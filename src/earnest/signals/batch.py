@@ -1,9 +1,9 @@
 """``Batch``: rows of tokens and the typed signals that come with them.
 
-Position t of a row predicts ``targets[:, t]``; nothing is shifted anywhere else. Rows are padded on the right, so a causal
-model never sees padding and no attention mask is needed. A token is *active* where its weight is not 0; every per-token
-quantity behind the vocabulary pass is flat over the N active tokens, row by row.
-Shapes: R rows, T positions, K targets a position, N active tokens, M tokens that a signal covers.
+Position t of a row predicts ``targets[:, t]``; nothing is shifted anywhere else. Rows are padded on the right, so a
+causal model never sees padding and no attention mask is needed. A token is *active* where its weight is not 0; every
+per-token quantity behind the vocabulary pass is flat over the N active tokens, row by row. Shapes: R rows, T
+positions, K targets a position, N active tokens, M tokens that a signal covers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,8 +28,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 class Teacher:
     """A distribution for the active tokens ``at`` (None: for all of them), in their order.
 
-    ``kind`` says who it is ("live", "base", "ema", …); a teacher has read a prompt of its own, so it is never recomputed
-    from ``Batch.inputs``.
+    ``kind`` says who it is ("live", "base", "ema", …); a teacher has read a prompt of its own, so it is never
+    recomputed from ``Batch.inputs``.
     """
 
     distribution: Distribution
@@ -39,15 +39,18 @@ class Teacher:
     def __post_init__(self) -> None:
         if self.at is not None and len(self.distribution) != self.at.shape[0]:
             raise SignalError(
-                f"the teacher has {len(self.distribution)} token distributions for {self.at.shape[0]} positions; give one each."
+                f"the teacher has {len(self.distribution)} token distributions for {self.at.shape[0]} positions; give "
+                "one each."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The reference policy π₀ on the batch's own rows: exact log-probs of the targets, and a distribution if one is needed.
+    """The reference policy π₀ on the batch's own rows: exact log-probs of the targets, and a distribution if one is
+    needed.
 
-    ``logprobs`` are at the batch's sampling temperature, like ``Batch.behaviour``; the distribution is at temperature 1.
+    ``logprobs`` are at the batch's sampling temperature, like ``Batch.behaviour``; the distribution is at temperature
+    1.
     """
 
     logprobs: Float[Tensor, " N"] | None = None
@@ -57,7 +60,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Counts:
-    """What an objective may divide by, counted over the whole optimizer batch (and all ranks), never over a micro-batch."""
+    """What an objective may divide by, counted over the whole optimizer batch (and all ranks), never over a part."""
 
     tokens: float
     sequences: int
@@ -68,9 +71,9 @@ class Counts:
 class Batch:
     """One optimizer batch. Every tensor lives on one device; optional signals are None where nobody supplied them.
 
-    ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that time: they differ
-    where sampler and trainer are two programs. ``estimator`` names what made the advantages, ``max_length`` is the longest
-    completion that sampling allowed.
+    ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that
+    time: they differ where sampler and trainer are two programs. ``estimator`` names what made the advantages,
+    ``max_length`` is the longest completion that sampling allowed.
     """
 
     inputs: Int[Tensor, "R T"]
@@ -95,7 +98,8 @@ class Batch:
         R, T = self.inputs.shape
         if self.targets.shape[:2] != (R, T) or self.weight.shape != self.targets.shape:
             raise SignalError(
-                f"inputs {tuple(self.inputs.shape)}, targets {tuple(self.targets.shape)} and weight {tuple(self.weight.shape)} "
+                f"inputs {tuple(self.inputs.shape)}, targets {tuple(self.targets.shape)} and weight "
+                f"{tuple(self.weight.shape)} "
                 "must agree: [R,T], [R,T] or [R,T,K], and the targets' shape. Nothing is broadcast."
             )
         if len(self.role) != R or any(r not in ROLES for r in self.role):
@@ -117,7 +121,8 @@ class Batch:
         late = self.position >= self.length[self.row]
         if bool(late.any()):
             raise SignalError(
-                f"{int(late.sum())} active tokens lie behind the end of their row (first: row {int(self.row[late][0])}, "
+                f"{int(late.sum())} active tokens lie behind the end of their row (first: row "
+                f"{int(self.row[late][0])}, "
                 f"position {int(self.position[late][0])}); padding must have weight 0."
             )
         N = self.active.shape[0]
@@ -275,8 +280,8 @@ class Batch:
     ) -> Batch:
         """Rows of prompt + completion, every completion token active (its end-of-turn token too).
 
-        ``advantages`` is one value a row or one a completion token; ``behaviour`` one a completion token. ``pad`` only fills
-        space: it may equal the end-of-turn id, since what is supervised is decided by place, never by id.
+        ``advantages`` is one value a row or one a completion token; ``behaviour`` one a completion token. ``pad``
+        only fills space: it may equal the end-of-turn id, since what is supervised is decided by place, never by id.
         """
         R = len(prompts)
         if R == 0 or len(completions) != R:
@@ -302,7 +307,7 @@ class Batch:
             targets=targets,
             weight=weight,
             length=length,
-            role=(role,) * R if isinstance(role, str) else tuple(role),  # type: ignore[arg-type]
+            role=(role,) * R if isinstance(role, str) else tuple(role),
             group=torch.arange(R) if group is None else torch.tensor(list(group)),
             pair=torch.full((R,), -1) if pair is None else torch.tensor(list(pair)),
             policy_version=torch.zeros(R, dtype=torch.long)
@@ -317,7 +322,7 @@ class Batch:
         return batch.to(device)
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {f.name: _move(getattr(self, f.name), device) for f in fields(self)}
+        moved: dict[str, Any] = {f.name: _move(getattr(self, f.name), device) for f in fields(self)}
         return replace(self, **moved)
 
 
@@ -326,7 +331,7 @@ def _flat(name: str, values: Sequence[float] | Sequence[Sequence[float]], sizes:
         raise SignalError(f"{name} has {len(values)} rows, the batch has {len(sizes)}.")
     flat: list[float] = []
     for r, (value, size) in enumerate(zip(values, sizes, strict=True)):
-        row = [float(value)] * size if isinstance(value, (int, float)) else [float(v) for v in value]
+        row = [float(value)] * size if isinstance(value, int | float) else [float(v) for v in value]  # type: ignore[attr-defined]
         if len(row) != size:
             raise SignalError(f"{name} of row {r} has {len(row)} values for {size} completion tokens.")
         flat += row
@@ -337,7 +342,7 @@ def _move(value: object, device: torch.device | str) -> object:
     if isinstance(value, Tensor):
         return value.to(device)
     if hasattr(value, "__dataclass_fields__"):
-        return replace(value, **{f: _move(getattr(value, f), device) for f in value.__dataclass_fields__})  # type: ignore[type-var, attr-defined]
+        return replace(value, **{f: _move(getattr(value, f), device) for f in value.__dataclass_fields__})  # type: ignore[type-var]
     return value
 
 

@@ -1,7 +1,7 @@
 """What another policy thinks of a token, as one of three things that can be at hand.
 
-``FullLogits`` holds every logit, ``Hidden`` the state in front of the policy's own head (so the vocabulary never has to be
-stored), ``TopK`` what a remote service sends: K log-probabilities and the log of the mass that they leave out.
+``FullLogits`` holds every logit, ``Hidden`` the state in front of the policy's own head (so the vocabulary never has
+to be stored), ``TopK`` what a remote service sends: K log-probabilities and the log of the mass that they leave out.
 Shapes: M tokens, V vocabulary, d width, K kept tokens.
 """
 
@@ -47,7 +47,10 @@ class Hidden:
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """K log-probabilities a token, and ``tail`` = log(1 - their sum); ``tail`` is -inf where K is the whole vocabulary."""
+    """K log-probabilities a token, and ``tail`` = log(1 - their sum).
+
+    ``tail`` is -inf where K is the whole vocabulary.
+    """
 
     ids: Int[Tensor, "M K"]
     logprobs: Float[Tensor, "M K"]
@@ -56,7 +59,8 @@ class TopK:
     def __post_init__(self) -> None:
         if self.ids.shape != self.logprobs.shape or self.ids.ndim != 2:
             raise SignalError(
-                f"TopK needs ids and logprobs of one shape [M, K], got {tuple(self.ids.shape)} and {tuple(self.logprobs.shape)}."
+                f"TopK needs ids and logprobs of one shape [M, K], got {tuple(self.ids.shape)} and "
+                f"{tuple(self.logprobs.shape)}."
             )
         if self.tail.shape != self.ids.shape[:1]:
             raise SignalError(f"TopK.tail must have shape [{self.ids.shape[0]}], got {tuple(self.tail.shape)}.")
@@ -70,7 +74,8 @@ class TopK:
 
 
 class ScoredAt(TopK):
-    """A ``TopK`` whose ids the student chose (its own top K when the batch was made), and at which the source was scored.
+    """A ``TopK`` whose ids the student chose (its own top K when the batch was made), and at which the source was
+    scored.
 
     So the support is the student's; a plain ``TopK`` has the ids of the source.
     """

@@ -1,0 +1,68 @@
+"""Policy gradients without a ratio: right for one update a rollout, and named for what they are.
+
+reinforce   ℓ = -A·lp, each token alone
+rloo        ℓ = -A·Σ_t lp, the completion as one action, A = r_i - mean_{j≠i} r_j
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from earnest.objectives.base import Value
+from earnest.objectives.metrics import Mean
+from earnest.objectives.policy_gradient import PolicyGradient, refuse_estimator
+from earnest.objectives.registry import register
+from earnest.objectives.settings import setting
+from earnest.objectives.view import View
+from earnest.signals.batch import Batch
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(PolicyGradient):
+    """The score-function gradient with the advantages of the batch; it reads no behaviour log-probs."""
+
+    kind: ClassVar[str] = "reinforce"
+    paper: ClassVar[str] = "Williams 1992, doi 10.1007/BF00992696"
+    equation: ClassVar[str] = "mean of -A·lp, over tokens or over sequences"
+    laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy", "stop_gradient"})
+
+    per: str = setting(
+        "token",
+        "what is averaged: all tokens, the sequences' token means, or the sequences' token sums",
+        choices=("token", "sequence", "sum"),
+    )
+
+    def evaluate(self, view: View) -> Value:
+        lp = self.logprobs(view)
+        values = -view.advantages * lp
+        if self.per == "token":
+            loss = view.token_mean(values)
+        elif self.per == "sequence":
+            loss = view.sequence_mean(values)
+        else:
+            loss = view.total(values) / view.counts.sequences
+        return Value(loss, f"{self.kind} per {self.per}", {"nll": Mean.of(-lp)} | self.common_metrics(view))
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RLOO(PolicyGradient):
+    """REINFORCE on whole completions with a leave-one-out baseline."""
+
+    kind: ClassVar[str] = "rloo"
+    paper: ClassVar[str] = "Back to basics, arXiv 2402.14740"
+    equation: ClassVar[str] = "1/S Σ_i -(r_i - mean_{j≠i} r_j)·Σ_t lp"
+    laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy", "stop_gradient"})
+
+    def check(self, batch: Batch) -> None:
+        super().check(batch)
+        refuse_estimator(self, batch, allowed=("leave_one_out",))
+
+    def evaluate(self, view: View) -> Value:
+        lp = self.logprobs(view)
+        loss = view.total(-view.advantages * lp) / view.counts.sequences
+        return Value(
+            loss, f"{self.kind}, advantages {view.batch.estimator}", {"nll": Mean.of(-lp)} | self.common_metrics(view)
+        )

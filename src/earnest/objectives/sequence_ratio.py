@@ -1,0 +1,82 @@
+"""Policy gradients whose ratio belongs to the sequence.
+
+    s_i = exp(mean_t(lp - q)),   ℓ_i = -min(s_i A_i, clip(s_i, 1-ε, 1+ε_high)·A_i)
+
+GSPO's token form replaces s_i by sg[s_i]·exp(lp_t - sg[lp_t]): the same gradient where a sequence has one advantage,
+and the one to use where its tokens have several. LUSPO multiplies each sequence's loss by its length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.errors import SignalError
+from earnest.objectives.metrics import Metric
+from earnest.objectives.policy_gradient import Clipped
+from earnest.objectives.registry import register
+from earnest.objectives.settings import setting
+from earnest.objectives.view import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRatio(Clipped):
+    """The clipped surrogate on the geometric-mean ratio of each sequence."""
+
+    clip: float = setting(3e-4, "ε: the sequence ratio is clipped below at 1-ε", above=0.0, at_most=1.0)
+    clip_high: float | None = setting(
+        4e-4, "ε_high: the sequence ratio is clipped above at 1+ε_high; none: ε", above=0.0, optional=True
+    )
+    level: str = setting(
+        "sequence",
+        "one advantage a sequence and its own ratio, or the token form for advantages that differ within one",
+        choices=("sequence", "token"),
+    )
+
+    def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+        gap = self.log_ratio(view)
+        ratio = view.row_mean(gap).exp()[view.segment]
+        if self.level == "token":
+            ratio = ratio.detach() * (gap - gap.detach()).exp()
+        else:
+            self._demand_one_advantage(view)
+        return self.clipped(ratio, view.advantages)
+
+    def _demand_one_advantage(self, view: View) -> None:
+        mean = view.row_mean(view.advantages)[view.segment]
+        apart = (view.advantages - mean).abs() > 1e-4 * (1 + mean.abs())
+        if bool(apart.any()):
+            row = int(view.row[apart][0])
+            raise SignalError(
+                f"{self.label}: level='sequence' takes one advantage a sequence, row {row} has several; use "
+                "level='token'."
+            )
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class GSPO(SequenceRatio):
+    """Group sequence policy optimisation: the ratio and the clip belong to the sequence."""
+
+    kind: ClassVar[str] = "gspo"
+    paper: ClassVar[str] = "GSPO, arXiv 2507.18071"
+    equation: ClassVar[str] = "1/S Σ_i -min(s_i A_i, clip(s_i, 1-ε, 1+ε_high)A_i),  s_i = exp(mean_t(lp - q))"
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        return view.sequence_mean(values)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LUSPO(SequenceRatio):
+    """GSPO with each sequence's loss times its length, so that long answers do not count less a token."""
+
+    kind: ClassVar[str] = "luspo"
+    paper: ClassVar[str] = "LUSPO (length-unbiased sequence policy optimisation), arXiv 2602.05261"
+    equation: ClassVar[str] = "1/S Σ_i |y_i| · -min(s_i A_i, clip(s_i, 1-ε, 1+ε_high)A_i)"
+
+    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+        return view.total(values) / view.counts.sequences

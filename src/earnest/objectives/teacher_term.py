@@ -1,0 +1,122 @@
+"""What channels with a teacher share: the tokens it covers, the support they are compared on, the way in for a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from earnest.errors import ObjectiveError
+from earnest.objectives.base import Signal, Term
+from earnest.objectives.metrics import Mean, Metric
+from earnest.objectives.needs import Divergence, Need
+from earnest.objectives.settings import setting
+from earnest.objectives.view import View
+from earnest.signals.batch import Batch
+from earnest.signals.distributions import TopK
+
+DEFAULT_TOP_K = 100
+
+
+@dataclass(frozen=True, eq=False)
+class PerToken:
+    """A divergence for each token of a view, what ran, and metrics."""
+
+    values: Float[Tensor, " n"]
+    ran: str
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+class Wrapper(Protocol):
+    """Changes a distillation channel from inside: what is asked of the engine, and what each token costs."""
+
+    def wrap_needs(self, divergence: Divergence, state: Mapping[str, Any]) -> tuple[Need, ...]: ...
+
+    def wrap_values(self, divergence: Divergence, view: View) -> PerToken: ...
+
+
+def plain(divergence: Divergence, view: View) -> PerToken:
+    """The divergence as it is, with what the engine says about it."""
+    values = view.scalar(divergence)
+    return PerToken(values, view.ran(divergence), dict(view.field(divergence).metrics or {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherTerm(Term):
+    """A channel that reads a teacher, on the tokens that it covers."""
+
+    laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source"})
+
+    support: str = setting(
+        "full",
+        "which tokens are compared: all, or the top-K of the student or the teacher",
+        choices=("full", "student", "teacher"),
+    )
+    top_k: int | None = setting(
+        None, f"K of a top-K support; none: {DEFAULT_TOP_K}, or all that a received top-K has", at_least=1, integer=True
+    )
+    tail: str = setting(
+        "bucket",
+        "what becomes of the other tokens: one bucket, dropped and renormalised, or the unnormalised reverse KL on K",
+        choices=("bucket", "renormalise", "unnormalised"),
+    )
+    temperature: float = setting(1.0, "both distributions are softmax(z/temperature)", above=0.0)
+
+    def validate(self) -> None:
+        if self.support == "full" and (self.top_k is not None or self.tail != "bucket"):
+            raise ObjectiveError(
+                f"{self.label}: support 'full' compares every token, so top_k {self.top_k} and tail {self.tail!r} "
+                "would do nothing; "
+                "choose support='student' or 'teacher', or leave them out."
+            )
+
+    def signals(self) -> frozenset[Signal]:
+        return frozenset({"teacher"})
+
+    def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
+        return super().tokens(batch) & covered(batch)
+
+    def idle(self, batch: Batch) -> str | None:
+        return None if bool(self.tokens(batch).any()) else "the teacher covers none of its tokens"
+
+    def divergence(self, batch: Batch, alpha: float, normalised: bool = False) -> Divergence:
+        """The need on this term's support."""
+        received = batch.teacher is not None and isinstance(batch.teacher.distribution, TopK)
+        k = self.top_k if self.support == "full" or received or self.top_k else DEFAULT_TOP_K
+        if self.tail == "unnormalised" and alpha != 1:
+            raise ObjectiveError(f"{self.label}: tail 'unnormalised' is a reverse KL; set alpha=1, or another tail.")
+        return Divergence("teacher", alpha, normalised, self.support, k, self.tail, self.temperature)  # type: ignore[arg-type]
+
+    def coverage(self, view: View) -> dict[str, Metric]:
+        """How many of the tokens of the term's roles have a teacher."""
+        mine = view.batch.has_role(self.roles)[view.batch.row]
+        rows = torch.unique(view.batch.row[mine]).numel()
+        return {
+            "coverage": Mean(float(len(view)), float(mine.sum())),
+            "coverage_rows": Mean(float(len(view.rows)), float(rows)),
+        }
+
+    def demand_bare(self, owner: str) -> None:
+        """As a wrapper a term has no support of its own: refuse fields that would be ignored."""
+        for f in fields(TeacherTerm):
+            if getattr(self, f.name) != f.default:
+                raise ObjectiveError(
+                    f"{owner}: wrap={type(self).__name__}({f.name}={getattr(self, f.name)!r}) would be ignored; set "
+                    f"{f.name} on {owner} itself."
+                )
+
+
+def covered(batch: Batch) -> Bool[Tensor, " N"]:
+    """The active tokens for which the batch's teacher has a distribution."""
+    N = batch.active.shape[0]
+    if batch.teacher is None:
+        return torch.zeros(N, dtype=torch.bool, device=batch.device)
+    if batch.teacher.at is None:
+        return torch.ones(N, dtype=torch.bool, device=batch.device)
+    has = torch.zeros(N, dtype=torch.bool, device=batch.device)
+    has[batch.teacher.at] = True
+    return has
