@@ -1,0 +1,77 @@
+# What a newcomer types. `make` alone prints this list.
+# Needs python3 (≥ 3.11) with venv, and make. Everything else is installed into .venv, with the versions in constraints.txt.
+
+PYTHON ?= python3
+# More words for pip. Linux machines without a GPU spare themselves some GB of CUDA with
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_FLAGS ?=
+# More words for the command at hand, as in: make demo ARGS="seed=3", make test ARGS="tests/objectives -x"
+ARGS ?=
+
+BIN := .venv/bin
+# An environment is as old as the hash of what it was made from; a second `make` installs nothing.
+HASH := $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + b"".join(open(f, "rb").read() for f in ("pyproject.toml", "constraints.txt"))).hexdigest()[:16])')
+BASE := .venv/.base-$(HASH)
+DEV := .venv/.dev-$(HASH)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
+
+# One thread each: two workers on two cores beat two threads that fight, and sums come out the same everywhere.
+test nightly bench docs-tables: export OMP_NUM_THREADS := 1
+# The same versions also where pip builds a package in an environment of its own.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+# Pages are tested where there is a browser; in CI there has to be one.
+BROWSER := $(if $(CI),yes,$(shell command -v chromium || command -v chromium-browser || command -v google-chrome))
+FAST := not slow$(if $(BROWSER),, and not browser)
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format nightly bench docs-tables pins clean
+
+help:  ## print this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(BASE)  ## install, then train and check an adapter on the embedded model (at most 3 minutes)
+	$(BIN)/earnest run quickstart $(ARGS)
+
+test: $(DEV)  ## install what the tests need, then run all but the slow ones
+	@$(if $(BROWSER),,echo "No Chromium here: the tests marked 'browser' are left out (apt-get install chromium brings it).")
+	$(BIN)/python -m pytest -m "$(FAST)" -n $(WORKERS) --dist worksteal --durations 15 $(ARGS)
+
+lint: $(DEV)  ## ruff, its formatter, and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV)  ## let ruff write what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+nightly: $(DEV)  ## the slow tests too, and more examples for each property
+	EARNEST_HYPOTHESIS=nightly $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 30 $(ARGS)
+
+bench: $(DEV)  ## every benchmark, one after the other, each with its JSON in benchmarks/results
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+docs-tables: $(DEV)  ## run the command under each generated table of README and docs, and write the table anew
+	$(BIN)/python scripts/docs_tables.py $(ARGS)
+
+pins: $(DEV)  ## write constraints.txt from what is installed
+	$(BIN)/python scripts/pins.py --write
+
+clean:  ## remove the environment and caches (runs stay)
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"earnest needs Python 3.11 or newer, this is {sys.version}; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+
+$(BASE): | $(BIN)/python
+	@echo "Installing earnest into .venv (torch is the big one; once)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(DEV): | $(BIN)/python
+	@echo "Installing earnest and all that its tests need into .venv (once)"
+	$(INSTALL) --editable '.[dev]'
+	@touch $(BASE) $@
