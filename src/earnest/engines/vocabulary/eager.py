@@ -23,8 +23,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def logits(states: Float[Tensor, "n d"], head: Head) -> Float[Tensor, "n V"]:
-    """softcap(scale·(h·Wᵀ + bias)), in float32 at least, whatever the model's dtype."""
+    """softcap(scale·(h·Wᵀ + bias)), in float32 at least, whatever the model's dtype; through the module where it is more than that."""
     dtype = wide(states.dtype)
+    if not head.plain:
+        return head.logits(states).to(dtype)
     z = torch.nn.functional.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
     if head.scale is not None:
         z = z * head.scale
@@ -51,7 +53,8 @@ def _field(need: TokenNeed, z: Float[Tensor, "N V"], head: Head, batch: Batch, t
     covered = todo.sources[need.source]
     source = _source(covered, head, z.dtype)
     if isinstance(need, Divergence):
-        found = compare(z if covered.at is None else z[covered.at], source, need)
+        mine = z if covered.at is None else z[covered.at]
+        found = compare(mine / need.temperature, source, need)
         metrics = todo.metrics(need, found.student_mass, found.teacher_mass)
         return Field(found.value, covered.at, f"{found.ran} [eager]", metrics)
     values, ran = source_entropy(source, need.temperature)

@@ -18,44 +18,68 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.engines.vocabulary.scratch import FRESH, Scratch
+
 Result = tuple[Float[Tensor, " n"], Float[Tensor, "n C"] | None]
 
 
 def gjs(
-    ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], alpha: float, *, normalised: bool = False, slope: bool = False
+    ls: Float[Tensor, "n C"],
+    lt: Float[Tensor, "n C"],
+    alpha: float,
+    *,
+    normalised: bool = False,
+    slope: bool = False,
+    out: Scratch = FRESH,
 ) -> Result:
     """GJS_α of normalised log-probs, differentiable by ``ls``; with ``slope`` also ∂value/∂z where ls = log_softmax(z)."""
     if alpha == 0:
-        return forward_kl(ls, lt, slope=slope)
+        return forward_kl(ls, lt, slope=slope, out=out)
     if alpha == 1:
-        return reverse_kl(ls, lt, slope=slope)
+        return reverse_kl(ls, lt, slope=slope, out=out)
     # Beyond ±limit one of S and T is 0 against the other, and M/S or M/T has its limiting value to rounding.
     limit = 600.0 if ls.dtype == torch.float64 else 80.0
-    delta = (lt - ls).clamp(-limit, limit)
-    u = torch.expm1(delta).mul(alpha).log1p()
-    S, T = ls.exp(), lt.exp()
-    student = (S * u).sum(-1)  # -KL(S‖M)
-    teacher = (T * (delta - u)).sum(-1)  # KL(T‖M)
+    delta = torch.sub(lt, ls, out=out(ls))
+    delta = torch.clamp(delta, -limit, limit, out=out.over(delta))
+    u = torch.expm1(delta, out=out(ls))
+    u = torch.mul(u, alpha, out=out.over(u))
+    u = torch.log1p(u, out=out.over(u))
+    S, T = torch.exp(ls, out=out(ls)), torch.exp(lt, out=out(lt))
+    student = dot(S, u)  # -KL(S‖M)
+    teacher = dot(T, torch.sub(delta, u, out=out.over(delta)))  # KL(T‖M)
     scale = 1 / (alpha * (1 - alpha)) if normalised else 1.0
     value = scale * (alpha * teacher - (1 - alpha) * student)
-    return value, S * (student[:, None] - u) * (scale * (1 - alpha)) if slope else None
+    return value, _spread(S, u, student, scale * (1 - alpha), out) if slope else None
 
 
-def forward_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+def forward_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH) -> Result:
     """KL(T‖S) = Σ(T·δ - T + S); the last two sum to 0 and cancel the rounding of the normalisers."""
+    delta = torch.sub(lt, ls, out=out(ls))
     # Where the teacher's probability is 0 its term is 0, also for a logit of -inf.
-    delta = (lt - ls).clamp(min=-1e4)
-    S, T = ls.exp(), lt.exp()
-    return (T * delta - T + S).sum(-1), S - T if slope else None
+    delta = torch.clamp(delta, min=-1e4, out=out.over(delta))
+    S, T = torch.exp(ls, out=out(ls)), torch.exp(lt, out=out(lt))
+    difference = torch.sub(S, T, out=out.over(S))
+    return dot(T, delta) + difference.sum(-1), difference if slope else None
 
 
-def reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+def reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH) -> Result:
     """KL(S‖T) = Σ(T - S - S·δ). A teacher that gives 0 to a token that the student may say makes it infinite."""
-    delta = lt - ls
-    S, T = ls.exp(), lt.exp()
-    log_ratio = S * delta
-    value = (T - S - log_ratio).sum(-1)
-    return value, S * log_ratio.sum(-1, keepdim=True) - log_ratio if slope else None
+    delta = torch.sub(lt, ls, out=out(ls))
+    S, T = torch.exp(ls, out=out(ls)), torch.exp(lt, out=out(lt))
+    expected = dot(S, delta)
+    value = torch.sub(T, S, out=out.over(T)).sum(-1) - expected
+    return value, _spread(S, delta, expected, 1.0, out) if slope else None
+
+
+def _spread(S: Tensor, x: Tensor, expected: Tensor, factor: float, out: Scratch) -> Tensor:
+    """factor·S·(E_S[x] - x): the derivative of -E_S[x] by the logits, x held fixed."""
+    away = torch.sub(expected[:, None], x, out=out.over(x))
+    spread = torch.mul(S, away, out=out.over(S))
+    return spread if factor == 1 else torch.mul(spread, factor, out=out.over(spread))
+
+
+def dot(a: Float[Tensor, "n C"], b: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
+    return torch.linalg.vecdot(a, b)
 
 
 def unnormalised_reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
@@ -71,12 +95,12 @@ def unnormalised_reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], 
     return value, by_logprob - ls.exp() * by_logprob.sum(-1, keepdim=True)
 
 
-def entropy(logp: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
+def entropy(logp: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH) -> Result:
     """-Σ p·log p; slope -p·(log p + entropy). A category of probability 0 has no part in it."""
-    p = logp.exp()
-    plogp = p * logp.clamp(min=-1e4)
-    value = -plogp.sum(-1)
-    return value, -plogp - p * value[:, None] if slope else None
+    p = torch.exp(logp, out=out(logp))
+    logp = torch.clamp(logp, min=-1e4, out=out(logp))
+    value = -dot(p, logp)
+    return value, _spread(p, logp, -value, 1.0, out) if slope else None
 
 
 def log1mexp(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

@@ -15,7 +15,7 @@ from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Max, Mean, Metric
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, Source, SourceEntropy
 from earnest.signals.batch import Batch
-from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
+from earnest.signals.distributions import Distribution, FullLogits, Hidden, ScoredAt, TopK
 
 TokenNeed = LogProb | Entropy | Divergence | SourceEntropy
 
@@ -24,7 +24,11 @@ MASS_SLACK = 0.05
 
 
 class Head(Protocol):
-    """What the pass reads of ``earnest.models.policy.HeadSpec``: z = softcap(scale·(h·Wᵀ + bias))."""
+    """What the pass reads of ``earnest.models.policy.HeadSpec``: z = softcap(scale·(h·Wᵀ + bias)) where the head is ``plain``."""
+
+    @property
+    def plain(self) -> bool: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
     @property
     def weight(self) -> Tensor: ...
@@ -92,6 +96,17 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, width: int) -> Plan:
     return Plan(tuple(kept), sources)
 
 
+def check_trained_head(todo: Plan, batch: Batch) -> None:
+    """A head that is trained is no other policy's head: another policy's hidden states must not be read through it."""
+    for source, covered in todo.sources.items():
+        signal = batch.teacher if source == "teacher" else batch.reference
+        if isinstance(covered.distribution, Hidden) and signal is not None and signal.kind != "live":
+            raise SignalError(
+                f"the {source} ({signal.kind!r}) comes as hidden states, and the policy's head is trained: its logits would follow the "
+                "training. Score it as FullLogits or TopK, or take the head out of the adapter's targets."
+            )
+
+
 def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, width: int) -> Covered:
     if need.source == "teacher":
         distribution = None if batch.teacher is None else batch.teacher.distribution
@@ -151,7 +166,7 @@ def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: 
             raise ObjectiveError(f"{need}: support {need.support!r} needs top_k of 1 or more.")
         return
     K = distribution.ids.shape[1]
-    if need.support == "student" and not _scored_at_students_ids(distribution) and K < vocabulary:
+    if need.support == "student" and not isinstance(distribution, ScoredAt) and K < vocabulary:
         raise SignalError(
             f"{need}: a received top-K has the {need.source}'s own ids, not the student's; supply Hidden or FullLogits, "
             "score the source at the student's ids (ScoredAt), or ask for support='teacher'."
@@ -163,6 +178,3 @@ def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: 
     if need.temperature != 1 and need.tail != "renormalise" and K < vocabulary:
         raise ObjectiveError(f"{need}: a received top-K has no logits to heat its tail with; use temperature 1 or tail='renormalise'.")
 
-
-def _scored_at_students_ids(distribution: TopK) -> bool:
-    return type(distribution).__name__ == "ScoredAt"

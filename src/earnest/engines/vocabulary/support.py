@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary import formulas
+from earnest.engines.vocabulary.scratch import FRESH, Scratch
 from earnest.objectives.needs import Divergence
 from earnest.signals.distributions import TopK
 
@@ -35,50 +36,54 @@ class Comparison:
     student_mass: Float[Tensor, " n"] | None = None
     teacher_mass: Float[Tensor, " n"] | None = None
 
-    def by_logits(self, z: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
-        """∂value/∂z: a category's derivative reaches its token; the bucket's is shared out by softmax of the remaining logits."""
+    def by_logits(self, z: Float[Tensor, "n V"], out: Scratch = FRESH) -> Float[Tensor, "n V"]:
+        """∂value/∂z: a category's derivative reaches its token; the bucket's is shared out by softmax of the remaining logits.
+
+        ``z`` are the logits at the temperature that was compared; so is the derivative.
+        """
         assert self.categories is not None, "made with slope=True"
         if self.ids is None:
             return self.categories
         K = self.ids.shape[1]
         if self.categories.shape[1] == K:  # renormalised: the other tokens have no part
-            return torch.zeros_like(z).scatter_(-1, self.ids, self.categories)
-        assert self.student_tail is not None
-        rest = (z - self.student_tail[:, None]).exp_().mul_(self.categories[:, K:])
-        return rest.scatter_(-1, self.ids, self.categories[:, :K])
+            buffer = out(z)
+            spread = torch.zeros_like(z) if buffer is None else buffer.zero_()
+        else:
+            assert self.student_tail is not None
+            spread = torch.sub(z, self.student_tail[:, None], out=out(z)).exp_().mul_(self.categories[:, K:])
+        return spread.scatter_(-1, self.ids, self.categories[:, :K])
 
 
 def compare(
-    z: Float[Tensor, "n V"], source: Float[Tensor, "n V"] | TopK, need: Divergence, *, slope: bool = False
+    z: Float[Tensor, "n V"], source: Float[Tensor, "n V"] | TopK, need: Divergence, *, slope: bool = False, out: Scratch = FRESH
 ) -> Comparison:
-    """The divergence ``need`` between the student's logits and a source's logits or received ``TopK``. Checked by ``plan``.
+    """The divergence ``need`` between the student's logits, already divided by the temperature, and a source. Checked by ``plan``.
 
     Differentiable by ``z``; the source is a constant, also where it was blended with the student (TAID, arXiv 2501.16937).
     """
     V = z.shape[1]
     if isinstance(source, TopK) and source.ids.shape[1] == V:
         source = torch.empty_like(z).scatter_(-1, source.ids, source.logprobs.to(z.dtype))
-    if need.temperature != 1:
-        z = z / need.temperature
-        if not isinstance(source, TopK):
-            source = source / need.temperature
+    if need.temperature != 1 and not isinstance(source, TopK):
+        source = torch.div(source, need.temperature, out=out(source))
     said = "" if need.blend is None else f", blend {need.blend:.4g} of the logits"
     if not isinstance(source, TopK):
         if need.blend is not None:
-            source = torch.lerp(z.detach(), source, need.blend)
+            source = torch.lerp(z.detach(), source, need.blend, out=out(source))
         if need.support == "full" or (need.top_k is not None and need.top_k >= V):
-            value, slopes = formulas.gjs(z.log_softmax(-1), source.log_softmax(-1), need.alpha, normalised=need.normalised, slope=slope)
+            ls, lt = torch.log_softmax(z, -1, out=out(z)), torch.log_softmax(source, -1, out=out(source))
+            value, slopes = formulas.gjs(ls, lt, need.alpha, normalised=need.normalised, slope=slope, out=out)
             return Comparison(value, f"full_{_name(need)}{said}", slopes)
         assert need.top_k is not None
         ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
-        teacher = _grouped(source, ids).log_softmax(-1)
+        teacher = _grouped(source, ids, out).log_softmax(-1)
         teacher_mass = _mass(teacher)
     else:
         ids, teacher = _received(source, need.top_k)
         teacher = teacher.to(z.dtype).log_softmax(-1)
         teacher_mass = _mass(teacher)
         teacher = teacher / need.temperature  # other than 1 only where the K tokens are renormalised below
-    grouped = _grouped(z, ids)
+    grouped = _grouped(z, ids, out)
     student = grouped.log_softmax(-1)
     tail, student_mass = grouped[:, -1].detach(), _mass(student)
     if need.tail == "renormalise":
@@ -103,9 +108,9 @@ def _name(need: Divergence) -> str:
     return f"{'normalised_' if need.normalised else ''}gjs(alpha={need.alpha:.4g})"
 
 
-def _grouped(z: Float[Tensor, "n V"], ids: Int[Tensor, "n K"]) -> Float[Tensor, "n C"]:
+def _grouped(z: Float[Tensor, "n V"], ids: Int[Tensor, "n K"], out: Scratch) -> Float[Tensor, "n C"]:
     """The K logits at ``ids`` and the log-sum-exp of all others."""
-    rest = z.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
+    rest = torch.scatter(z, -1, ids, float("-inf"), out=out(z)).logsumexp(-1, keepdim=True)
     return torch.cat([z.gather(-1, ids), rest], -1)
 
 

@@ -1,0 +1,143 @@
+"""Hidden states times head, a block of rows at a time, and the way back.
+
+    PlainHead    z = softcap(scale·(h·Wᵀ + b)): two matrix products, written into given memory
+    ModuleHead   any module (an adapter on the head): through its forward, and back by autograd
+
+Both accumulate in float32 (float64 for float64 states). A 16-bit weight is widened a slice of the vocabulary at a time, so that
+neither a wide copy of the head nor 16-bit logits ever exist.
+Shapes: n rows, d width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.engines.vocabulary.eager import wide
+from earnest.engines.vocabulary.plan import Head
+
+SLICE_BYTES = 16 * 2**20
+
+
+class Product(Protocol):
+    """What the pass asks of a head. ``leaves`` are the tensors besides the states that want a gradient."""
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
+        """Fill ``out``, without a graph."""
+        ...
+
+    def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
+        """Turn ∂/∂z into what ``pull`` takes, in place."""
+        ...
+
+    def pull(self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None) -> Float[Tensor, "n d"]:
+        """The derivative by the states; those by ``leaves`` are added to ``into``."""
+        ...
+
+
+def of(head: Head, dtype: torch.dtype) -> Product:
+    return PlainHead(head, dtype) if head.plain else ModuleHead(head, dtype)
+
+
+class PlainHead:
+    """A weight, perhaps a bias, a scale, a soft cap."""
+
+    def __init__(self, head: Head, dtype: torch.dtype) -> None:
+        self.dtype = wide(dtype)
+        self.weight, self.bias = head.weight, head.bias
+        self.scale, self.softcap = 1.0 if head.scale is None else head.scale, head.softcap
+        self.leaves = tuple(t for t in (self.weight, self.bias) if t is not None and t.requires_grad)
+
+    def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
+        states = self._scaled(states)
+        for part, weight in self._slices():
+            torch.mm(states, weight.t(), out=out[:, part])
+        if self.bias is not None:
+            out += self.bias.detach().to(self.dtype) * self.scale
+        if self.softcap is not None:
+            out.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
+        if self.softcap is not None:
+            slope.addcmul_(slope * z, z, value=-1 / self.softcap**2)
+
+    def pull(self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None) -> Float[Tensor, "n d"]:
+        out = torch.zeros(slope.shape[0], self.weight.shape[1], dtype=self.dtype, device=slope.device)
+        for part, weight in self._slices():
+            out.addmm_(slope[:, part], weight, alpha=self.scale)
+        if into is not None:
+            grads = iter(into)
+            if self.weight.requires_grad:
+                next(grads).addmm_(slope.t(), self._scaled(states))
+            if self.bias is not None and self.bias.requires_grad:
+                next(grads).add_(slope.sum(0), alpha=self.scale)
+        return out
+
+    def _scaled(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        states = states.to(self.dtype)
+        return states if self.scale == 1 else states * self.scale
+
+    def _slices(self) -> Iterator[tuple[slice, Float[Tensor, "v d"]]]:
+        weight = self.weight.detach()
+        V, d = weight.shape
+        if weight.dtype == self.dtype:
+            yield slice(0, V), weight
+            return
+        rows = max(1, min(V, SLICE_BYTES // (d * self.dtype.itemsize)))
+        widened = torch.empty(rows, d, dtype=self.dtype, device=weight.device)
+        for start in range(0, V, rows):
+            part = slice(start, min(V, start + rows))
+            yield part, widened[: part.stop - start].copy_(weight[part])
+
+
+class ModuleHead:
+    """A head behind which something else stands, an adapter for instance; it is obeyed, not read."""
+
+    def __init__(self, head: Head, dtype: torch.dtype) -> None:
+        self.head, self.dtype = head, wide(dtype)
+        with torch.enable_grad():
+            probe = head.logits(torch.zeros(1, head.weight.shape[1], dtype=dtype, device=head.weight.device))
+        self.leaves = _leaves(probe)
+
+    def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
+        with torch.no_grad():
+            out.copy_(self.head.logits(states))
+
+    def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
+        """Nothing: autograd goes through the scale and the cap."""
+
+    def pull(self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None) -> Float[Tensor, "n d"]:
+        states = states.detach().requires_grad_()
+        leaves = self.leaves if into is not None else ()
+        with torch.enable_grad():
+            z = self.head.logits(states)
+        by_states, *by_leaves = torch.autograd.grad(z, [states, *leaves], slope.to(z.dtype))
+        for total, grad in zip(into or (), by_leaves, strict=True):
+            total += grad
+        return by_states.to(self.dtype)
+
+
+def _leaves(output: Tensor) -> tuple[Tensor, ...]:
+    """The parameters that ``output`` was made from, in the order in which its graph meets them."""
+    found: dict[int, Tensor] = {}
+    seen: set[object] = set()
+    todo: list[object] = [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        todo += [after for after, _ in getattr(node, "next_functions", ())]
+    return tuple(found.values())
