@@ -2,9 +2,9 @@
 
     python benchmarks/grpo_step.py [--steps 20] [--out benchmarks/results/grpo_step.json]
 
-Same model (nano), same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both sides), LoRA r = 8
-on q_proj and v_proj, AdamW at one learning rate, one update a batch, clip 0.2, no reference model, fp32, the same number of threads.
-It is what it is: a small model on a CPU, where the framework's own overhead is most of the time.
+Same model (nano), same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both
+sides), LoRA r = 8 on q_proj and v_proj, AdamW at one learning rate, one update a batch, clip 0.2, no reference model,
+fp32, the same number of threads. It is what it is: a small model on a CPU, where overhead is most of the time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def run_trl(steps: int) -> dict[str, Any]:
         return [reward_of(c[0]["content"]) for c in completions]
 
     class Clock(TrainerCallback):
-        marks: list[float] = []
+        def __init__(self) -> None:
+            self.marks: list[float] = []
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             self.marks.append(time.perf_counter())
@@ -165,21 +166,32 @@ def main() -> None:
     sides: dict[str, dict[str, Any]] = {}
     for side in ("trl", "earnest"):
         done = subprocess.run(
-            [sys.executable, __file__, "--side", side, "--steps", str(args.steps)], capture_output=True, text=True, check=False
+            [sys.executable, __file__, "--side", side, "--steps", str(args.steps)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
             sys.exit(f"the {side} side failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         sides[side] = json.loads(lines[-1].removeprefix("RESULT "))
-        print(f"{side:8s} {sides[side]['steps_per_second']:.2f} steps/s, median {sides[side]['median_seconds']:.3f} s, "
-              f"peak {sides[side]['peak_rss_mb']:.0f} MB, {sides[side]['completion_tokens']} completion tokens")
+        print(
+            f"{side:8s} {sides[side]['steps_per_second']:.2f} steps/s, median {sides[side]['median_seconds']:.3f} s, "
+            f"peak {sides[side]['peak_rss_mb']:.0f} MB, {sides[side]['completion_tokens']} completion tokens"
+        )
     assert sides["trl"]["completion_tokens"] == sides["earnest"]["completion_tokens"], "not the same job"
     ratio = {
         "steps_per_second": sides["earnest"]["steps_per_second"] / sides["trl"]["steps_per_second"],
         "peak_memory": sides["trl"]["peak_rss_mb"] / sides["earnest"]["peak_rss_mb"],
     }
-    print(f"ratio    {ratio['steps_per_second']:.2f}× the steps per second, {ratio['peak_memory']:.2f}× less peak memory")
-    machine = {"python": platform.python_version(), "processor": platform.processor() or platform.machine(), "threads": threads()}
+    print(
+        f"ratio    {ratio['steps_per_second']:.2f}× the steps per second, {ratio['peak_memory']:.2f}× less peak memory"
+    )
+    machine = {
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "threads": threads(),
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"sides": sides, "ratio": ratio, "machine": machine}, indent=1) + "\n")
 

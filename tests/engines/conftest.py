@@ -47,7 +47,9 @@ def kick(adapter: en.Adapter, seed: int = 1, size: float = 0.2) -> None:
 
 @pytest.fixture
 def make_engine() -> Callable[..., LocalEngine]:
-    def make(*, dtype: torch.dtype = torch.float64, kicked: bool = True, lr: float = 1e-2, **settings: object) -> LocalEngine:
+    def make(
+        *, dtype: torch.dtype = torch.float64, kicked: bool = True, lr: float = 1e-2, **settings: object
+    ) -> LocalEngine:
         policy = tiny_policy(dtype)
         adapter = en.attach(policy, en.LoRA(rank=3), targets=("q_proj", "v_proj"), seed=0)
         if kicked:

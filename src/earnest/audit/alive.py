@@ -4,9 +4,10 @@
     for every trainable parameter p:          ∇_p L ≠ 0 within the probe's steps, and bits(p) change within 2 steps
     for everything else:                      bits stay
 
-The probe runs on the engine itself and puts it back, bit for bit. It would have seen a distillation term that is always 0, an
-adapter slot that is reused with A = B = 0, a bf16 parameter whose update rounds away, a base weight that trains along.
-What must not raise an alarm: a parameter that has no gradient at birth by design (LoRA's A while B = 0) may get it at step 2.
+The probe runs on the engine itself and puts it back, bit for bit. It would have seen a distillation term that is always
+0, an adapter slot that is reused with A = B = 0, a bf16 parameter whose update rounds away, a base weight that trains
+along. What must not raise an alarm: a parameter without a gradient at birth by design (LoRA's A while B = 0) may get it
+at step 2.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from earnest.signals.batch import Batch
 STEPS = 2
 
 
-def prove(engine: LocalEngine, objective: Objective | Term, batch: Batch, *, progress: Callable[[str], None] | None = None) -> Verdict:
+def prove(
+    engine: LocalEngine, objective: Objective | Term, batch: Batch, *, progress: Callable[[str], None] | None = None
+) -> Verdict:
     """Check this training step on this batch; the engine is bit-equal afterwards."""
     objective = Objective.of(objective)
     say = progress or (lambda _: None)
@@ -71,8 +74,8 @@ def _terms(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[
             measured=f"gradient norm {norm:.3g}, {share:.0%} of the sum",
             expected="above 0",
             outcome="holds" if norm > 0 else "fails",
-            meaning=f"The term {label} adds nothing to the gradient: it trains nothing. Look at its signal (all advantages 0? a mask?), "
-            "at a detach, and at its threshold.",
+            meaning=f"The term {label} adds nothing to the gradient: it trains nothing. Look at its signal "
+            "(all advantages 0? a mask?), at a detach, and at its threshold.",
         )
     for label in objective.skipped:
         yield Finding("GL", f"term {label}", "weight 0", "computed", "not applicable", "Weight 0: not computed.")
@@ -96,7 +99,9 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         f"{total - len(dead)} got a gradient",
         f"all {total} within {STEPS} steps",
         "fails" if dead or not total else "holds",
-        f"Without a gradient: {_some(dead)}. They are not connected to the loss (detached, bypassed, or zero times zero)." if dead else "",
+        f"Without a gradient: {_some(dead)}. No path leads from them to the loss (detached, bypassed, or 0 · 0)."
+        if dead
+        else "",
     )
     yield Finding(
         "GL",
@@ -104,7 +109,8 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         f"{total - len(still)} changed their bits",
         f"all {total} within {STEPS} steps",
         "fails" if still or not total else "holds",
-        f"Unmoved: {_some(still)}. Their update is 0 or rounds away (learning rate, 16-bit storage), or the optimizer does not own them."
+        f"Unmoved: {_some(still)}. Their update is 0 or rounds away (learning rate, 16-bit storage), or no optimizer "
+        "owns them."
         if still
         else "",
     )
@@ -115,7 +121,9 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         f"{len(moved)} moved",
         "none",
         "fails" if moved else "holds",
-        f"Moved although not trainable: {_some(moved)}. The optimizer or a hook reaches beyond the adapter." if moved else "",
+        f"Moved although not trainable: {_some(moved)}. The optimizer or a hook reaches beyond the adapter."
+        if moved
+        else "",
     )
 
 
@@ -127,7 +135,11 @@ def _others(engine: LocalEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def _hash(tensor: Tensor) -> str:
-    raw = tensor.detach().contiguous().cpu().view(torch.uint8) if tensor.ndim else tensor.detach().cpu().reshape(1).view(torch.uint8)
+    raw = (
+        tensor.detach().contiguous().cpu().view(torch.uint8)
+        if tensor.ndim
+        else tensor.detach().cpu().reshape(1).view(torch.uint8)
+    )
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).hexdigest()
 
 

@@ -50,7 +50,9 @@ class Verdict:
         """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise hand the verdict back."""
         if not self.holds:
             lines = [f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}" for f in self.failures]
-            raise LawBroken("the training step breaks a law:\n  " + "\n  ".join(lines) if lines else "nothing was checked.")
+            raise LawBroken(
+                "the training step breaks a law:\n  " + "\n  ".join(lines) if lines else "nothing was checked."
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:

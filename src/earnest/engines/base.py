@@ -73,7 +73,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class TermReport:
-    """One channel in one step. ``value`` is before the weight; ``share`` is its part of the gradient norms, when asked for."""
+    """One channel in a step. ``value`` is before the weight; ``share``, on request, its part of all gradient norms."""
 
     kind: str
     ran: str
@@ -86,7 +86,7 @@ class TermReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step that was taken."""
+    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step taken."""
 
     gradient_norm: float
     clip_factor: float
@@ -115,9 +115,11 @@ class StepReport:
 
 
 class Guard(Protocol):
-    """Judges the step that the optimizer computed; may change the parameters in place. State is part of the checkpoint."""
+    """Judges the step that the optimizer computed; may change the parameters in place. Its state is checkpointed."""
 
-    def judge(self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]) -> Mapping[str, float]: ...
+    def judge(
+        self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]
+    ) -> Mapping[str, float]: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there: tensors as safetensors, the rest as JSON, a manifest of hashes, one rename.
 
-A folder is written beside its place, synced, and renamed; so a reader sees the old one, the new one, or none. ``read`` checks
-every file against the manifest: a torn or edited checkpoint is an error that names the file, never a quiet half.
+A folder is written beside its place, synced, and renamed; so a reader sees the old one, the new one, or none. ``read``
+checks every file against the manifest: a torn or edited checkpoint is an error that names the file, never a quiet half.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def read(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name in (TENSORS, META):
         path = folder / name
         if not path.is_file() or file_hash(path) != hashes.get(name):
-            raise CheckpointError(f"{path} is not the file that was written (missing or changed); use an earlier checkpoint.")
+            raise CheckpointError(
+                f"{path} is not the file that was written (missing or changed); use an earlier checkpoint."
+            )
     return load_file(folder / TENSORS), json.loads((folder / META).read_text())
 
 

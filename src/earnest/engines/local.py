@@ -1,8 +1,8 @@
 """``LocalEngine``: a step on this machine, in PyTorch.
 
-    one pass      the batch is one micro-batch, or the objective is additive: forward, objective, backward, each once
-    two passes    the objective is not a sum over rows (an rmse over positions, say) and the batch is cut: the scalars of the whole
-                  batch first, without a graph; then the objective on all of them; then forward and backward part by part
+    one pass     the batch is one micro-batch, or the objective is additive: forward, objective, backward, each once
+    two passes   the objective is not a sum over rows (say an rmse over positions) and the batch is cut: first the whole
+                 batch's scalars, without a graph; then the objective on them; then forward and backward part by part
 
 Either way the gradient is the whole batch's, whatever the cut.
 """
@@ -35,8 +35,9 @@ from earnest.engines.base import (
     Wanted,
     Who,
 )
-from earnest.engines.optimizers import AdamW, Optimizer
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
+from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError
 from earnest.models.policy import Policy
@@ -52,15 +53,15 @@ from earnest.signals.distributions import Distribution, Hidden
 class LocalEngine:
     """A policy, an adapter on it and an optimizer of exactly the adapter's parameters.
 
-    ``version`` counts updates; every rollout and every checkpoint carries it. ``micro_tokens`` bounds the padded tokens of one forward
-    pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard.
+    ``version`` counts updates; every rollout and every checkpoint carries it. ``micro_tokens`` bounds the padded tokens
+    of one forward pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard.
     """
 
     def __init__(
         self,
         policy: Policy,
         adapter: Adapter,
-        optimizer: Optimizer = AdamW(),
+        optimizer: Optimizer | None = None,
         *,
         guard: Guard | None = None,
         outer: Outer | None = None,
@@ -76,8 +77,8 @@ class LocalEngine:
         named = adapter.named_parameters()
         self.names, self.parameters = list(named), list(named.values())
         decayed = {id(p) for p in adapter.decay_parameters()}
-        self.optimizer_spec = optimizer
-        self.optimizer = optimizer.build(
+        self.optimizer_spec = optimizer or AdamW()
+        self.optimizer = self.optimizer_spec.build(
             [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
         )
         self.version = 0
@@ -87,8 +88,8 @@ class LocalEngine:
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
-        # Merged weights save the adapter's kernels at every decoded token; in 16 bits they would round to another policy than
-        # the one that is trained, so there the adapter stays beside its layer.
+        # Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
+        # policy than the one that is trained, so there the adapter stays beside its layer.
         merge = self.policy.dtype == torch.float32
         with self.adapter.merged() if merge else nullcontext():
             completions = sample(self.policy, prompts, n, spec)
@@ -115,7 +116,9 @@ class LocalEngine:
                 need = LogProb(want.temperature)
                 return self.scalars(batch, [need])[need].values
             parts = micro.cut(batch, self.micro_tokens)
-            hidden = torch.empty(batch.active.shape[0], self.policy.head.weight.shape[1], dtype=self.policy.dtype, device=batch.device)
+            hidden = torch.empty(
+                batch.active.shape[0], self.policy.head.weight.shape[1], dtype=self.policy.dtype, device=batch.device
+            )
             for part in parts:
                 hidden[part.token] = self._hidden(part.batch)
         if isinstance(want, HiddenWanted):
@@ -139,27 +142,32 @@ class LocalEngine:
         return fields
 
     def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
-        """Add Σ weights · ∂scalars/∂θ to the parameters' gradients; ``weights`` are laid out like ``scalars``' values."""
+        """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` are laid out as ``scalars`` gives them."""
         batch = batch.to(self.policy.device)
         self._backward(batch, weights, micro.cut(batch, self.micro_tokens))
 
     def update(self) -> UpdateReport:
-        """Clip, optimizer, guard, outer sync, in this order; then the gradients are cleared and the version counts up."""
+        """Clip, optimizer, guard, outer sync, in this order; the gradients are cleared and the version counts up."""
         without = [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
         if len(without) == len(self.names):
-            raise ObjectiveError("update() before any backward(): no parameter has a gradient. Call step(), or backward() first.")
+            raise ObjectiveError(
+                "update() before any backward(): no parameter has a gradient. Call step(), or backward() first."
+            )
         bound = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, bound))
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad(set_to_none=True)
             raise ObjectiveError(
-                f"the gradient norm is {norm} at version {self.version}; nothing was updated. Lower the learning rate or look for extreme ratios."
+                f"the gradient norm is {norm} at version {self.version}; nothing was updated. "
+                "Lower the learning rate or look for extreme ratios."
             )
         before = [p.detach().clone() for p in self.parameters]
         self.optimizer.step()
         with torch.no_grad():
             guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}
-        moved = torch.stack([(p.detach() - b).double().square().sum() for p, b in zip(self.parameters, before, strict=True)])
+        moved = torch.stack(
+            [(p.detach() - b).double().square().sum() for p, b in zip(self.parameters, before, strict=True)]
+        )
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         outer = self.outer.after_update(self) if self.outer else {}
@@ -167,7 +175,8 @@ class LocalEngine:
         return UpdateReport(norm, factor, float(moved.sum().sqrt()), self.version, dict(guard), dict(outer))
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
-        """Scalars, objective, backward and update in a row. ``shares`` also measures each term's own gradient (one more pass a term)."""
+        """Scalars, objective, backward and update in a row. ``shares`` also measures each term's own gradient, at the
+        cost of one more pass a term."""
         objective = Objective.of(objective)
         batch = batch.to(self.policy.device)
         measured = self.gradient_shares(batch, objective) if shares else {}
@@ -192,14 +201,15 @@ class LocalEngine:
             padded_tokens=sum(p.padded_tokens for p in parts),
         )
 
-    # --- gradients without a trace (for reports and the audit) ----------------------------------------------------------
+    # --- gradients without a trace (for reports and the audit) --------------------------------------------------------
 
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
         """The gradient of an objective by every trainable parameter; the engine is as it was afterwards."""
         with self._aside():
             self._accumulate(batch.to(self.policy.device), Objective.of(objective))
             return {
-                n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in zip(self.names, self.parameters, strict=True)
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for n, p in zip(self.names, self.parameters, strict=True)
             }
 
     def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
@@ -207,7 +217,9 @@ class LocalEngine:
         norms = {}
         for weighted in objective.live():
             own = self.gradients(batch, Objective((weighted,)))
-            norms[weighted.term.label] = float(torch.stack([g.double().square().sum() for g in own.values()]).sum().sqrt())
+            norms[weighted.term.label] = float(
+                torch.stack([g.double().square().sum() for g in own.values()]).sum().sqrt()
+            )
         total = sum(norms.values())
         return {label: (norm, norm / total if total else 0.0) for label, norm in norms.items()}
 
@@ -269,7 +281,8 @@ class LocalEngine:
 
     def _parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
         """Scalars of the adapter itself, which no batch enters."""
-        return {n: Field(self.adapter.spectral_norms(n.iterations), None, "power iteration") for n in needs if isinstance(n, SpectralNorm)}
+        spectral = [n for n in needs if isinstance(n, SpectralNorm)]
+        return {n: Field(spectral_norms(self.adapter, n.iterations), None, "power iteration") for n in spectral}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -290,12 +303,15 @@ class LocalEngine:
         return checkpoint.write(folder, tensors, meta)
 
     def load(self, folder: Path | str) -> None:
-        """Continue from ``folder``. Another base model, another optimizer or a missing tensor is refused before anything changes."""
+        """Continue from ``folder``. Another base model or optimizer, or a missing tensor, is refused first."""
         tensors, meta = checkpoint.read(folder)
         if meta["base"] != self.policy.fingerprint():
             raise CheckpointError(f"{folder} was made on another base model than {self.policy.name}; load that one.")
         if meta["optimizer_spec"] != repr(self.optimizer_spec):
-            raise CheckpointError(f"{folder} was made with {meta['optimizer_spec']}, this engine has {self.optimizer_spec!r}; use the same.")
+            made = meta["optimizer_spec"]
+            raise CheckpointError(
+                f"{folder} was made with {made}, this engine has {self.optimizer_spec!r}; use the same."
+            )
         parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "optimizer": {}, "guard": {}, "outer": {}}
         for key, value in tensors.items():
             owner, _, name = key.partition(".")
@@ -306,7 +322,9 @@ class LocalEngine:
             if part:
                 part.load_state_dict(parts[name])
             elif parts[name]:
-                raise CheckpointError(f"{folder} has the state of a {name}, but this engine has none; give it the same {name}.")
+                raise CheckpointError(
+                    f"{folder} has the state of a {name}, but this engine has none; give it the same {name}."
+                )
         self.version = int(meta["version"])
         self.objective_state = meta["objective_state"]
 
@@ -320,7 +338,9 @@ def _coverage(batch: Batch, need: Need) -> Tensor | None:
 
 
 def _leaves(fields: Mapping[Need, Field]) -> dict[Need, Field]:
-    return {n: replace(f, values=f.values.detach().requires_grad_(f.values.is_floating_point())) for n, f in fields.items()}
+    return {
+        n: replace(f, values=f.values.detach().requires_grad_(f.values.is_floating_point())) for n, f in fields.items()
+    }
 
 
 def _derivatives(loss: Tensor, leaves: Mapping[Need, Field]) -> dict[Need, Tensor]:
@@ -347,5 +367,7 @@ def _merge(found: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
                 continue
             first = whole[label]
             ran = first.ran if first.ran == value.ran else f"{first.ran} | {value.ran}"
-            whole[label] = Value(first.loss.detach() + value.loss.detach(), ran, metrics.merge([first.metrics, value.metrics]))
+            whole[label] = Value(
+                first.loss.detach() + value.loss.detach(), ran, metrics.merge([first.metrics, value.metrics])
+            )
     return whole

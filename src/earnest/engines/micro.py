@@ -1,7 +1,7 @@
 """Cutting a batch into micro-batches of rows, and putting per-token values back together.
 
-Rows of similar length go together, so that little padding is computed. The cut is uneven in general; what is computed from it
-is not (the objectives divide by the whole batch's counts).
+Rows of similar length go together, so that little padding is computed. The cut is uneven in general; what is computed
+from it is not (the objectives divide by the whole batch's counts).
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def join(parts: Sequence[tuple[Micro, Mapping[Need, Field]]], total: int) -> dic
     return whole
 
 
-def slice_like(field: Field, micro: Micro, need: Need, weights: Mapping[Need, Tensor], whole: Field, total: int) -> Tensor:
+def slice_like(
+    field: Field, micro: Micro, need: Need, weights: Mapping[Need, Tensor], whole: Field, total: int
+) -> Tensor:
     """The part of ``weights[need]`` (laid out like ``whole``) that belongs to this micro-batch's ``field``."""
     place = torch.full((total,), -1, dtype=torch.long, device=micro.token.device)
     at = torch.arange(total, device=place.device) if whole.at is None else whole.at

@@ -30,10 +30,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     current = optimizer.state_dict()["param_groups"]
     sizes, saved = [len(g["params"]) for g in current], [len(g["params"]) for g in meta["groups"]]
     if sizes != saved:
-        raise CheckpointError(f"the checkpoint's optimizer has parameter groups of {saved}, this one of {sizes}; use the same adapter.")
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameter groups of {saved}, this one of {sizes}; use the same adapter."
+        )
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *meta["numbers"].items()]:
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
-    groups = [{k: tuple(v) if isinstance(v, list) and k == "betas" else v for k, v in g.items()} for g in meta["groups"]]
+    groups = [
+        {k: tuple(v) if isinstance(v, list) and k == "betas" else v for k, v in g.items()} for g in meta["groups"]
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -18,7 +18,7 @@ def _check(owner: str, **limits: tuple[float, float, float]) -> None:
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (arXiv 1711.05101). ``weight_decay`` pulls toward the base policy, since adapter parameters are offsets from it."""
+    """AdamW (arXiv 1711.05101). ``weight_decay`` pulls toward the base: adapter parameters are offsets from it."""
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
@@ -36,8 +36,13 @@ class AdamW:
             weight_decay=(self.weight_decay, 0.0, inf),
         )
 
-    def build(self, decayed: Sequence[torch.nn.Parameter], plain: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": list(decayed), "weight_decay": self.weight_decay}, {"params": list(plain), "weight_decay": 0.0}]
+    def build(
+        self, decayed: Sequence[torch.nn.Parameter], plain: Sequence[torch.nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        groups = [
+            {"params": list(decayed), "weight_decay": self.weight_decay},
+            {"params": list(plain), "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, betas=self.betas, eps=self.eps)
 
 
@@ -51,10 +56,20 @@ class SGD:
 
     def __post_init__(self) -> None:
         inf = float("inf")
-        _check("SGD", lr=(self.lr, 0.0, inf), momentum=(self.momentum, 0.0, 1.0), weight_decay=(self.weight_decay, 0.0, inf))
+        _check(
+            "SGD",
+            lr=(self.lr, 0.0, inf),
+            momentum=(self.momentum, 0.0, 1.0),
+            weight_decay=(self.weight_decay, 0.0, inf),
+        )
 
-    def build(self, decayed: Sequence[torch.nn.Parameter], plain: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": list(decayed), "weight_decay": self.weight_decay}, {"params": list(plain), "weight_decay": 0.0}]
+    def build(
+        self, decayed: Sequence[torch.nn.Parameter], plain: Sequence[torch.nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        groups = [
+            {"params": list(decayed), "weight_decay": self.weight_decay},
+            {"params": list(plain), "weight_decay": 0.0},
+        ]
         return torch.optim.SGD([g for g in groups if g["params"]], lr=self.lr, momentum=self.momentum)
 
 

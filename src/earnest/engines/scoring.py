@@ -1,6 +1,6 @@
 """What a policy thinks of given tokens, read from its hidden states a chunk of tokens at a time; never with a gradient.
 
-    lp_v = z_v - logsumexp(z);   tail = logsumexp of the logits outside the top K, not log(1 - Σ p)
+lp_v = z_v - logsumexp(z);   tail = logsumexp of the logits outside the top K, not log(1 - Σ p)
 """
 
 from __future__ import annotations
