@@ -1,7 +1,8 @@
-"""What is drawn: the run's numbers as charts of series, thinned where a run is long, and each chart again as a table."""
+"""What is drawn: the run's numbers as charts, thinned where a run is long, and each chart again as a table."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """One drawing. ``floor`` and ``ceiling`` are drawn even where no value reaches them; ``share`` stacks the series."""
+    """One drawing. ``floor`` and ``ceiling`` belong to it even where no value reaches them; ``share`` stacks."""
 
     key: str
     title: str
@@ -104,7 +105,7 @@ def thin(label: str, style: Style, pairs: Points, colour: int = 0) -> Series:
     if len(pairs) <= POINTS:
         return Series(label, style, tuple(x for x, _ in pairs), tuple(y for _, y in pairs), colour=colour)
     edges = [round(i * len(pairs) / POINTS) for i in range(POINTS + 1)]
-    buckets = [pairs[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    buckets = [pairs[a:b] for a, b in itertools.pairwise(edges)]
     return Series(
         label,
         style,
@@ -145,8 +146,10 @@ def reward_chart(run: Run) -> Chart | None:
     notes: list[str] = []
     if raw:
         window = 2 * (len(raw) // 40) + 1
-        series.append(thin("training, each step", "faint", raw, colour=-1))
-        if window > 1:
+        if window == 1:
+            series.append(thin("training", "line", raw, colour=-1))
+        else:
+            series.append(thin("training, each step", "faint", raw, colour=-1))
             series.append(thin("training", "line", running_mean(raw, window), colour=-1))
             notes.append(f"Training: each step faint, the mean over {window} steps as a line.")
         notes.append(thinned(len(raw)))
@@ -156,12 +159,10 @@ def reward_chart(run: Run) -> Chart | None:
         series.append(Series("held-out", "bars", x, y, lo, hi, colour=0))
         last = run.evaluations[-1]
         each = last.n / last.prompts if last.prompts else 0
-        notes.append(
-            f"Held-out: {last.prompts} prompts × {each:g} completions; bars are ± 1 standard error over prompts."
-        )
+        notes.append(f"Held-out: {last.prompts} prompts × {each:g} completions; bars: ± 1 standard error.")
     columns = {"training": raw, "held-out": [(x, y) for x, y, _ in held], "± s.e.": [(x, se) for x, _, se in held]}
     values = [v for one in series for v in (*one.y, *one.lo, *one.hi)]
-    unit = 0 <= min(values) and max(values) <= 1
+    unit = min(values) >= 0 and max(values) <= 1
     return Chart(
         "reward",
         "Mean reward",
@@ -216,44 +217,52 @@ def _loss(label: str) -> Callable[[Step], float | None]:
     return lambda step: step.terms[label].value if label in step.terms else None
 
 
-def metric_points(run: Run) -> dict[str, tuple[Points, int]]:
-    """Every other number of the steps by its title, with the colour of the term that it belongs to."""
-    found: dict[str, tuple[Points, int]] = {}
+@dataclass
+class Named:
+    """One number of the steps: its title, its values, and the colour of the term that it belongs to."""
 
-    def add(title: str, step: Step, value: float | None, colour: int) -> None:
-        if value is not None:
-            found.setdefault(title, ([], colour))[0].append((float(step.step), value))
+    title: str
+    colour: int
+    pairs: Points
 
+
+def metric_points(run: Run) -> list[Named]:
+    """Every number of the steps besides reward, losses and shares, in the order of its first appearance."""
+    found: dict[tuple[str, str], Named] = {}
     labels = term_labels(run)
+
+    def add(owner: str, name: str, step: Step, value: float | None, colour: int = -1) -> None:
+        if value is not None:
+            title = name if owner in ("", "loop") else f"{owner}: {name}"
+            found.setdefault((owner, name), Named(title, colour, [])).pairs.append((float(step.step), value))
+
     for step in run.steps:
-        add("gradient norm", step, step.update.gradient_norm, -1)
-        add("update norm", step, step.update.update_norm, -1)
-        add("gradient clip factor", step, step.update.clip_factor, -1)
-        add("learning rate", step, step.lr, -1)
+        update = step.update
+        add("", "gradient norm", step, update.gradient_norm)
+        add("", "update norm", step, update.update_norm)
+        add("", "gradient clip factor", step, update.clip_factor)
+        add("", "learning rate", step, step.lr)
         for label, term in step.terms.items():
             for name, value in term.metrics.items():
-                add(f"{label}: {name}", step, value, labels.index(label))
-        for owner, numbers in (
-            ("guard", step.update.guard),
-            ("outer", step.update.outer),
-            ("", step.metrics),
-            ("seconds", step.seconds),
-        ):
+                add(label, name, step, value, labels.index(label))
+        for owner, numbers in (("guard", update.guard), ("outer", update.outer), ("loop", step.metrics)):
             for name, value in numbers.items():
-                add(f"{owner}: {name}" if owner else name, step, value, -1)
-        add("trained tokens", step, float(step.tokens), -1)
-    return found
+                add(owner, name, step, value)
+        for name, value in step.seconds.items():
+            add("seconds", name, step, value)
+        add("", "trained tokens", step, float(step.tokens))
+    return list(found.values())
 
 
-def metric_charts(run: Run) -> tuple[list[Chart], dict[str, float]]:
+def metric_charts(run: Run) -> tuple[list[Chart], list[tuple[str, float]]]:
     """Charts of what moves, and the values of what never did (a flat line says less than its number)."""
     charts: list[Chart] = []
-    constant: dict[str, float] = {}
-    for title, (pairs, colour) in metric_points(run).items():
-        values = {value for _, value in pairs}
-        if len(values) == 1 and len(pairs) > 1:
-            constant[title] = values.pop()
-        elif chart := small(f"metric.{title}", title, pairs, colour):
+    constant: list[tuple[str, float]] = []
+    for index, one in enumerate(metric_points(run)):
+        values = {value for _, value in one.pairs}
+        if len(values) == 1 and len(one.pairs) > 1:
+            constant.append((one.title, values.pop()))
+        elif chart := small(f"metric.{index}", one.title, one.pairs, one.colour):
             charts.append(chart)
     return charts, constant
 

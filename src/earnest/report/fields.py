@@ -1,11 +1,10 @@
-"""Reading JSON strictly: each accessor checks one field, and its error names the file, the line, the field and the value."""
+"""Reading JSON strictly: each accessor checks one field; its error names the file, line, field and value."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +15,14 @@ Word = TypeVar("Word", bound=str)
 GUIDE = "docs/run-folder.md says what belongs there"
 
 
-@dataclass(frozen=True)
 class Fields:
     """A JSON object and where it stands."""
 
-    where: str
-    data: Mapping[str, Any]
+    __slots__ = ("data", "where")
+
+    def __init__(self, where: str, data: Mapping[str, Any]) -> None:
+        self.where = where
+        self.data = data
 
     def _fail(self, key: str, wanted: str) -> ReportError:
         got = f"got {_short(self.data[key])}" if key in self.data else "it is missing"
@@ -58,11 +59,11 @@ class Fields:
         return self._number(key, self.data.get(key))
 
     def _number(self, key: str, value: object) -> float | None:
+        if type(value) is float or type(value) is int:  # json makes these two and no subclass but bool
+            return float(value) if math.isfinite(value) else None
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._fail(key, "a number or null")
-        return float(value) if math.isfinite(value) else None
+        raise self._fail(key, "a number or null")
 
     def flag_or_none(self, key: str) -> bool | None:
         value = self.data.get(key)
@@ -97,7 +98,7 @@ class Fields:
 
     def numbers(self, key: str) -> dict[str, float | None]:
         """A map of numbers; absent is empty."""
-        if self.data.get(key) is None:
+        if not self.data.get(key):
             return {}
         inner = self.inner(key)
         return {name: inner._number(name, value) for name, value in inner.data.items()}
@@ -113,13 +114,14 @@ class Decoder:
 
     def __init__(self) -> None:
         self.nonfinite = 0
+        self._json = json.JSONDecoder(parse_constant=self._constant)
 
     def _constant(self, _: str) -> None:
         self.nonfinite += 1
 
     def parse(self, text: str, where: str) -> Fields:
         try:
-            data = json.loads(text, parse_constant=self._constant)
+            data = self._json.decode(text)
         except json.JSONDecodeError as error:
             raise ReportError(f"{where}: not JSON ({error.msg} at column {error.colno}); mend or remove it.") from error
         if not isinstance(data, dict):
@@ -140,7 +142,7 @@ def read_text(path: Path) -> str | None:
 
 
 def lines(text: str, name: str, decoder: Decoder, gaps: list[str]) -> Iterator[Fields]:
-    """The objects of a JSONL file. A last line that a kill has torn is left out, and that is said; any other bad line raises."""
+    """The objects of a JSONL file. A last line torn by a kill is left out, which is said; any other bad line raises."""
     rows = text.split("\n")
     whole, rest = rows[:-1], rows[-1]
     for number, row in enumerate(whole, start=1):

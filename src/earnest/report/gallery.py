@@ -1,4 +1,4 @@
-"""Samples before and after side by side: the same held-out prompts in the order of the file, none chosen, none left out unsaid."""
+"""Samples before and after side by side: the same held-out prompts in the file's order, none of them chosen."""
 
 from __future__ import annotations
 

@@ -32,13 +32,12 @@ from earnest.report.record import (
 STATUSES: tuple[Status, ...] = ("running", "finished", "interrupted", "failed")
 PHASES: tuple[Phase, ...] = ("before", "after", "train")
 OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not applicable", "not declared")
-LEVELS: tuple[Level, ...] = ("info", "warning", "error")
 
 Line = TypeVar("Line", Step, Evaluation)
 
 
 def load(run_dir: str | Path) -> Run:
-    """Read ``run_dir``. Raises ``ReportError`` where it is no run folder, or where a file contradicts docs/run-folder.md."""
+    """Read ``run_dir``; ``ReportError`` where it is no run folder, or where a file contradicts docs/run-folder.md."""
     folder = Path(run_dir)
     decoder = Decoder()
     gaps: list[str] = []
@@ -121,7 +120,7 @@ def _step(line: Fields) -> Step:
     terms = line.inner("terms")
     return Step(
         step=line.integer("step"),
-        reward=reward and TrainReward(reward.number_or_none("mean"), reward.number_or_none("sd"), reward.integer("n")),
+        reward=None if reward is None else _reward(reward),
         loss=line.number_or_none("loss"),
         terms={label: _term(terms.inner(label)) for label in terms.data},
         skipped=line.texts("skipped"),
@@ -132,6 +131,10 @@ def _step(line: Fields) -> Step:
         metrics=line.numbers("metrics"),
         seconds=line.numbers("seconds"),
     )
+
+
+def _reward(reward: Fields) -> TrainReward:
+    return TrainReward(reward.number_or_none("mean"), reward.number_or_none("sd"), reward.integer("n"))
 
 
 def _term(term: Fields) -> TermValue:
@@ -227,12 +230,12 @@ def _environment(folder: Path, decoder: Decoder, gaps: list[str]) -> dict[str, A
 
 def _events(folder: Path) -> tuple[Event, ...]:
     """events.log is prose for people: a line of another form is kept whole, as information."""
+    levels: dict[str, Level] = {"info": "info", "warning": "warning", "error": "error"}
     events: list[Event] = []
     for line in (read_text(folder / "events.log") or "").splitlines():
         parts = line.split(" ", 2)
-        level = next((word for word in LEVELS if len(parts) == 3 and parts[1] == word), None)
-        if level is not None:
-            events.append(Event(parts[0], level, parts[2]))
+        if len(parts) == 3 and parts[1] in levels:
+            events.append(Event(parts[0], levels[parts[1]], parts[2]))
         elif line.strip():
             events.append(Event("", "info", line))
     return tuple(events)

@@ -18,7 +18,7 @@ Child = str | Html | None
 
 
 def el(tag: str, *children: Child, **attributes: str | int | bool | None) -> Html:
-    """An element. ``class_`` and ``for_`` lose their underscore, ``aria_label`` gets its hyphen; None and False are left out."""
+    """An element. ``class_`` loses its underscore, ``aria_label`` gets a hyphen; None and False are left out."""
     parts = [tag]
     for name, value in attributes.items():
         if value is None or value is False:

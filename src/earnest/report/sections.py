@@ -28,9 +28,11 @@ def headline(run: Run) -> Html:
             "div",
             el(
                 "p",
-                _measure("before", change.before.reward, change.before.se),
+                _measure("before", "before", change.before.reward, change.before.se),
                 el("span", "→", class_="arrow", aria_label="to"),
-                _measure("after", change.after.reward, change.after.se),
+                _measure(
+                    "after", "after" if header.status == "finished" else "so far", change.after.reward, change.after.se
+                ),
                 class_="figures",
             ),
             el(
@@ -67,14 +69,14 @@ def headline(run: Run) -> Html:
     return el("header", kicker, title, result, listed, class_="headline")
 
 
-def _measure(name: str, value: float | None, se: float | None) -> Html:
+def _measure(kind: str, name: str, value: float | None, se: float | None) -> Html:
     spread = el("span", f" ± {fixed(se)}", class_="se") if se is not None else None
     return el(
         "span",
         el("span", name, class_="tag"),
         el("span", fixed(value), class_="value"),
         spread,
-        class_=f"measure {name}",
+        class_=f"measure {kind}",
     )
 
 
@@ -83,11 +85,8 @@ def _badge(text: str, tone: str) -> Html:
 
 
 def _verdict_badge(run: Run) -> Html:
-    return (
-        _tally(run.verdict.findings)
-        if run.verdict is not None and run.verdict.findings
-        else _badge("not checked", "warn")
-    )
+    found = run.verdict.findings if run.verdict is not None else ()
+    return _tally(found) if found else _badge("not checked", "warn")
 
 
 TONES: dict[Outcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn", "not applicable": "quiet"}
@@ -101,14 +100,16 @@ def _tally(findings: Sequence[Finding]) -> Html:
     if count["not declared"]:
         return _badge(f"{count['holds']} hold, {count['not declared']} not declared", "warn")
     if count["holds"]:
-        return _badge(f"all {count['holds']} hold" if count["holds"] > 1 else "holds", "good")
+        return _badge(f"{count['holds']} hold" if count["holds"] > 1 else "holds", "good")
     return _badge("not applicable", "quiet")
 
 
 def notices(run: Run) -> Html | None:
-    """What is missing, and every warning and error of the run, at the top where nobody can miss it."""
+    """Broken laws, what is missing, and every warning and error, at the top where nobody can miss them."""
     loud = [event for event in run.events if event.level != "info"]
+    broken = [finding for finding in run.verdict.findings if finding.outcome == "fails"] if run.verdict else []
     items = [
+        *(el("li", el("b", "broken"), f": {f.law} on {f.subject}. {f.meaning}", class_="bad") for f in broken),
         *(el("li", gap) for gap in run.gaps),
         *(el("li", el("b", event.level), f": {event.text}") for event in loud),
     ]
@@ -211,7 +212,7 @@ def update(run: Run) -> tuple[Html | None, list[Chart]]:
     charts, constant = curves.metric_charts(run)
     if not charts and not constant:
         return None, []
-    still = ", ".join(f"{name} {number(value)}" for name, value in constant.items())
+    still = ", ".join(f"{name} {number(value)}" for name, value in constant)
     note = el("p", f"Never changed: {still}.", class_="note") if still else None
     return section("update", "The update", _grid(charts), note), charts
 

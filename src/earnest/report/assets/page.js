@@ -88,11 +88,10 @@
     const [low, high] = extent(chart, series);
     const yTicks = chart.share ? [0, 0.5, 1] : ticks(low, high, large ? 5 : 3, false);
     const write = chart.share ? percent : format;
-    const direct = large ? series.filter((one) => one.style !== "faint" || !series.some((other) => other.style === "line")) : [];
+    const direct = large ? series.filter((one) => one.style !== "faint") : []; // a faint series comes with its mean
     const cut = (text) => (text.length > 16 ? text.slice(0, 15) + "…" : text);
-    const name = (one) => (one.style === "faint" ? one.label.split(",")[0] : one.label);
     const left = 8 + 6.6 * Math.max(...yTicks.map((t) => write(t).length));
-    const right = direct.length ? 14 + 7 * Math.max(...direct.map((one) => cut(name(one)).length)) : 10;
+    const right = direct.length ? 14 + 7 * Math.max(...direct.map((one) => cut(one.label).length)) : 10;
     const top = 8, bottom = height - 22;
     const all = series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]);
     let first = Math.min(...all), last = Math.max(...all);
@@ -120,7 +119,8 @@
       const group = svg("g", { class: hue(one) }, root);
       const single = one.x.length === 1;
       if (one.style === "area") {
-        svg("path", { class: "stack", d: single ? "" : ring(one) }, group);
+        const whole = single ? { x: [first, last], lo: [one.lo[0], one.lo[0]], hi: [one.hi[0], one.hi[0]] } : one;
+        svg("path", { class: "stack", d: ring(whole) }, group);
         if (one !== series[series.length - 1]) svg("path", { class: "curve thin", d: line(one.x, one.hi) }, group);
       } else if (one.style === "bars") {
         svg("path", { class: "curve thin", d: line(one.x, one.y) }, group);
@@ -135,7 +135,7 @@
         if (one.lo.length && !again) svg("path", { class: "band", d: ring(one) }, group);
         svg("path", { class: one.style === "faint" ? "curve faint" : "curve", d: line(one.x, one.y) }, group);
       }
-      if (single && one.style !== "bars") svg("circle", { class: "dot", cx: fix(px(one.x[0])), cy: fix(py(one.hi.length ? one.hi[0] : one.y[0])), r: 3.6 }, group);
+      if (single && one.style !== "bars" && one.style !== "area") svg("circle", { class: "dot", cx: fix(px(one.x[0])), cy: fix(py(one.y[0])), r: 3.6 }, group);
     }
 
     const labels = direct.map((one) => {
@@ -144,7 +144,7 @@
       return { one, y: py(at) + 4 };
     });
     spread(labels, top + 6, bottom + 2, 15);
-    for (const { one, y } of labels) svg("text", { class: "direct hue " + hue(one), x: width - right + 9, y: fix(y) }, root, cut(name(one)));
+    for (const { one, y } of labels) svg("text", { class: "direct hue " + hue(one), x: width - right + 9, y: fix(y) }, root, cut(one.label));
 
     plot.marks = svg("g", {}, root);
     Object.assign(plot, { series, px, py, top, bottom, write, first, last, span: [left, width - right] });
@@ -154,12 +154,12 @@
   // ── the cursor ─────────────────────────────────────────────────────────────────────────────────────────────────
   function reading(plot, x) {
     // One entry a series: its value at the point nearest to the cursor, and that point's step where it is another one.
-    return plot.series.filter((one) => one.style !== "faint" || !plot.series.some((other) => other.style === "line")).map((one) => {
+    return plot.series.filter((one) => one.style !== "faint").map((one) => {
       const i = nearest(one.x, x);
       const value = one.value ? one.value[i] : one.y[i];
       const spreadText = one.style === "bars" ? " ± " + format(Number(((one.hi[i] - one.lo[i]) / 2).toPrecision(2))) : "";
       const other = one.style === "bars" && Math.round(one.x[i]) !== Math.round(x) ? ` (step ${format(Math.round(one.x[i]))})` : "";
-      const label = plot.series.length > 1 ? (one.style === "faint" ? one.label.split(",")[0] : one.label) + " " : "";
+      const label = plot.series.length > 1 ? one.label + " " : "";
       return { label, text: plot.write(value) + spreadText, other, i, one };
     });
   }
