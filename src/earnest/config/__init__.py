@@ -1,4 +1,4 @@
-"""The words of a recipe, checked: YAML and ``key=value`` into a ``RunConfig``. The only package that imports pydantic."""
+"""A recipe's words, checked: YAML and ``key=value`` into a ``RunConfig``. The only package that imports pydantic."""
 
 from __future__ import annotations
 

@@ -23,8 +23,18 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
             if issubclass(inner, Kinded):
                 yield f"{path}…", "the kind's own", "the fields of that kind"
             continue
-        default = "required" if field.default is PydanticUndefined and field.default_factory is None else field.get_default(call_default_factory=True)
-        shown = "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default) or "empty"
+        default = (
+            "required"
+            if field.default is PydanticUndefined and field.default_factory is None
+            else field.get_default(call_default_factory=True)
+        )
+        shown = (
+            "none"
+            if default is None
+            else str(default).lower()
+            if isinstance(default, bool)
+            else str(default) or "empty"
+        )
         yield prefix + name, shown, field.description or ""
 
 

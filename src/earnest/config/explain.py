@@ -74,7 +74,7 @@ def _one(problem: Any, model: type[BaseModel]) -> str:
 
 
 def _is_union_tag(part: object) -> bool:
-    """pydantic puts the tried member of a union ("int", "list[str]", "literal['auto']") into the location; no key looks so."""
+    """pydantic puts the tried member of a union ("int", "list[str]") into the location; no key looks so."""
     return isinstance(part, str) and (part in ("int", "str", "float", "bool", "none") or "[" in part)
 
 

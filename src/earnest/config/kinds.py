@@ -1,7 +1,7 @@
 """Settings that belong to a kind: the fields of a term, an adapter or an optimizer are those of its dataclass.
 
-Nothing is listed twice: the dataclass says which fields there are, of what type and with what default, and its own checks say
-which values are legal.
+Nothing is listed twice: the dataclass says which fields there are, of what type and with what default, and its own
+checks say which values are legal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_
 
 
 def construct(cls: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:
-    """``cls(**values)``, after holding each value against the annotation of its field (no text for a number, no unknown key)."""
+    """``cls(**values)``, each value held against its field's annotation: no text for a number, no unknown key."""
     hints = typing.get_type_hints(cls)
     shape = {
         f.name: (hints[f.name], ... if f.default is MISSING and f.default_factory is MISSING else _default(f))

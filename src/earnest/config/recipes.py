@@ -54,4 +54,6 @@ def read(recipe: str) -> tuple[str, dict[str, Any]]:
         return path.stem, text.parse_file(path)
     if path.suffix in (".yaml", ".yml") or "/" in recipe:
         raise ConfigError(f"there is no file {recipe}; give one that exists, or a recipe: {', '.join(files)}.")
-    raise ConfigError(f"recipe {recipe!r} is unknown: {nearest(recipe, files)} `earnest recipes` lists them; a YAML file works too.")
+    raise ConfigError(
+        f"recipe {recipe!r} is unknown: {nearest(recipe, files)} `earnest recipes` lists them; a YAML file works too."
+    )

@@ -1,7 +1,7 @@
 """What a run is told: every key of a recipe, its range, its default and its meaning.
 
-``extra="forbid"`` at every depth, and types are strict: a text is not taken for a number. Terms, adapters and optimizers get
-their fields from their own dataclasses (``kinds``).
+``extra="forbid"`` at every depth, and types are strict: a text is not taken for a number. Terms, adapters and
+optimizers get their fields from their own dataclasses (``kinds``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Strict(BaseModel):
 
 
 class Kinded(Strict):
-    """A mapping whose ``kind`` decides which further keys it has; they are gathered in ``fields`` and spelt out flat."""
+    """A mapping whose ``kind`` decides which further keys it has; ``fields`` gathers them, spelt out flat."""
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 

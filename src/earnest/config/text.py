@@ -1,4 +1,4 @@
-"""YAML as people expect it: ``1e-4`` is a number, and a key that stands twice is an error instead of a quiet last word."""
+"""YAML as people expect it: ``1e-4`` is a number, and a key that stands twice is an error, not a quiet last word."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Loader.add_implicit_resolver(
 def parse(text: str, where: str) -> Any:
     """The value that ``text`` spells; ``where`` names it in the error."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     except yaml.YAMLError as error:

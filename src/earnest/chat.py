@@ -1,0 +1,114 @@
+"""Talk to a policy, with or without an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from earnest.errors import EarnestError
+
+HELP = "/reset forgets the conversation · /base and /adapter switch the adapter off and on · /quit leaves"
+
+
+class Chat:
+    """One conversation. ``adapted`` says whether the next answer comes from the adapter or from the base policy."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        adapter: Path | None = None,
+        *,
+        system: str | None = None,
+        temperature: float = 0.7,
+        max_new_tokens: int = 64,
+        seed: int = 0,
+    ) -> None:
+        from earnest.models import load
+
+        folder = None if adapter is None else adapter_folder(adapter)
+        self.policy = load(model or (base_of(folder) if folder else "nano"))
+        self.adapter: Any = None
+        if folder is not None:
+            from earnest.adapters import load_adapter
+
+            self.adapter = load_adapter(self.policy, folder)
+        self.adapted = self.adapter is not None
+        self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, text: str) -> str:
+        """The policy's answer to ``text``, which joins the conversation."""
+        from earnest.models import SampleSpec, sample
+
+        self.messages.append({"role": "user", "content": text})
+        spec = SampleSpec(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=self.seed + len(self.messages)
+        )
+        with nullcontext() if self.adapter is None or self.adapted else self.adapter.off():
+            (completion,) = sample(self.policy, [self.policy.render(self.messages)], 1, spec)
+        reply = self.policy.decode(completion.tokens).strip()
+        self.messages.append({"role": "assistant", "content": reply})
+        return reply
+
+
+def adapter_folder(place: Path) -> Path:
+    """The folder with adapter_config.json: ``place`` itself, or the adapter of the run in ``place``."""
+    if not place.is_dir():
+        raise EarnestError(f"--adapter: there is no folder {place}; give a run folder or its adapter/.")
+    for folder in (place, place / "adapter"):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    unfinished = " The run has not finished; resume it first." if (place / "run.json").exists() else ""
+    raise EarnestError(f"--adapter: {place} holds no adapter_config.json, nor does {place / 'adapter'}.{unfinished}")
+
+
+def base_of(folder: Path) -> str:
+    """The model that an adapter was trained on, as its config names it."""
+    name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if not name:
+        raise EarnestError(f"{folder}/adapter_config.json does not name its base model; give --model.")
+    return str(name)
+
+
+def converse(chat: Chat, console: Console, source: TextIO) -> None:
+    """Read lines until the end of input or /quit; answer each."""
+    prompting = source.isatty()
+    console.print(f"[dim]{chat.policy.describe()}[/]", highlight=False)
+    if prompting:
+        console.print(f"[dim]{HELP}[/]", highlight=False)
+    for line in _lines(console, source, prompting):
+        if line == "/quit":
+            return
+        if line == "/reset":
+            chat.reset()
+        elif line in ("/base", "/adapter"):
+            if chat.adapter is None:
+                console.print("there is no adapter; start with --adapter DIR", style="yellow")
+            chat.adapted = chat.adapter is not None and line == "/adapter"
+        elif line.startswith("/"):
+            console.print(f"{line.split()[0]} is no command; {HELP}", style="yellow", highlight=False)
+        else:
+            name = "adapter" if chat.adapted else "base" if chat.adapter is not None else chat.policy.name
+            console.print(f"[bold green]{name}>[/] ", end="")
+            console.print(chat.answer(line), markup=False, highlight=False)
+
+
+def _lines(console: Console, source: TextIO, prompting: bool) -> Iterator[str]:
+    while True:
+        if prompting:
+            console.print("[bold]you>[/] ", end="")
+        line = source.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

@@ -1,0 +1,153 @@
+"""The command line. It parses, calls, prints and chooses the exit code; torch is imported inside the commands.
+
+Exit codes: 0 done · 1 a law is broken, or a run had to stop · 2 a mistake in what was asked · 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from earnest.errors import EarnestError
+
+app = typer.Typer(
+    name="earnest",
+    help="Post-training of language models in which nothing fails silently.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="e.g. seed=3 steps=20 optimizer.lr=1e-4 objective.0.clip=0.3 out=DIR"
+    ),
+]
+
+
+@app.command()
+def run(
+    recipe: Annotated[
+        str, typer.Argument(help="A name from `earnest recipes`, a YAML file, or with --resume a run folder.")
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder, bit for bit.")] = False,
+) -> None:
+    """Train."""
+    from earnest import console
+
+    console.run(recipe, overrides or [], resume)
+
+
+@app.command()
+def audit(
+    recipe: Annotated[str, typer.Argument(help="A name from `earnest recipes`, or a YAML file.")],
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Prove a recipe's training step; exit 1 where a law is broken."""
+    from earnest import console
+
+    raise typer.Exit(console.audit(recipe, overrides or [], json))
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+    """Write one self-contained HTML page: curves, terms, evidence, samples."""
+    from earnest import console
+
+    console.report(run_dir)
+
+
+@app.command()
+def chat(
+    adapter: Annotated[Path | None, typer.Option(help="A run folder, or an adapter in PEFT's format.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model; by default the adapter's, or nano.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
+) -> None:
+    """Talk to a policy; reads standard input."""
+    from rich.console import Console
+
+    from earnest.chat import Chat, converse
+
+    talk = Chat(model, adapter, system=system, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    converse(talk, Console(), sys.stdin)
+
+
+@app.command()
+def recipes() -> None:
+    """What can be run."""
+    from earnest import console
+
+    console.recipes()
+
+
+@app.command()
+def objectives(kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None) -> None:
+    """The terms of a loss, each with its paper."""
+    from earnest import console
+
+    console.objectives(kind)
+
+
+@app.command()
+def adapters(
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the conformance checks of every adapter; exit 1 on a failure.")
+    ] = False,
+) -> None:
+    """The adapters, each with its paper."""
+    from earnest import console
+
+    raise typer.Exit(console.adapters(check))
+
+
+@app.command()
+def tasks() -> None:
+    """What there is to learn."""
+    from earnest import console
+
+    console.tasks()
+
+
+@app.command()
+def models() -> None:
+    """What can be loaded by name."""
+    from earnest import console
+
+    console.models()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; every mistake of the user is one sentence on stderr."""
+    import click
+
+    try:
+        code = app(arguments, standalone_mode=False)
+    except click.exceptions.Abort:
+        code = _say("stopped", 130)
+    except KeyboardInterrupt:
+        code = _say("stopped; nothing was being trained", 130)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except EarnestError as error:
+        code = _say(str(error), getattr(error, "exit_code", 2))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"earnest: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

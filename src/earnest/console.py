@@ -1,0 +1,162 @@
+"""What the commands print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from earnest.errors import EarnestError, nearest
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", show_lines=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def run(recipe: str, overrides: list[str], resume: bool) -> None:
+    """Train, then say what came of it and what to do next."""
+    from earnest import config
+    from earnest.runs import resume as resume_run
+    from earnest.runs import start
+    from earnest.runs.errors import Interrupted
+
+    out = Console()
+    try:
+        if resume:
+            finished = resume_run(Path(recipe), overrides, out)
+        else:
+            name, settings = config.load(recipe, overrides)
+            finished = start(name, settings, out)
+    except Interrupted as stop:
+        print(f"earnest: {stop}", file=sys.stderr)
+        sys.exit(stop.exit_code)
+    out.print()
+    out.print(
+        f"held-out reward  {_pm(finished.before, finished.before_se)} → "
+        f"[bold green]{_pm(finished.after, finished.after_se)}[/]",
+        highlight=False,
+    )
+    out.print(
+        f"gain             {_pm(finished.gain, finished.gain_se, '+')}  "
+        f"[dim](standard errors over {finished.prompts} prompts, {finished.samples} completions)[/]",
+        highlight=False,
+    )
+    out.print(f"training took    {finished.seconds:.0f} s", highlight=False)
+    for what, value in (("report", finished.report), ("chat with it", f"earnest chat --adapter {finished.folder}")):
+        out.print(f"{what:<16} {value}", highlight=False, soft_wrap=True)
+
+
+def _pm(value: float, se: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
+
+
+def audit(recipe: str, overrides: list[str], as_json: bool) -> int:
+    """Print the verdict on a recipe's step; 1 where it does not hold."""
+    from earnest import config
+    from earnest.runs import check
+
+    _, settings = config.load(recipe, overrides)
+    verdict = check(settings, Console(stderr=True))
+    if as_json:
+        print(json.dumps(verdict.to_dict(), indent=1))
+    else:
+        Console().print(verdict)
+    return 0 if verdict.holds else 1
+
+
+def report(run_dir: Path) -> None:
+    """Write the page and say where it is."""
+    from earnest import report as pages
+
+    out = Console()
+    page = pages.write(run_dir)
+    out.print(pages.summary(run_dir))
+    out.print(f"{page}", highlight=False, soft_wrap=True)
+
+
+def recipes() -> None:
+    from earnest import config
+    from earnest.objectives import describe
+
+    papers = {info.kind: info.paper for info in describe()}
+    table = _table("earnest run RECIPE", "recipe", "what it does", "model", "task", "objective")
+    for r in config.list_recipes():
+        terms = "\n".join(f"{kind} ({papers[kind]})" for kind in r.objective)
+        table.add_row(r.name, r.description, r.model, r.task, terms)
+    Console().print(table)
+
+
+def objectives(kind: str | None) -> None:
+    from earnest.objectives import describe
+
+    infos = {info.kind: info for info in describe()}
+    if kind is not None:
+        if kind not in infos:
+            raise EarnestError(f"objective {kind!r} is unknown: {nearest(kind, infos)}")
+        info = infos[kind]
+        table = _table(
+            f"{info.kind}: {info.summary}\n{info.equation}\n{info.paper}", "field", "default", "allowed", "meaning"
+        )
+        for field in info.fields:
+            table.add_row(field.name, field.default, field.allowed, field.doc)
+        Console().print(table)
+        return
+    table = _table("objective: [{kind: …, weight: …}]", "kind", "what it is", "paper", "reads", "fields")
+    for info in infos.values():
+        reads = ", ".join([*info.roles, *info.signals])
+        table.add_row(
+            info.kind, f"{info.summary}\n{info.equation}", info.paper, reads, ", ".join(f.name for f in info.fields)
+        )
+    Console().print(table)
+
+
+def adapters(check: bool) -> int:
+    """List the adapters, or run their conformance checks; 1 where one fails."""
+    if check:
+        from earnest.adapters import conformance
+
+        rows = conformance.run()
+        Console().print(conformance.table(rows))
+        return 0 if all(row.holds for row in rows) else 1
+    from earnest.adapters import list_variants
+
+    table = _table("adapter: {kind: …}", "kind", "equation", "paper", "reference", "fields")
+    for row in list_variants():
+        fields = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+        table.add_row(row["name"], row["equation"], row["paper"], row["reference"], fields)
+    Console().print(table)
+    return 0
+
+
+def tasks() -> None:
+    from earnest.tasks import list_tasks
+
+    table = _table("task: NAME", "task", "what it is", "from")
+    for info in list_tasks():
+        table.add_row(info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
+    Console().print(table)
+
+
+def models() -> None:
+    from earnest.models import list_models
+
+    table = _table(
+        "model: NAME, a Hugging Face id, or a folder",
+        "model",
+        "what it is",
+        "parameters",
+        "licence",
+        "offline",
+        "where",
+    )
+    for info in list_models():
+        table.add_row(
+            info.name, info.what, f"{info.parameters:,}", info.licence, "yes" if info.offline else "no", info.where
+        )
+    Console().print(table)

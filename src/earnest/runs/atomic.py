@@ -1,0 +1,71 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, sync, rename: a reader sees the old file or the new one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(clean(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def clean(data: Any) -> Any:
+    """The same data as JSON can hold it: a number that is not finite is null."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {str(k): clean(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [clean(v) for v in data]
+    return data
+
+
+class Lines:
+    """A JSONL file that is appended to line by line, and whose length is what a checkpoint remembers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab")
+
+    def append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(clean(record), ensure_ascii=False, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def length(self) -> int:
+        """Bytes that are safely on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def cut(self, length: int) -> None:
+        """Forget everything behind ``length`` bytes."""
+        self._file.flush()
+        os.truncate(self.path, length)
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,178 @@
+"""The rows of a step: rollouts that are sampled and graded, demonstrations from the task's right answers, or both.
+
+Which of them a step has is decided by the objective: by the roles that its live terms read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from earnest.engines.base import Rollout
+from earnest.errors import ConfigError
+from earnest.models import Policy, SampleSpec
+from earnest.objectives import Objective
+from earnest.runs.seeds import derive
+from earnest.runs.setup import Setup
+from earnest.signals import ROLES, Batch, Role, with_advantages
+from earnest.tasks import Grade, Prompt, PromptStream, Task, grade_all
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A rollout, what it says, and its grade."""
+
+    prompt: Prompt
+    rollout: Rollout
+    text: str
+    grade: Grade
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A step's batch, before the signals that an engine has to compute, and what there is to say about it."""
+
+    batch: Batch
+    attempts: tuple[Attempt, ...]
+    metrics: dict[str, float]
+
+
+def roles_of(objective: Objective) -> frozenset[Role]:
+    """The roles that a step must supply: those that terms name; a term that reads any row takes what there is."""
+    named = {role for w in objective.live() if w.term.roles != ROLES for role in w.term.roles}
+    return frozenset(named) or frozenset({"rollout"})
+
+
+def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int) -> list[Attempt]:
+    """``n`` graded completions of every prompt, prompt by prompt."""
+    sampling = setup.config.sampling
+    spec = SampleSpec(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, seed=seed)
+    rollouts = setup.engine.sample([setup.policy.render(p.messages) for p in prompts], n, spec)
+    asked = [prompts[r.prompt_index] for r in rollouts]
+    texts = [setup.policy.decode(r.tokens) for r in rollouts]
+    grades = grade_all(setup.task, asked, texts, setup.config.max_grader_errors)
+    return [Attempt(*parts) for parts in zip(asked, rollouts, texts, grades, strict=True)]
+
+
+class Source:
+    """A step's batch, in an order that the seed alone decides; ``purpose`` keeps the check out of training's order."""
+
+    def __init__(self, setup: Setup, purpose: str = "train", position: int = 0) -> None:
+        self.setup, self.purpose = setup, purpose
+        self.roles = roles_of(setup.objective)
+        if unknown := self.roles - {"rollout", "demonstration"}:
+            raise ConfigError(
+                f"objective: a term reads {' and '.join(sorted(unknown))} rows, a run supplies rollouts and demonstrations; "
+                "train on preference pairs through the Python interface (Batch.from_rows with pair=)."
+            )
+        self.stream = PromptStream(setup.task, derive(setup.config.seed, purpose) % 2**31, position=position)
+
+    def next(self, step: int) -> Collected:
+        """The batch of ``step``."""
+        setup, config = self.setup, self.setup.config
+        prompts = self.stream.next(config.sampling.prompts_per_step)
+        attempts: list[Attempt] = []
+        if "rollout" in self.roles:
+            seed = derive(config.seed, f"{self.purpose} sampling", step)
+            attempts = attempt(setup, prompts, config.sampling.completions_per_prompt, seed)
+        shown = [demonstrate(setup.policy, setup.task, p) for p in prompts] if "demonstration" in self.roles else []
+        batch = Batch.from_rows(
+            [*(a.rollout.prompt for a in attempts), *(prompt for prompt, _ in shown)],
+            [*(a.rollout.tokens for a in attempts), *(answer for _, answer in shown)],
+            role=[*("rollout" for _ in attempts), *("demonstration" for _ in shown)],
+            group=[*(a.rollout.prompt_index for a in attempts), *range(len(prompts), len(prompts) + len(shown))],
+            policy_version=[*(a.rollout.policy_version for a in attempts), *(setup.engine.version for _ in shown)],
+            behaviour=[*(a.rollout.logprobs for a in attempts), *([0.0] * len(answer) for _, answer in shown)]
+            if attempts
+            else None,
+            correct=[*(a.grade.correct for a in attempts), *(True for _ in shown)],
+            temperature=config.sampling.temperature,
+            max_length=config.sampling.max_new_tokens,
+            pad=setup.policy.pad_id,
+            device=setup.policy.device,
+        )
+        metrics = describe(attempts)
+        if attempts:
+            batch = with_advantages(batch, [a.grade.reward for a in attempts], config.advantages)
+        return Collected(batch, tuple(attempts), metrics)
+
+
+def demonstrate(policy: Policy, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
+    """(prompt, right answer) in tokens; the answer ends its turn. One that its own grader refuses is not taught."""
+    answer = prompt.data.get("answer")
+    if answer is None:
+        raise ConfigError(
+            f"task: {task.name} has no right answers to demonstrate (its prompts carry no data['answer']); "
+            "take a task that has, or an objective on rollouts."
+        )
+    if not task.grade(prompt, str(answer)).correct:
+        raise ConfigError(
+            f"task: the grader of {task.name} refuses its own answer {answer!r} to prompt {prompt.id}; mend the task."
+        )
+    asked = policy.render(prompt.messages)
+    whole = policy.render(
+        [*prompt.messages, {"role": "assistant", "content": str(answer)}], add_generation_prompt=False
+    )
+    if whole[: len(asked)] != asked:
+        raise ConfigError(
+            f"model: the chat template of {policy.name} writes a prompt differently before an answer; use another."
+        )
+    tokens = whole[len(asked) :]
+    ends = [i for i, token in enumerate(tokens) if token in policy.eos_ids]
+    if not ends:
+        raise ConfigError(
+            f"model: the chat template of {policy.name} never ends a turn, so no answer learns to stop; use another."
+        )
+    return asked, tokens[: ends[-1] + 1]  # templates put a line break behind the end of a turn; nobody samples it
+
+
+def describe(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """What is worth a curve besides the reward: lengths, groups without a difference, the graders' own numbers."""
+    if not attempts:
+        return {}
+    rewards: dict[int, set[float]] = defaultdict(set)
+    for a in attempts:
+        rewards[a.rollout.prompt_index].add(a.grade.reward)
+    metrics = {
+        "correct": _mean([a.grade.correct for a in attempts]),
+        "completion_tokens": _mean([len(a.rollout.tokens) for a in attempts]),
+        "cut_off": _mean([a.rollout.finish == "length" for a in attempts]),
+        "zero_variance_groups": float(sum(len(r) == 1 for r in rewards.values())),
+        "grader_errors": float(sum("error" in a.grade.extras for a in attempts)),
+    }
+    extras: dict[str, list[float]] = defaultdict(list)
+    for a in attempts:
+        for name, value in a.grade.extras.items():
+            if isinstance(value, (bool, int, float)):
+                extras[name].append(float(value))
+    return metrics | {f"grade/{name}": _mean(values) for name, values in sorted(extras.items()) if name not in metrics}
+
+
+def reward_summary(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    rewards = [a.grade.reward for a in attempts]
+    mean = _mean(rewards)
+    return {"mean": mean, "sd": math.sqrt(_mean([(r - mean) ** 2 for r in rewards])), "n": len(rewards)}
+
+
+def sample_record(a: Attempt, phase: str, step: int) -> dict[str, Any]:
+    """A line of samples.jsonl."""
+    return {
+        "phase": phase,
+        "step": step,
+        "version": a.rollout.policy_version,
+        "prompt_id": a.prompt.id,
+        "sample": a.rollout.sample_index,
+        "prompt": [dict(m) for m in a.prompt.messages],
+        "completion": a.text,
+        "reward": a.grade.reward,
+        "correct": a.grade.correct,
+        "feedback": a.grade.feedback,
+        "tokens": len(a.rollout.tokens),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

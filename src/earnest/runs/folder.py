@@ -1,0 +1,127 @@
+"""The run folder: what each file is and how it is written. docs/run-folder.md describes it for readers."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from earnest.errors import CheckpointError
+from earnest.runs.atomic import Lines, write_json, write_text
+
+FORMAT = "earnest-run/1"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def default_place(recipe: str) -> Path:
+    """runs/<recipe>-<time>, with a number behind it where that is taken."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    place = Path("runs") / f"{recipe}-{stamp}"
+    number = 2
+    while place.exists():
+        place = place.with_name(f"{recipe}-{stamp}-{number}")
+        number += 1
+    return place
+
+
+def require_free(place: Path) -> None:
+    """Refuse a place in which something is already."""
+    if place.is_file():
+        raise CheckpointError(f"out={place} is a file; choose a new folder.")
+    if place.is_dir() and any(place.iterdir()):
+        if (place / "run.json").exists():
+            raise CheckpointError(
+                f"{place} holds a run; continue it with `earnest run {place} --resume`, or choose another out=DIR."
+            )
+        raise CheckpointError(f"out={place} is not empty; choose another folder, or empty it.")
+
+
+class RunFolder:
+    """One run's folder, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise CheckpointError(
+                f"{path} is in use by another process; wait for it, or choose another out=DIR."
+            ) from None
+        self.metrics = Lines(path / "metrics.jsonl")
+        self.samples = Lines(path / "samples.jsonl")
+        self.header: dict[str, Any] = {}
+
+    @classmethod
+    def create(cls, path: Path, config: str, environment: Mapping[str, Any], header: Mapping[str, Any]) -> RunFolder:
+        """A new folder; ``run.json`` comes last, so that a folder that has one has all of these."""
+        require_free(path)
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        write_text(path / "config.yaml", config)
+        write_json(path / "environment.json", environment)
+        folder.header = {"format": FORMAT, **header, "status": "running", "reason": None, "started": now()}
+        folder.update(steps_done=0, seconds=0.0)
+        folder.event("info", "started")
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run's folder."""
+        if not path.is_dir():
+            raise CheckpointError(f"there is no run folder {path}; give the folder that `earnest run` printed.")
+        if not (path / "run.json").is_file():
+            raise CheckpointError(
+                f"{path} is not a run folder (no run.json); start a run with `earnest run RECIPE out={path}`."
+            )
+        header = read_json(path / "run.json")
+        if header.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path}/run.json has the format {header.get('format')!r}; this earnest reads {FORMAT!r}."
+            )
+        folder = cls(path)
+        folder.header = header
+        return folder
+
+    def update(self, **changes: Any) -> None:
+        """Change run.json."""
+        self.header |= changes
+        self.header["updated"] = now()
+        write_json(self.path / "run.json", self.header)
+
+    def event(self, level: str, text: str) -> None:
+        """A line of events.log."""
+        line = " ".join(text.split())
+        with (self.path / "events.log").open("a", encoding="utf-8") as file:
+            file.write(f"{now()} {level} {line}\n")
+
+    def lengths(self) -> dict[str, int]:
+        """How long the JSONL files are now; a checkpoint remembers it."""
+        return {lines.path.name: lines.length() for lines in (self.metrics, self.samples)}
+
+    def cut(self, lengths: Mapping[str, int]) -> None:
+        """Take the JSONL files back to where a checkpoint saw them, so that no line comes twice."""
+        for lines in (self.metrics, self.samples):
+            lines.cut(lengths.get(lines.path.name, 0))
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.samples.close()
+        self._lock.close()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}).") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} does not hold a mapping.")
+    return found

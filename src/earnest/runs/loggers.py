@@ -1,0 +1,116 @@
+"""Where numbers go besides metrics.jsonl: TensorBoard, trackio, Weights & Biases. Each is an extra."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from earnest.errors import ConfigError, EarnestError, MissingExtra
+
+SKIPPED = ("kind", "step", "version", "means", "seconds", "micro_batches")
+
+
+class Logger(Protocol):
+    """Takes the lines of metrics.jsonl."""
+
+    def log(self, line: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def flatten(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line under slashed names: train/reward/mean, train/terms/grpo/loss, heldout/reward."""
+    prefix = "heldout" if line["kind"] == "eval" else "train"
+    return dict(_numbers({k: v for k, v in line.items() if k not in SKIPPED}, prefix))
+
+
+def _numbers(data: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _numbers(value, f"{name}/{key}")
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        yield name, float(data)
+
+
+def open_loggers(names: Sequence[str], run: Path, config: Mapping[str, Any], after_step: int) -> list[Logger]:
+    """These loggers, for a run that continues after ``after_step``; a missing package is named with its extra."""
+    made: list[Logger] = []
+    try:
+        for name in names:
+            made.append(_KINDS[name](run, config, after_step))
+    except BaseException:
+        for logger in made:
+            logger.close()
+        raise
+    return made
+
+
+def _need(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtra(extra, extra, f"loggers: [{extra}]") from error
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard; what an interrupted run wrote past its checkpoint is purged."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
+        _need("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)  # type: ignore[no-untyped-call]
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        for name, value in flatten(line).items():
+            self._writer.add_scalar(name, value, line["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class Trackio:
+    """trackio, local by default; the project is "earnest", the run is the folder's name."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
+        self._trackio = _need("trackio", "trackio")
+        self._trackio.init(
+            project="earnest", name=run.name, config=dict(config), resume="allow" if after_step else "never"
+        )
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        self._trackio.log(flatten(line), step=line["step"])
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class Wandb:
+    """Weights & Biases; WANDB_MODE=offline keeps it on this machine. One W&B run for a run folder, resumed with it."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
+        wandb = _need("wandb", "wandb")
+        identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+        try:
+            self._run = wandb.init(
+                project="earnest", name=run.name, id=identity, dir=str(run), config=dict(config), resume="allow"
+            )
+        except Exception as error:  # wandb raises classes of its own for a missing login, a missing network, …
+            if isinstance(error, EarnestError):
+                raise
+            raise ConfigError(
+                f"loggers: wandb could not start ({str(error).splitlines()[0]}); log in with `wandb login`, "
+                "or set WANDB_MODE=offline."
+            ) from error
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        self._run.log(flatten(line), step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}

@@ -1,0 +1,240 @@
+"""The training loop. One step, left to right:
+
+    prompts → sample → grade → advantages → batch → reference signals → step (updates_per_batch times) → metrics
+
+Every random number is a function of (seed, purpose, step), so the loop's state is a step and the stream's position.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from earnest.audit import Verdict, prove
+from earnest.engines import StepReport
+from earnest.errors import EarnestError
+from earnest.runs import checkpoints, verdicts
+from earnest.runs.collect import Collected, Source, reward_summary, sample_record
+from earnest.runs.enrich import with_signals
+from earnest.runs.errors import Interrupted, RunStopped
+from earnest.runs.evaluate import Evaluation, evaluate
+from earnest.runs.folder import RunFolder
+from earnest.runs.loggers import Logger
+from earnest.runs.progress import Show
+from earnest.runs.seeds import derive
+from earnest.runs.setup import Setup
+from earnest.runs.stopping import Stopper
+
+PROBE_TRIES = 8
+
+
+@dataclass
+class Loop:
+    """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions."""
+
+    setup: Setup
+    run: RunFolder
+    show: Show
+    loggers: list[Logger]
+    step: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.source = Source(self.setup)
+        self.saved_at = -1
+
+    # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Go back to the newest whole checkpoint, or to the beginning where there is none."""
+        found = checkpoints.newest(self.run)
+        if found is None:
+            self.run.cut({})
+            self.run.event("info", "resumed from the beginning: there is no whole checkpoint")
+            return
+        folder, state = found
+        self.run.cut(state["lengths"])
+        self.setup.engine.load(folder / checkpoints.ENGINE)
+        self.source = Source(self.setup, position=state["stream"]["position"])
+        self.step = self.saved_at = int(state["step"])
+        self.seconds = float(state["seconds"])
+        self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        if self.saved_at == self.step:
+            return
+        state = {"stream": self.source.stream.state(), "seconds": self.seconds}
+        checkpoints.save(self.run, self.setup.engine, self.step, state, self.setup.config.checkpoint.keep)
+        self.saved_at = self.step
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """All steps that are left, between the check and the evaluations."""
+        config = self.setup.config
+        with Stopper(self.show.note) as stopper:
+            try:
+                self._train(stopper)
+            except Interrupted:
+                raise
+            except KeyboardInterrupt:
+                self._interrupted(stopper.requested or signal.SIGINT, max(self.saved_at, 0))
+            except EarnestError as error:
+                self._end("failed", str(error))
+                raise RunStopped(
+                    f"the run stopped in step {self.step + 1} of {config.steps}: {error}\n"
+                    f"Its folder is whole: {self.run.path}"
+                ) from error
+            except Exception as error:
+                self._end("failed", f"{type(error).__name__}: {error}")
+                raise
+
+    def _train(self, stopper: Stopper) -> None:
+        config = self.setup.config
+        if not verdicts.holds(self.run.path):
+            self._check()
+        if self.step == 0:
+            self._evaluate("before")
+        while self.step < config.steps:
+            self._stop_if_asked(stopper)
+            self._one_step(self.step + 1)
+            if config.eval.every and self.step % config.eval.every == 0 and self.step < config.steps:
+                self._evaluate(None)
+            if self.step % config.checkpoint.every == 0:
+                self.save()
+        self.save()
+        self._stop_if_asked(stopper)
+        self._evaluate("after")
+
+    def _one_step(self, step: int) -> None:
+        config, engine, objective = self.setup.config, self.setup.engine, self.setup.objective
+        torch.manual_seed(derive(config.seed, "step", step))
+        started = time.perf_counter()
+        collected = self.source.next(step)
+        batch = with_signals(engine, collected.batch, objective)
+        sampled = time.perf_counter()
+        live = [w.term.label for w in objective.live()]
+        shares = len(live) > 1 and config.shares_every > 0 and step % config.shares_every == 0
+        report = None
+        if len(objective.idle(batch)) < len(live):
+            for update in range(config.updates_per_batch):
+                last = update == config.updates_per_batch - 1
+                report = engine.step(batch, objective, shares=shares and last)
+        trained = time.perf_counter()
+        self.step, self.seconds = step, self.seconds + trained - started
+        line = self._line(collected, report, {"sample": sampled - started, "train": trained - sampled})
+        self.run.metrics.append(line)
+        for a in collected.attempts[: config.samples.train]:
+            self.run.samples.append(sample_record(a, "train", step))
+        for logger in self.loggers:
+            logger.log(line)
+        self.show.step(line)
+
+    def _line(self, collected: Collected, report: StepReport | None, seconds: dict[str, float]) -> dict[str, Any]:
+        engine, objective = self.setup.engine, self.setup.objective
+        line: dict[str, Any] = {"kind": "step", "step": self.step, "version": engine.version}
+        if collected.attempts:
+            line["reward"] = reward_summary(collected.attempts)
+        if report is None:  # every live term was lawfully idle on this batch: nothing was updated, and the line says so
+            rest = {
+                "loss": None,
+                "terms": {},
+                "skipped": list(objective.skipped),
+                "grad_norm": None,
+                "update_norm": None,
+            }
+            return (
+                line
+                | rest
+                | {"idle": objective.idle(collected.batch), "metrics": collected.metrics, "seconds": seconds}
+            )
+        alone = len(report.terms) == 1 and report.update.gradient_norm > 0
+        terms = {
+            label: {
+                "kind": term.kind,
+                "weight": term.weight,
+                "loss": term.value,
+                "share": 1.0 if alone else term.share,
+                "ran": term.ran,
+                "metrics": dict(term.metrics),
+            }
+            for label, term in report.terms.items()
+        }
+        more = {f"guard/{k}": v for k, v in report.update.guard.items()} | {
+            f"outer/{k}": v for k, v in report.update.outer.items()
+        }
+        return line | {
+            "loss": report.loss,
+            "terms": terms,
+            "skipped": list(report.skipped),
+            "grad_norm": report.update.gradient_norm,
+            "update_norm": report.update.update_norm,
+            "lr": engine.optimizer.param_groups[0]["lr"],
+            "passes": report.passes,
+            "micro_batches": report.micro_batches,
+            "metrics": {**collected.metrics, "clip_factor": report.update.clip_factor, **more},
+            "seconds": seconds,
+        }
+
+    # --- around the steps ---------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Prove the step before training with it; a broken law ends the run here."""
+        if not self.setup.config.check:
+            self.run.event("warning", "check is false: the step was not checked")
+            return
+        started = time.perf_counter()
+        self.show.note("checking the training step")
+        verdict = probe(self.setup)
+        verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
+        verdict.raise_if_failed()
+
+    def _evaluate(self, phase: str | None) -> Evaluation:
+        self.show.note(f"evaluating {phase or f'after step {self.step}'}")
+        started = time.perf_counter()
+        found = evaluate(self.setup, self.step)
+        line = found.record(time.perf_counter() - started)
+        self.run.metrics.append(line)
+        if phase is not None:
+            firsts = [a for a in found.attempts if a.rollout.sample_index == 0]
+            for a in firsts[: self.setup.config.samples.heldout]:
+                self.run.samples.append(sample_record(a, phase, self.step))
+        for logger in self.loggers:
+            logger.log(line)
+        self.show.evaluation(line)
+        self.run.update(steps_done=self.step, seconds=round(self.seconds, 3))
+        return found
+
+    def _stop_if_asked(self, stopper: Stopper) -> None:
+        if stopper.requested is not None:
+            self.save()
+            self._interrupted(stopper.requested, self.step)
+
+    def _interrupted(self, number: int, resumable: int) -> None:
+        self.step = resumable
+        self._end("interrupted", f"{signal.Signals(number).name} after step {resumable}")
+        raise Interrupted(self.run.path, resumable, self.setup.config.steps, number)
+
+    def _end(self, status: str, reason: str) -> None:
+        self.run.update(status=status, reason=reason, steps_done=self.step, seconds=round(self.seconds, 3))
+        self.run.event("error" if status == "failed" else "warning", f"{status}: {reason}")
+
+
+def probe(setup: Setup) -> Verdict:
+    """Prove the step on prompts of its own, so that training's data order stays; the engine is bit-equal afterwards.
+
+    The first batch that has something to learn from is taken: where all completions of every prompt are worth the
+    same, no policy gradient is alive, and that says nothing about the step.
+    """
+    source = Source(setup, "check")
+    for attempt in range(PROBE_TRIES):
+        batch = with_signals(setup.engine, source.next(attempt).batch, setup.objective)
+        told_apart = batch.advantages is None or bool((batch.advantages != 0).any())
+        if told_apart and not setup.objective.idle(batch):
+            break
+    return prove(setup.engine, setup.objective, batch)

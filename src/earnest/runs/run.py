@@ -1,0 +1,171 @@
+"""Start a run, resume one, or only check its step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from earnest import report
+from earnest.audit import Verdict
+from earnest.config import RunConfig, changed_keys, dump, load_file
+from earnest.errors import CheckpointError, ConfigError
+from earnest.runs import environment
+from earnest.runs.evaluate import gain
+from earnest.runs.folder import RunFolder, default_place, read_json, require_free
+from earnest.runs.loggers import open_loggers
+from earnest.runs.loop import Loop, probe
+from earnest.runs.progress import show_on
+from earnest.runs.setup import Setup, build
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a finished run came to. ``se`` and ``gain_se`` are None where one prompt leaves them unknown."""
+
+    folder: Path
+    before: float
+    after: float
+    before_se: float | None
+    after_se: float | None
+    gain: float
+    gain_se: float | None
+    prompts: int
+    samples: int
+    seconds: float
+    adapter: Path
+    report: Path
+
+
+def start(recipe: str, config: RunConfig, console: Console | None = None) -> Finished:
+    """Train from the beginning, into a new folder."""
+    console = console or Console()
+    place = Path(config.out) if config.out is not None else default_place(recipe)
+    require_free(place)
+    setup = build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False))
+    header = {"recipe": recipe, **setup.describe()}
+    run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+    return _go(setup, run, console, resumed=False)
+
+
+def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None = None) -> Finished:
+    """Continue a run from its newest whole checkpoint. Its config may only be repeated, or ``steps`` raised."""
+    console = console or Console()
+    run = RunFolder.open(folder)
+    try:
+        config = _config_to_resume(run, overrides)
+        threads = read_json(folder / "environment.json").get("threads")
+        if config.threads is None and isinstance(threads, int):
+            torch.set_num_threads(threads)  # other thread counts sum in another order
+        setup = build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False))
+        _say_what_changed(run, setup)
+    except BaseException:
+        run.close()
+        raise
+    return _go(setup, run, console, resumed=True)
+
+
+def check(config: RunConfig, console: Console | None = None) -> Verdict:
+    """Prove the step of a config without training it; nothing is written."""
+    console = console or Console()
+    return probe(build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False)))
+
+
+def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
+    show = show_on(console)
+    console.print(f"[dim]{setup.policy.describe()}[/]", highlight=False)
+    console.print(
+        f"[dim]{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}[/]", highlight=False
+    )
+    try:
+        loop = Loop(setup, run, show, [])
+        if resumed:
+            loop.restore()
+        loop.loggers += open_loggers(setup.config.loggers, run.path, setup.config.model_dump(mode="json"), loop.step)
+        run.update(status="running", reason=None, steps=setup.config.steps, steps_done=loop.step)
+        show.start(setup.config.steps, loop.step)
+        try:
+            loop.train()
+        finally:
+            show.close()
+            for logger in loop.loggers:
+                logger.close()
+        return _finish(setup, run, loop.seconds)
+    finally:
+        run.close()
+
+
+def _finish(setup: Setup, run: RunFolder, seconds: float) -> Finished:
+    adapter = setup.adapter.save(run.path / "adapter", base_model=setup.config.model)
+    run.update(status="finished", steps_done=setup.config.steps, seconds=round(seconds, 3))
+    run.event("info", "finished")
+    page = report.write(run.path)
+    lines = [json.loads(text) for text in (run.path / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    before, after = evaluations[0], evaluations[-1]
+    gained, gained_se = gain(before["means"], after["means"])
+    return Finished(
+        folder=run.path,
+        before=before["reward"],
+        after=after["reward"],
+        before_se=before["se"],
+        after_se=after["se"],
+        gain=gained,
+        gain_se=gained_se,
+        prompts=after["prompts"],
+        samples=after["n"],
+        seconds=seconds,
+        adapter=Path(adapter),
+        report=Path(page),
+    )
+
+
+def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
+    path = run.path / "config.yaml"
+    old, new = load_file(path), load_file(path, overrides)
+    changed = [key for key in changed_keys(old, new) if key != "steps"]
+    if new.out is not None:
+        changed.append("out")
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)}: a resumed run keeps its config, and this would change it; "
+            "leave it out, or start a new run. Only steps may grow."
+        )
+    if new.steps < old.steps:
+        raise ConfigError(
+            f"steps: a resumed run may get more steps than its {old.steps}, not {new.steps}; leave it out."
+        )
+    if new.steps != old.steps:
+        from earnest.runs.atomic import write_text
+
+        write_text(path, dump(new))
+        run.event("info", f"steps raised from {old.steps} to {new.steps}")
+    return new
+
+
+def _say_what_changed(run: RunFolder, setup: Setup) -> None:
+    """A resumed run is bit-equal on the same software and weights: others are said, other weights refused."""
+    then, now = read_json(run.path / "environment.json"), environment.describe(setup.policy)
+    if then.get("base") != now["base"]:
+        raise CheckpointError(
+            f"model: {setup.config.model} has other weights than when {run.path} began; use the same ones."
+        )
+    old, new = then.get("packages", {}), now["packages"]
+    drift = [
+        f"{name} {old.get(name)} → {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)
+    ]
+    drift += [
+        f"{key} {then.get(key)} → {now[key]}"
+        for key in ("earnest", "python", "device", "dtype", "threads")
+        if then.get(key) != now[key]
+    ]
+    if drift:
+        run.event("warning", f"resumed in another environment, so bits may differ: {', '.join(drift)}")
+
+
+def _count(setup: Setup) -> str:
+    return f"{sum(p.numel() for p in setup.adapter.parameters()):,}"

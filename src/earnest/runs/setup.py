@@ -1,0 +1,81 @@
+"""A config into the parts of a run: policy, adapter, engine, objective, task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from earnest.adapters import Adapter, attach
+from earnest.config import RunConfig
+from earnest.engines import LocalEngine
+from earnest.errors import ConfigError
+from earnest.models import Policy, load
+from earnest.objectives import Objective
+from earnest.runs.seeds import derive
+from earnest.tasks import PromptStream, Task, get_task
+
+CALIBRATION_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that the loop works with."""
+
+    config: RunConfig
+    task: Task
+    policy: Policy
+    adapter: Adapter
+    engine: LocalEngine
+    objective: Objective
+
+    def describe(self) -> dict[str, object]:
+        """The part of run.json that says what this run is."""
+        targets = ", ".join(self.adapter.targets)
+        terms = " + ".join(f"{w.weight:g} × {w.term.label}" for w in self.objective.terms)
+        return {
+            "task": self.task.name,
+            "model": {"name": self.policy.name, "version": self.policy.version},
+            "adapter": f"{self.adapter.variant!r} on {targets}",
+            "objective": terms,
+            "seed": self.config.seed,
+            "steps": self.config.steps,
+        }
+
+
+def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
+    """Make the parts; what is cheap to get wrong is looked up before the model is loaded."""
+    task = get_task(config.task)
+    objective = config.build_objective()
+    roles = {role for w in objective.live() for role in w.term.roles}
+    if "rollout" in roles and config.sampling.completions_per_prompt < 2:
+        raise ConfigError(
+            "sampling.completions_per_prompt: an advantage compares a prompt's completions, so rollouts need "
+            "at least 2, got 1."
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    say(f"loading {config.model}")
+    policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
+    variant = config.adapter.build()
+    calibration = None
+    if variant.wants_calibration():
+        prompts = PromptStream(task, derive(config.seed, "calibration")).next(CALIBRATION_PROMPTS)
+        calibration = [torch.tensor([policy.render(p.messages)], device=policy.device) for p in prompts]
+    adapter = attach(
+        policy,
+        variant,
+        targets=config.adapter.targets,
+        layers=config.adapter.layers,
+        calibration=calibration,
+        seed=config.seed,
+    )
+    engine = LocalEngine(
+        policy,
+        adapter,
+        config.optimizer.build(),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        micro_tokens=config.micro_tokens,
+    )
+    return Setup(config, task, policy, adapter, engine, objective)
