@@ -151,7 +151,7 @@ class Adapter:
 
     @staticmethod
     def _live_key(slot: Slot) -> Any:
-        return [(s.gate.scale, state_key(s.tensors)) for s in slots_of(slot.layer.module)]
+        return [(s.gate.scale, state_key(s.trainable())) for s in slots_of(slot.layer.module)]
 
     @contextmanager
     def merged(self) -> Iterator[Adapter]:
@@ -179,7 +179,7 @@ class Adapter:
             yield path, delta.dense()
 
     def delta_operators(self) -> Iterator[tuple[str, Delta]]:
-        """(module path, ΔW as an operator): matvec, rmatvec and spectral_norm without forming ΔW where factors exist."""
+        """(module path, ΔW as an operator): matvec, rmatvec, norms; ΔW is not formed where factors exist."""
         for path, slot in self.slots.items():
             yield path, Delta(slot)
 

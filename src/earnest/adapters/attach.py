@@ -42,9 +42,9 @@ def attach(
 ) -> Adapter:
     """Put ``variant`` on the target layers; the base is frozen, and bit-exactly what it was.
 
-    targets:     names (a path or its tail), "all-linear", "re:<regex>"; None: the variant's default for the model family.
-    layers:      block numbers (negative from the end); None: all.
-    calibration: batches (dicts for the model, or tensors of token ids) for variants that read data at birth.
+    targets:     names (a path or its tail), "all-linear", "re:<regex>"; None: the variant's default for the model
+    family. layers:      block numbers (negative from the end); None: all. calibration: batches (dicts for the model,
+    or tensors of token ids) for variants that read data at birth.
     """
     model = model_of(model_or_policy)
     _check_variant(variant, calibration)
@@ -80,7 +80,7 @@ def _views(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Laye
             )
         if "forward" in module.__dict__:
             raise AdapterError(
-                f"{path}.forward was replaced on the instance (by accelerate hooks or a patch), which would hide the adapter; "
+                f"{path}.forward was replaced on the instance (accelerate hooks, a patch): it would hide the adapter; "
                 "attach before that"
             )
         if isinstance(module, torch.jit.ScriptModule):
@@ -183,8 +183,10 @@ def _freeze(base: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def _hook_reentrant(model: nn.Module) -> Callable[[], None]:
-    """Reentrant checkpointing drops the gradient where no *input* needs one, as with a frozen base: then the embedding's
-    output is made to need it. Looked up at every training forward, because checkpointing may be switched on later."""
+    """Reentrant checkpointing drops the gradient where no *input* needs one, as with a frozen base.
+
+    So the embedding's output is made to need it; looked up at every training forward, because checkpointing may be
+    switched on later."""
     get = getattr(model, "get_input_embeddings", None)
     embed = get() if callable(get) else None
     blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]

@@ -1,4 +1,4 @@
-"""Second moments of the targets' inputs on calibration data: Σ x xᵀ / tokens, padding left out, one matrix a distinct input."""
+"""Second moments of the targets' inputs on calibration data: Σ x xᵀ / tokens, without padding, one a distinct input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _mask(batch: Mapping[str, Any], ids: Tensor) -> Tensor:
 def input_moments(
     model: nn.Module, modules: Mapping[str, nn.Module], calibration: Iterable[Any]
 ) -> tuple[dict[str, Tensor], int]:
-    """(moments by module name, tokens). ``calibration``: batches as dicts for ``model(**batch)`` or tensors of token ids."""
+    """(moments by module name, tokens). A batch is a dict for ``model(**batch)`` or a tensor of token ids."""
     sums: dict[str, Tensor] = {}
     alias: dict[str, str] = {}  # q, k and v read the same tensor: one matrix for the three
     seen: dict[tuple[int, int, int], str] = {}

@@ -14,7 +14,8 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 
 SKETCHES = 4
-# A rounding error E of a weight moves a sketch by about ‖E‖: 0.3 % of ‖W‖ in bf16, 1 % in int8; another weight by > 100 %.
+# A rounding error E of a weight moves a sketch by about ‖E‖: 0.3 % of ‖W‖ in bf16, 1 % in int8; another weight by >
+# 100 %.
 TOLERANCE = 0.05
 
 

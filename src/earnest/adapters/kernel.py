@@ -48,7 +48,7 @@ class _LowRank(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(y: Tensor, x: Tensor, a: Tensor, b: Tensor, s: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(y: Tensor, x: Tensor, a: Tensor, b: Tensor, s: float) -> tuple[Tensor, Tensor]:
         h = x @ a.to(x.dtype).t()
         return torch.addmm(y, h, b.to(x.dtype).t(), alpha=s), h
 
@@ -65,7 +65,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # h is kept as a constant: a second derivative would be wrong, so it raises
-    def backward(ctx: Any, g: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return None, None, None, None, None
         x, h, a, b = ctx.saved_tensors

@@ -1,7 +1,7 @@
 """One adapted linear map, seen the same way whatever module carries it.
 
-``y = x Wᵀ + b`` with W [m, n]: ``nn.Linear``, GPT-2's ``Conv1D`` (stores Wᵀ), and *opaque* linear-like modules (quantised
-weights, other libraries' kernels), of which only the forward is used. Legend: m outputs, n inputs, k rows.
+``y = x Wᵀ + b`` with W [m, n]: ``nn.Linear``, GPT-2's ``Conv1D`` (stores Wᵀ), and *opaque* linear-like modules
+(quantised weights, other libraries' kernels), of which only the forward is used. Legend: m outputs, n inputs, k rows.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Layer:
         self.module = module
         self.base_class: type[nn.Module] = type(module)
         self.stash: tuple[Tensor, Tensor | None] | None = None  # the true weight and bias while merged
+        self.cache: dict[Any, tuple[Any, Tensor]] = {}  # values derived from adapters' tensors, see runtime.cached
         weight: Any = getattr(module, "weight", None)
         if _is_conv1d(module):
             self.kind, (self.n, self.m) = "conv1d", weight.shape
@@ -65,10 +66,10 @@ class Layer:
 
     def base(self, *args: Any, **kwargs: Any) -> Tensor:
         """The untouched forward of the module."""
-        return self.base_class.forward(self.module, *args, **kwargs)  # type: ignore[no-any-return]
+        return self.base_class.forward(self.module, *args, **kwargs)
 
     def rows(self, u: Float[Tensor, "k n"]) -> Float[Tensor, "k m"]:
-        """u Wᵀ without the bias, differentiable in u: k extra tokens through the base's own kernel, never dequantised."""
+        """u Wᵀ without the bias, differentiable in u: k extra tokens through the base's own kernel."""
         u = u.to(self.dtype)
         if self.kind == "opaque":
             return self._without_bias(u)
@@ -102,7 +103,7 @@ class Layer:
         want, got = u @ w.t(), self._without_bias(u.to(self.dtype)).float()
         if not torch.allclose(want, got, rtol=0.05, atol=0.05 * float(want.abs().max() + 1e-12)):
             raise AdapterError(
-                f"{self.name} ({self.base_class.__name__}) is not a linear map of its input (activations quantised?), so "
-                "its weight cannot be read; use a variant that needs the output only: lora, ia3, ia3_ff, road, vera, eva"
+                f"{self.name} ({self.base_class.__name__}) is no linear map (activations quantised?), so "
+                "its weight cannot be read; use a variant that needs no weight: lora, eva, ia3, ia3_ff, road, vera"
             )
         return w

@@ -28,8 +28,8 @@ def merge_layer(layer: Layer) -> None:
     params = layer.module._parameters
     if not layer.mergeable or params.get("weight") is None:
         raise AdapterError(
-            f"{layer.name} is a {layer.base_class.__name__} whose weight is quantised or not its own: merging would round "
-            "the update away silently; run it unmerged, or merge into the unquantised model"
+            f"{layer.name} is a {layer.base_class.__name__} whose weight is quantised or not its own: merging would "
+            "round the update away silently; run it unmerged, or merge into the unquantised model"
         )
     w, b = merged_weight(layer)
     w = w.to(layer.dtype)

@@ -23,9 +23,9 @@ PREFIX = "base_model.model."
 
 # Settings of PEFT that change what is computed and that nothing here reads: refused unless empty.
 _UNREAD = (
-    "modules_to_save", "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias", "use_qalora",
-    "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters", "trainable_token_indices", "velora_config",
-    "monteclora_config", "kasa_config", "coft", "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
+    "modules_to_save", "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias",
+    "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
+    "trainable_token_indices", "velora_config", "monteclora_config", "kasa_config", "coft", "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
 )  # fmt: skip
 
 
@@ -139,8 +139,8 @@ def variant_of(config: Mapping[str, Any]) -> Variant:
     init = config.get("init_lora_weights")
     if config.get("peft_type") == "LORA" and isinstance(init, str):
         raise AdapterError(
-            f"init_lora_weights={init!r} changes the base weights in a way that the file does not record; convert it in PEFT: "
-            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+            f"init_lora_weights={init!r} changes the base weights in a way that the file does not record; convert it "
+            "in PEFT: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
     raise AdapterError(
         f"PEFT type {config.get('peft_type')!r} is not supported; known adapters: {', '.join(sorted(VARIANTS))}"

@@ -1,8 +1,9 @@
 """A plain LoRA for servers, and the rules of their loaders as a validator.
 
-Every scale is folded into B, alpha = r, one rank for all modules, no rsLoRA, no init that names another base: vLLM, TGI and
-llama.cpp read neither rank_pattern nor init_lora_weights, so anything else would be served wrong without a word.
-Exact for LoRA, rsLoRA, EVA, VeRA, AntiPaSTO (rank r) and PiSSA, DeLoRA, HRA (2r where there is a frozen copy or a birth term).
+Every scale is folded into B, alpha = r, one rank for all modules, no rsLoRA, no init that names another base: vLLM,
+TGI and llama.cpp read neither rank_pattern nor init_lora_weights, so anything else would be served wrong without a
+word. Exact for LoRA, rsLoRA, EVA, VeRA, AntiPaSTO (rank r) and PiSSA, DeLoRA, HRA (2r where there is a frozen copy or
+a birth term).
 """
 
 from __future__ import annotations
@@ -123,6 +124,5 @@ def _uneven_blocks(shapes: dict[str, Any]) -> list[str]:
     for path in shapes:
         by_kind.setdefault(path.rsplit(".", 1)[-1], set()).add(block_index(path))
     every = set().union(*by_kind.values()) if by_kind else set()
-    return [
-        f"{k}: TGI needs every layer of a type, missing {sorted(every - v)}" for k, v in by_kind.items() if every - v
-    ]  # type: ignore[type-var]
+    gaps = {k: sorted(i for i in every - v if i is not None) for k, v in by_kind.items()}
+    return [f"{k}: TGI needs every layer of a type, missing {gap}" for k, gap in gaps.items() if gap]

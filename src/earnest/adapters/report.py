@@ -30,8 +30,8 @@ class AttachReport:
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
         share = 100 * self.trainable / max(1, self.base)
         lines = [
-            f"{self.variant}({settings}) as {self.name!r}: {len(self.modules)} layers, {self.trainable:,} trainable fp32 "
-            f"parameters ({share:.2f} % of {self.base:,}), base {self.base_dtype} ({', '.join(self.kinds)})"
+            f"{self.variant}({settings}) as {self.name!r}: {len(self.modules)} layers, {self.trainable:,} trainable "
+            f"fp32 parameters ({share:.2f} % of {self.base:,}), base {self.base_dtype} ({', '.join(self.kinds)})"
         ]
         for match in self.matches:
             blocks = {block_index(n) for n in match.modules} - {None}

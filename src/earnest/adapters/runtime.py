@@ -1,8 +1,9 @@
 """Where adapters sit in a model: slots on a layer, gates, and the forward that runs them.
 
-A layer with adapters keeps its identity, its weight and its place in the model; only its class is replaced by a subclass
-with another ``forward`` (so `isinstance`, deepcopy, hooks, checkpointing and torch.compile see a normal module). Its slots
-are child modules: `model.parameters()` has the adapter's parameters, `model.state_dict()` stays the base's own.
+A layer with adapters keeps its identity, its weight and its place in the model; only its class is replaced by a
+subclass with another ``forward`` (so `isinstance`, deepcopy, hooks, checkpointing and torch.compile see a normal
+module). Its slots are child modules: `model.parameters()` has the adapter's parameters, `model.state_dict()` stays
+the base's own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Slot(nn.Module):
         self.variant, self.layer, self.gate = variant, layer, gate
         self.specs: dict[str, Spec] = variant.specs(layer)
         for name, spec in self.specs.items():
-            value = tensors[name].detach().to(layer.device, spec.dtype(layer)).clone()
+            value = tensors[name].detach().to(layer.device, spec.dtype(layer))
+            value = value.clone(memory_format=torch.contiguous_format)  # equal strides: a reload is bit-equal
             if spec.trainable:
                 self.register_parameter(name, nn.Parameter(value))
             else:
@@ -53,12 +55,17 @@ class Slot(nn.Module):
         # Read at every call, never kept: functional_call and .to() replace the entries.
         return {**self._parameters, **self._buffers}  # type: ignore[dict-item]
 
+    def trainable(self) -> dict[str, Tensor]:
+        """The tensors that training moves (also while frozen as history)."""
+        t = self.tensors
+        return {n: t[n] for n, spec in self.specs.items() if spec.trainable}
+
     def factors(self) -> Factors:
         """The variant's factors; while no gradient is wanted they are kept until a parameter changes."""
         t, scale = self.tensors, self.gate.scale
         if self.variant.cheap or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.variant.factors(t, self.layer, scale)
-        key = (scale, state_key(t))
+        key = (scale, state_key(self.trainable()))
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, self.variant.factors(t, self.layer, scale).cast(self.layer.dtype))
         return self._cached[1]
@@ -91,7 +98,7 @@ class Slot(nn.Module):
 
 
 def state_key(tensors: Tensors) -> tuple[Any, ...]:
-    """Changes when a tensor does. Autograd's version counter misses writes through ``.data``, so on the CPU the bits are
+    """Changes when a tensor does. Autograd's version misses writes through ``.data``, so on the CPU the bits are
     summed as well (no synchronisation there); elsewhere version and address must do."""
     return tuple(
         (
@@ -101,8 +108,19 @@ def state_key(tensors: Tensors) -> tuple[Any, ...]:
             int(t.view(torch.int32).sum()) if t.dtype is torch.float32 and t.is_cpu else 0,
         )
         for t in tensors.values()
-        if t.requires_grad
     )
+
+
+def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """compute(), kept on the layer until one of the tensors changes; not while compiling."""
+    if torch.compiler.is_compiling():
+        return compute()
+    place = (what, tuple(id(t) for t in tensors.values()))
+    key = (extra, layer.dtype, state_key(tensors))
+    found = layer.cache.get(place)
+    if found is None or found[0] != key:
+        found = layer.cache[place] = (key, compute())
+    return found[1]
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -153,7 +171,7 @@ class Adapted:
         if layer.stash is not None:
             if torch.is_grad_enabled():
                 raise AdapterError(
-                    f"{layer.name} is merged, so the adapter gets no gradient; sample under torch.no_grad(), or train unmerged"
+                    f"{layer.name} is merged, so the adapter gets no gradient; use torch.no_grad(), or train unmerged"
                 )
             return layer.base(*args, **kwargs)
         if not args:

@@ -68,9 +68,9 @@ def find_targets(
 ) -> tuple[dict[str, nn.Module], tuple[Match, ...]]:
     """Modules by path (in model order) and the matches of each pattern.
 
-    ``targets``: names (PEFT's rule: a path or its tail), ``"all-linear"`` (every linear but the output head), or ``"re:…"``
-    (a regular expression for the whole path). ``layers`` restricts modules that belong to a numbered block; others, such
-    as lm_head, are kept. A pattern or a layer that matches nothing is an error.
+    ``targets``: names (PEFT's rule: a path or its tail), ``"all-linear"`` (every linear but the output head), or
+    ``"re:…"`` (a regular expression for the whole path). ``layers`` restricts modules that belong to a numbered
+    block; others, such as lm_head, are kept. A pattern or a layer that matches nothing is an error.
     """
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:

@@ -6,8 +6,8 @@
 4. ``weight``          the same map in weight space, in fp32 (given for free where only ``factors`` is used);
 5. what is declared: paper, reference, equation, learning rate, what is dormant at birth, what must not decay.
 
-A layer with adapters 1…K computes f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x), f_0 = the base. Every function takes the
-gate's ``scale`` c; c = 0 never reaches it (the runtime skips the adapter), c = 1 is the trained adapter.
+A layer with adapters 1…K computes f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x), f_0 = the base. Every function
+takes the gate's ``scale`` c; c = 0 never reaches it (the runtime skips the adapter), c = 1 is the trained adapter.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Variant:
         """Why there is no portable export, for the error message."""
         return f"{self.name} changes the weight at full rank"
 
-    # -- PEFT's own format for this variant, where PEFT has one ---------------------------------------------------------
+    # -- PEFT's own format for this variant, where PEFT has one
+    # ---------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
         """PEFT's config fields (peft_type and the method's own), or None: then it is written as a LoRA, where exact."""
         return None

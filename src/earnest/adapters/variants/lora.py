@@ -40,8 +40,8 @@ class LoRA(Variant):
     paper = "2106.09685"
     reference = "peft LoraConfig"
     equation = "y = Wx + b + (α/r)·B A x"
-    lr = 2e-4
-    lr_source = "arXiv 2106.09685, table 11 (GPT-2 and GPT-3: 2e-4)"
+    lr = 1e-4
+    lr_source = "PEFT's MetaMathQA comparison (47.8 % at 1e-4, r = 32)"
     cheap = True
 
     def __post_init__(self) -> None:

@@ -1,0 +1,110 @@
+"""DeLoRA, arXiv 2503.18225:  ΔW = (λ/r)·[N(A, B) − N(A₀, B₀)],  N(A, B) = B diag(1/(‖a_i‖‖b_i‖)) A diag(‖W_:j‖).
+
+``init="frozen_copy"`` is the paper's: a copy of the random start is subtracted, so ΔW = 0 and the first step is
+small. Written as (B̂ − B̂₀) Â + B̂₀ (Â − Â₀) it is exactly 0 at birth. λ, the strength, is shared by both terms and
+has no gradient at step 1. ``init="zero"`` is PEFT's: B = 0, norms clamped at 1e-4; there the first step is ‖ΔW‖/‖W‖ ≈
+λ/√(r n), whatever the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.adapters.kernel import Factors
+from earnest.adapters.layer import Layer
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
+from earnest.adapters.variants.lora import check_rank, kaiming
+
+EPS = 1e-4  # PEFT's clamp of the norms
+
+
+def _unit(a: Tensor, b: Tensor) -> Tensor:
+    """B with column i divided by ‖a_i‖‖b_i‖."""
+    return b / (a.norm(dim=1).clamp_min(EPS) * b.norm(dim=0).clamp_min(EPS))
+
+
+@register
+@dataclass(frozen=True)
+class DeLoRA(Variant):
+    """Low-rank update with its angle and its strength decoupled."""
+
+    rank: int = 8
+    lam: float = 8.0  # λ at birth
+    init: str = "frozen_copy"  # or "zero"
+
+    name = "delora"
+    paper = "2503.18225"
+    reference = 'peft DeloraConfig (init="zero")'
+    equation = "y = Wx + b + (λ/r)·[N(A,B) − N(A₀,B₀)] x,  N = B diag(1/‖a‖‖b‖) A diag(‖W_:j‖)"
+    lr = 1e-2
+    lr_source = "arXiv 2503.18225 (1e-2 and λ₀ = 8 for language models)"
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, self.name)
+        require(self.lam > 0, f"delora: lam must be > 0, got {self.lam!r}")
+        require(
+            self.init in ("frozen_copy", "zero"), f'delora: init must be "frozen_copy" or "zero", got {self.init!r}'
+        )
+
+    @property
+    def copies(self) -> bool:
+        return self.init == "frozen_copy"
+
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        a, b = (self.rank, layer.n), (layer.m, self.rank)
+        norm = Spec((layer.n,), trainable=False)
+        if not self.copies:
+            return {"A": Spec(a), "B": Spec(b), "lam": Spec((1,)), "w_norm": norm}
+        frozen = {"A0": Spec(a, trainable=False), "B0": Spec(b, trainable=False), "w_norm": norm}
+        return {"dA": Spec(a), "dB": Spec(b), "dlam": Spec((1,))} | frozen
+
+    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+        norm = layer.weight().norm(dim=0)
+        a = kaiming((self.rank, layer.n), ctx.rng)
+        if not self.copies:
+            return {"A": a, "lam": torch.tensor([self.lam]), "w_norm": norm}
+        return {"A0": a, "B0": kaiming((layer.m, self.rank), ctx.rng), "w_norm": norm}
+
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+        if not self.copies:
+            return Factors(t["A"] * t["w_norm"], _unit(t["A"], t["B"]) * (t["lam"] / self.rank), scale)
+        a, b = t["A0"] + t["dA"], t["B0"] + t["dB"]
+        with torch.no_grad():
+            start = _unit(t["A0"], t["B0"])
+        left = torch.cat([_unit(a, b) - start, start], 1) * ((self.lam + t["dlam"]) / self.rank)
+        return Factors(torch.cat([a, t["dA"]]) * t["w_norm"], left, scale)
+
+    def dormant(self) -> frozenset[str]:
+        return frozenset({"dlam"}) if self.copies else frozenset({"A", "lam"})
+
+    def no_decay(self) -> frozenset[str]:
+        return frozenset() if self.copies else frozenset({"A", "B"})  # only their directions act
+
+    def portable_rank(self, layer: Layer) -> int | None:
+        return 2 * self.rank if self.copies else self.rank
+
+    def peft_config(self) -> dict[str, Any] | None:
+        if self.copies:
+            return None
+        return {"peft_type": "DELORA", "r": self.rank, "delora_lambda": self.lam, "bias": "none"}
+
+    def peft_suffixes(self) -> Sequence[str]:
+        return ("delora_A", "delora_B", "delora_lambda", "delora_w_norm")
+
+    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        return {"delora_A": t["A"], "delora_B": t["B"], "delora_lambda": t["lam"], "delora_w_norm": t["w_norm"]}
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        if config.get("peft_type") != "DELORA":
+            return None
+        return DeLoRA(int(config["r"]), float(config["delora_lambda"]), "zero")
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        names = {"A": "delora_A", "B": "delora_B", "lam": "delora_lambda", "w_norm": "delora_w_norm"}
+        return {ours: tensors[theirs] for ours, theirs in names.items()}

@@ -1,0 +1,120 @@
+"""OFT, arXiv 2306.07280 (input-side as in OFTv2, arXiv 2506.19847):  y = W R x + b,  R block-diagonal orthogonal.
+
+R = (I − Q)⁻¹(I + Q) with Q skew in blocks, Q = 0 at birth. x' = x + x (R − I) with R − I = (I − Q)⁻¹ 2Q solved
+exactly, so the identity is exact and R is orthogonal at any size (PEFT's default is a truncated series of this R; its
+exact branch is the transpose, so Q changes sign on the way to and from such a file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.adapters.layer import Layer
+from earnest.adapters.linalg import cayley_minus_identity, skew
+from earnest.adapters.variant import Spec, Tensors, Variant, register, require
+
+SERIES_TOLERANCE = 1e-4
+
+
+def _series(q: Float[Tensor, "g b b"], terms: int) -> Float[Tensor, "g b b"]:
+    """PEFT's truncated series of R: I + 2Q + 2Q² + … + Qᵗ⁻¹ (the last power once)."""
+    eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device).expand_as(q)
+    total, power = eye.clone(), eye
+    for i in range(1, terms):
+        power = power @ q
+        last = i == terms - 1 and terms > 2
+        total = total + (power if last else 2 * power)
+    return total
+
+
+@register
+@dataclass(frozen=True)
+class OFT(Variant):
+    """Orthogonal rotation of the inputs, in blocks."""
+
+    block: int = 32
+
+    name = "oft"
+    paper = "2306.07280"
+    reference = "peft OFTConfig(use_cayley_neumann=False)"
+    equation = "y = W R x + b,  R = (I−Q)⁻¹(I+Q) in blocks"
+    lr = 1e-4
+    lr_source = "PEFT's MetaMathQA comparison (49.1 % at 1e-4)"
+
+    def __post_init__(self) -> None:
+        require(self.block >= 2, f"oft: block must be ≥ 2, got {self.block}")
+
+    def check(self, layer: Layer) -> None:
+        fits = layer.n % self.block == 0
+        require(fits, f"oft: block {self.block} does not divide the {layer.n} inputs of {layer.name}; choose a divisor")
+
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        return {"q": Spec((layer.n // self.block, self.block * (self.block - 1) // 2))}
+
+    def _turn(self, t: Tensors, x: Float[Tensor, "*N n"], scale: float) -> Float[Tensor, "*N n"]:
+        off = scale * cayley_minus_identity(skew(t["q"], self.block))
+        shaped = x.reshape(-1, off.shape[0], self.block)
+        return x + torch.einsum("ngk,gkc->ngc", shaped, off.to(x.dtype)).reshape(x.shape)
+
+    def before(self, t: Tensors, x: Tensor, layer: Layer, scale: float) -> Tensor:
+        return self._turn(t, x, scale)
+
+    def weight(
+        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        off = scale * cayley_minus_identity(skew(t["q"], self.block))
+        shaped = w.view(w.shape[0], off.shape[0], self.block)
+        return w + torch.einsum("mgc,gkc->mgk", shaped, off).reshape(w.shape), b
+
+    def peft_config(self) -> dict[str, Any] | None:
+        return {
+            "peft_type": "OFT",
+            "r": 0,
+            "oft_block_size": self.block,
+            "use_cayley_neumann": False,
+            "module_dropout": 0.0,
+            "bias": "none",
+        }
+
+    def peft_suffixes(self) -> Sequence[str]:
+        return ("oft_R.weight",)
+
+    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        return {"oft_R.weight": -t["q"]}
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        if config.get("peft_type") != "OFT":
+            return None
+        block = int(config.get("oft_block_size") or 0)
+        require(block > 0, "this PEFT OFT adapter gives r but no oft_block_size; save it again with PEFT ≥ 0.17")
+        terms = int(config.get("num_cayley_neumann_terms") or 5) if config.get("use_cayley_neumann", True) else 0
+        return _PeftSeries(block, terms) if terms else OFT(block)
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        return {"q": -tensors["oft_R.weight"]}
+
+
+@dataclass(frozen=True)
+class _PeftSeries(OFT):
+    """An OFT file whose R is PEFT's truncated series: read where the series has converged, refused otherwise."""
+
+    terms: int = 5
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        q = tensors["oft_R.weight"]
+        full = skew(q, self.block)
+        eye = torch.eye(self.block, dtype=full.dtype, device=full.device)
+        gap = float((_series(full, self.terms) - eye - cayley_minus_identity(full)).abs().max())
+        require(
+            gap <= SERIES_TOLERANCE,
+            f"{layer.name}: this OFT was trained with PEFT's {self.terms}-term series, which is {gap:.1e} away from "
+            f"the rotation itself (allowed {SERIES_TOLERANCE:g}); use use_cayley_neumann=False, or merge with PEFT",
+        )
+        return {"q": q}

@@ -1,0 +1,91 @@
+"""PiSSA, arXiv 2404.02948:  y = W x + b + s·(B A − B₀ A₀) x,  W = U Σ Vᵀ,  B₀ = U_r √(Σ_r/s),  A₀ = √(Σ_r/s) V_rᵀ.
+
+The paper writes W − s·B₀A₀ over the base weight; here W stays, and δA = A − A₀, δB = B − B₀ are trained around frozen
+copies:
+
+    B A − B₀ A₀ = δB A + B₀ δA,
+
+a LoRA of rank 2r that is exactly 0 at δ = 0 in every dtype, and has no large terms that cancel. Both get gradient at
+step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.adapters.kernel import Factors
+from earnest.adapters.layer import Layer
+from earnest.adapters.linalg import top_svd
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
+from earnest.adapters.variants.lora import check_rank
+
+
+@register
+@dataclass(frozen=True)
+class PiSSA(Variant):
+    """LoRA started at the principal singular directions, as an offset from them."""
+
+    rank: int = 8
+    alpha: float | None = None  # None: alpha = rank, s = 1, as in the paper
+    niter: int = 0  # 0: exact SVD; otherwise iterations of a randomised one
+
+    name = "pissa"
+    paper = "2404.02948"
+    reference = 'peft LoraConfig(init_lora_weights="pissa")'
+    equation = "y = Wx + b + s·(B A − B₀ A₀) x"
+    lr = 1e-5
+    lr_source = "a tenth of LoRA's: its sharpest direction is about ten times as curved, arXiv 2602.04998"
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, self.name)
+        require(self.alpha is None or self.alpha > 0, f"pissa: alpha must be > 0, got {self.alpha!r}")
+        require(self.niter >= 0, f"pissa: niter must be ≥ 0, got {self.niter!r}")
+
+    @property
+    def s(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    def check(self, layer: Layer) -> None:
+        most = min(layer.m, layer.n)
+        require(self.rank <= most, f"pissa: rank {self.rank} exceeds {layer.name}'s {most}; choose rank ≤ {most}")
+
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        a, b = (self.rank, layer.n), (layer.m, self.rank)
+        return {"dA": Spec(a), "dB": Spec(b), "A0": Spec(a, trainable=False), "B0": Spec(b, trainable=False)}
+
+    def principal(self, layer: Layer, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        u, sigma, vh = top_svd(layer.weight(), self.rank, self.niter, rng)
+        root = (sigma / self.s).sqrt()
+        return root[:, None] * vh, u * root
+
+    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+        a0, b0 = self.principal(layer, ctx.rng)
+        return {"A0": a0, "B0": b0}
+
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+        a = torch.cat([t["A0"] + t["dA"], t["dA"]])
+        return Factors(a, torch.cat([t["dB"], t["B0"]], 1), self.s * scale)
+
+    def portable_rank(self, layer: Layer) -> int | None:
+        return 2 * self.rank
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        if config.get("peft_type") != "LORA" or config.get("init_lora_weights") != "pissa" or config.get("use_dora"):
+            return None  # pissa_niter_k: the file does not record which random SVD was subtracted
+        r, alpha = int(config["r"]), float(config["lora_alpha"])
+        return PiSSA(r, alpha * math.sqrt(r) if config.get("use_rslora") else alpha)
+
+    def peft_suffixes(self) -> Sequence[str]:
+        return ("lora_A.weight", "lora_B.weight")
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        # B₀A₀ is the truncated W whatever signs the SVD chose, so ΔW is exact.
+        a0, b0 = self.principal(layer, torch.Generator().manual_seed(0))
+        return {"A0": a0, "B0": b0, "dA": tensors["lora_A.weight"] - a0, "dB": tensors["lora_B.weight"] - b0}

@@ -1,0 +1,101 @@
+"""RoAd, arXiv 2409.00119:  y' = R y in planes (i, i + g/2) of groups of g outputs:
+
+    y' = α cos θ ∘ y + α sin θ ∘ rotate_half(y).
+
+θ = 0 and α = 1 + δ, δ = 0 at birth; y' = y + e₁ ∘ y + e₂ ∘ rotate_half(y) with e₁ = δ cos θ − 2 sin²(θ/2), e₂ = (1 +
+δ) sin θ, so the identity is exact. ``kind``: road_1 one (θ, α) a plane, road_2 one an output, road_4 two an output.
+The bias is rotated too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.adapters.layer import Layer
+from earnest.adapters.variant import Spec, Tensors, Variant, register, require
+
+_SIZE = {"road_1": 0.5, "road_2": 1, "road_4": 2}
+
+
+@register
+@dataclass(frozen=True)
+class ROAD(Variant):
+    """Rotations and gains of the outputs, in planes."""
+
+    kind: str = "road_1"
+    group: int = 64
+
+    name = "road"
+    paper = "2409.00119"
+    reference = "peft RoadConfig"
+    equation = "y = α cosθ∘(Wx+b) + α sinθ∘rotate_half(Wx+b)"
+    lr = 1e-3
+    lr_source = "PEFT's MetaMathQA comparison (38.5 % at 1e-3, road_2)"
+
+    def __post_init__(self) -> None:
+        require(self.kind in _SIZE, f"road: kind must be one of {', '.join(_SIZE)}, got {self.kind!r}")
+        require(self.group >= 2 and self.group % 2 == 0, f"road: group must be even and ≥ 2, got {self.group}")
+
+    def check(self, layer: Layer) -> None:
+        fits = layer.m % self.group == 0
+        require(
+            fits, f"road: group {self.group} does not divide the {layer.m} outputs of {layer.name}; choose a divisor"
+        )
+
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        size = int(layer.m * _SIZE[self.kind])
+        return {"theta": Spec((size,)), "dalpha": Spec((size,))}
+
+    def columns(self, t: Tensors, scale: float) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+        """(e₁, e₂) in fp32, without cancellation near the identity."""
+        theta, d, half = t["theta"], t["dalpha"], self.group // 2
+        if self.kind == "road_1":
+            theta, d = (v.view(-1, half).repeat_interleave(2, dim=0).flatten() for v in (theta, d))
+        if self.kind != "road_4":
+            theta1 = theta2 = theta
+            d1 = d2 = d
+        else:
+            (theta1, theta2), (d1, d2) = (
+                [v.view(-1, 2, self.group)[:, i].flatten() for i in (0, 1)] for v in (theta, d)
+            )
+        e1 = d1 * theta1.cos() - 2 * (theta1 / 2).sin().square()
+        return scale * e1, scale * ((1 + d2) * theta2.sin())
+
+    def _rotate_half(self, y: Float[Tensor, "*N m"]) -> Float[Tensor, "*N m"]:
+        pairs = y.reshape(*y.shape[:-1], -1, 2, self.group // 2)
+        return torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2).reshape(y.shape)
+
+    def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
+        e1, e2 = (e.to(y.dtype) for e in self.columns(t, scale))
+        return torch.addcmul(torch.addcmul(y, y, e1), self._rotate_half(y), e2)
+
+    def weight(
+        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        e1, e2 = self.columns(t, scale)
+        turn = lambda v: v + e1 * v + e2 * self._rotate_half(v)  # noqa: E731
+        return turn(w.t()).t().contiguous(), None if b is None else turn(b)
+
+    def peft_config(self) -> dict[str, Any] | None:
+        return {"peft_type": "ROAD", "variant": self.kind, "group_size": self.group}
+
+    def peft_suffixes(self) -> Sequence[str]:
+        return ("road_theta", "road_alpha")
+
+    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        return {"road_theta": t["theta"], "road_alpha": 1 + t["dalpha"]}
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        if config.get("peft_type") != "ROAD":
+            return None
+        return ROAD(config.get("variant", "road_1"), int(config.get("group_size", 64)))
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        return {"theta": tensors["road_theta"], "dalpha": tensors["road_alpha"] - 1}

@@ -1,0 +1,93 @@
+"""VeRA, arXiv 2310.11454:  y = W x + b + λ_b ∘ B (λ_d ∘ A x),  A and B random, frozen, and shared by all layers.
+
+λ_b = 0 at birth; λ_d = d₀ + δ. At step 1 only λ_b has a gradient. A layer uses the top-left corners A[:, :n] and B[:m].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from earnest.adapters.kernel import Factors
+from earnest.adapters.layer import Layer
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
+from earnest.adapters.variants.lora import check_rank, kaiming
+
+
+@register
+@dataclass(frozen=True)
+class VeRA(Variant):
+    """Two gain vectors around one frozen random pair of matrices."""
+
+    rank: int = 256
+    d_initial: float = 0.1
+
+    name = "vera"
+    paper = "2310.11454"
+    reference = "peft VeraConfig"
+    equation = "y = Wx + b + λ_b∘B(λ_d∘A x)"
+    lr = 1e-3
+    lr_source = "PEFT's MetaMathQA comparison (35.4 % at 1e-3, r = 256)"
+    shared = frozenset({"A", "B"})
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, self.name)
+        require(self.d_initial != 0, "vera: d_initial = 0 would leave λ_b without a gradient; PEFT's value is 0.1")
+
+    def specs(self, layer: Layer) -> dict[str, Spec]:
+        a, b = Spec((self.rank, layer.n), trainable=False), Spec((layer.m, self.rank), trainable=False)
+        return {"lb": Spec((layer.m,)), "dld": Spec((self.rank,)), "A": a, "B": b}
+
+    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+        m, n = ctx.widest
+        root = math.sqrt(6)  # He's uniform bound √(6/fan_in)
+        a = root * kaiming((self.rank, n), ctx.shared_rng)
+        b = root * kaiming((m, self.rank), ctx.shared_rng)
+        return {"A": a[:, : layer.n], "B": b[: layer.m]}
+
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+        return Factors(t["A"], t["lb"][:, None] * t["B"] * (self.d_initial + t["dld"]), scale)
+
+    def dormant(self) -> frozenset[str]:
+        return frozenset({"dld"})
+
+    def peft_config(self) -> dict[str, Any] | None:
+        return {
+            "peft_type": "VERA",
+            "r": self.rank,
+            "d_initial": self.d_initial,
+            "projection_prng_key": 0,
+            "save_projection": True,
+            "vera_dropout": 0.0,
+            "bias": "none",
+        }
+
+    def peft_suffixes(self) -> Sequence[str]:
+        return ("vera_lambda_b", "vera_lambda_d")
+
+    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        return {"vera_lambda_b": t["lb"], "vera_lambda_d": self.d_initial + t["dld"]}
+
+    def shared_to_peft(self, shared: Tensors) -> dict[str, Tensor]:
+        return {"vera_A": shared["A"], "vera_B": shared["B"]}
+
+    @classmethod
+    def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
+        if config.get("peft_type") != "VERA":
+            return None
+        require(
+            bool(config.get("save_projection", True)),
+            "this VeRA file holds no projections, only a seed of PEFT's; save it with save_projection=True",
+        )
+        return VeRA(int(config["r"]), float(config.get("d_initial", 0.1)))
+
+    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        missing = {"vera_A", "vera_B"} - set(shared)
+        require(not missing, f"base_model.{min(missing, default='')} is missing from this VeRA file")
+        a, b = shared["vera_A"][:, : layer.n], shared["vera_B"][: layer.m]
+        dld = tensors["vera_lambda_d"] - self.d_initial
+        return {"lb": tensors["vera_lambda_b"], "dld": dld, "A": a.contiguous(), "B": b.contiguous()}
