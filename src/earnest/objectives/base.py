@@ -306,7 +306,7 @@ class Objective:
             if not bool(torch.isfinite(value.loss)):
                 shown = ", ".join(f"{name} {metric.value:.4g}" for name, metric in value.metrics.items())
                 raise ObjectiveError(
-                    f"{label}: the loss is {float(value.loss)}; look at its inputs (extreme ratios, an empty mask): "
+                    f"{label}: the loss is {float(value.loss.detach())}; look at its inputs (extreme ratios, an empty mask): "
                     f"{shown}."
                 )
             values[label] = value

@@ -101,7 +101,7 @@ class RatioGradient(PolicyGradient):
             weight, cut = self.correction.weights(view)
             loss = loss * weight
             metrics |= cut
-            ran += f" × {self.correction.level} {self.correction.mode}d importance"
+            ran += f" × {self.correction.level} {self.correction.mode} importance"
         with torch.no_grad():
             gap = self.log_ratio(view)
             metrics |= {

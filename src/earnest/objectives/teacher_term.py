@@ -1,4 +1,4 @@
-"""What channels with a teacher share: the tokens it covers, the support they are compared on, the way in for a wrapper."""
+"""What channels with a teacher share: the tokens it covers, the support they are compared on, a wrapper's way in."""
 
 from __future__ import annotations
 
