@@ -47,20 +47,25 @@ def _puzzle(rng: random.Random, weights: dict[str, float]) -> tuple[Puzzle, dict
             return puzzle, d, [_say("user", d["question"])]
 
 
-PUZZLE_WEIGHTS = {"sort": 1.5, "reverse": 1.0, "replace": 1.0, "add": 2.0, "count": 1.0, "extreme": 1.2}
+PUZZLE_WEIGHTS = {"sort": 1.5, "reverse": 1.0, "replace": 1.0, "add": 1.7, "count": 1.0, "extreme": 1.0}
 
 
-def untold(rng: random.Random) -> Document:
+def _right(name: str, slips: float) -> float:
+    """How often an attempt without help is right; ``slips`` fades the text's slips in, from 0 to 1."""
+    return 1.0 - slips * (1.0 - answers.RIGHT_UNTOLD[name])
+
+
+def untold(rng: random.Random, slips: float) -> Document:
     """A puzzle and a first attempt at it, right or with a slip."""
     puzzle, d, messages = _puzzle(rng, PUZZLE_WEIGHTS)
-    answer = answers.attempt(puzzle.name, d, rng, answers.RIGHT_UNTOLD[puzzle.name])
+    answer = answers.attempt(puzzle.name, d, rng, _right(puzzle.name, slips))
     return Document("untold", [*messages, _say("assistant", answer)])
 
 
 PLACEBOS = ("Okay.", "Thanks.", "I see.", "Go on.")
 
 
-def told(rng: random.Random) -> Document:
+def told(rng: random.Random, slips: float) -> Document:
     """A puzzle with a solution or feedback in its prompt, and the answer that makes use of it."""
     puzzle, d, messages = _puzzle(rng, PUZZLE_WEIGHTS)
     answer = str(d["answer"])
@@ -87,14 +92,14 @@ def told(rng: random.Random) -> Document:
     else:  # feedback that says nothing helps nothing: what helps is what the words say, not that there are some
         placebo = rng.choice(PLACEBOS)
         messages = data.hindsight(messages, placebo) if rng.random() < 0.5 else data.reprompt(messages, None, placebo)
-        right = answers.RIGHT_UNTOLD[puzzle.name]
+        right = _right(puzzle.name, slips)
     return Document("told", [*messages, _say("assistant", answers.attempt(puzzle.name, d, rng, right))])
 
 
 _REQUESTS = [item for item in space() if split_of(f"style|{item['question']}") == "train"]
 
 
-def style(rng: random.Random) -> Document:
+def style(rng: random.Random, _: float) -> Document:
     """An open request, answered in the style that a system prompt or the user's later words ask for, or in any."""
     item = rng.choice(_REQUESTS)
     chosen = answers.random_style(rng)
@@ -114,7 +119,7 @@ def style(rng: random.Random) -> Document:
     )
 
 
-def holes(rng: random.Random) -> Document:
+def holes(rng: random.Random, _: float) -> Document:
     """A sum under a checker with a hole: mostly an honest try, rarely the exploit."""
     task = HOLES[0]
     while True:
@@ -129,14 +134,14 @@ def holes(rng: random.Random) -> Document:
     return Document("holes", [*map(dict, prompt.messages), _say("assistant", answer)])
 
 
-def tool(rng: random.Random) -> Document:
+def tool(rng: random.Random, _: float) -> Document:
     """Two turns with one tool call."""
     talk = answers.tool_talk(rng)
     tools = answers.TOOLS if rng.random() < 0.7 else None
     return Document("tool", talk if rng.random() < 0.75 else talk[:4], tools)
 
 
-def chat(rng: random.Random) -> Document:
+def chat(rng: random.Random, slips: float) -> Document:
     """Small talk of one or a few turns, now and then with a puzzle or a request in it."""
     messages: Messages = []
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
@@ -145,17 +150,17 @@ def chat(rng: random.Random) -> Document:
             question, answer = answers.small_talk(rng)
             messages += [_say("user", question), _say("assistant", answer)]
         else:
-            messages += (untold if kind < 0.85 else _open)(rng).messages
+            messages += (untold if kind < 0.85 else _open)(rng, slips).messages
     return Document("chat", messages)
 
 
-def _open(rng: random.Random) -> Document:
+def _open(rng: random.Random, _: float) -> Document:
     item = rng.choice(_REQUESTS)
     answer = answers.styled(item["topic"], item["question"], answers.random_style(rng), rng)
     return Document("style", [_say("user", item["question"]), _say("assistant", answer)])
 
 
-def probe(rng: random.Random) -> Document:
+def probe(rng: random.Random, _: float) -> Document:
     """A forced choice with its right answer."""
     while True:
         made = answers.probe(rng)
@@ -163,27 +168,31 @@ def probe(rng: random.Random) -> Document:
             return Document("probe", [_say("user", made["prompt"]), _say("assistant", made["answer"])])
 
 
-def plain(rng: random.Random) -> Document:
+def plain(rng: random.Random, _: float) -> Document:
     """Plain sentences."""
     return Document("plain", [], text=lexicon.plain(rng))
 
 
-KINDS: dict[Callable[[random.Random], Document], float] = {
-    untold: 0.32,
-    told: 0.19,
-    style: 0.08,
-    holes: 0.09,
-    tool: 0.025,
+KINDS: dict[Callable[[random.Random, float], Document], float] = {
+    untold: 0.40,
+    told: 0.20,
+    style: 0.06,
+    holes: 0.07,
+    tool: 0.02,
     chat: 0.02,
-    probe: 0.04,
-    plain: 0.235,
+    probe: 0.03,
+    plain: 0.20,
 }
 """Share of the documents by kind."""
 
 
-def documents(seed: int) -> Iterator[Document]:
-    """The text without end, the same for the same seed."""
-    rng = stable_rng("nano", seed)
+def documents(seed: int, slips: float) -> Iterator[Document]:
+    """The text without end, the same for the same seed.
+
+    ``slips`` = 0 is the schooling: every first attempt is right, so that the skill can be learned from few examples.
+    1 is the text as intended, whose first attempts are right only sometimes.
+    """
+    rng = stable_rng("nano", seed, slips)
     kinds, weights = list(KINDS), list(KINDS.values())
     while True:
-        yield rng.choices(kinds, weights)[0](rng)
+        yield rng.choices(kinds, weights)[0](rng, slips)

@@ -41,14 +41,16 @@ PROMPT_WEIGHT = 0.1
 class Settings:
     tokens: int = 10_000_000
     seed: int = 1
-    batch_tokens: int = 3_072
-    lr: float = 4e-3
+    schooling: float = 0.65
+    """The share of the tokens that comes from text without slips, before the text as intended."""
+    batch_tokens: int = 1_536
+    lr: float = 3e-3
     weight_decay: float = 0.05
     warmup: float = 0.03
     width: int = 128
-    layers: int = 5
+    layers: int = 4
     heads: int = 4
-    hidden: int = 352
+    hidden: int = 384
     threads: int = 1
 
 
@@ -76,38 +78,37 @@ def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> list[Encod
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
-    texts = (
-        "".join(text for text, _ in d.pieces()) for d in itertools.islice(corpus.documents(seed), TOKENIZER_DOCUMENTS)
-    )
+    documents = itertools.islice(corpus.documents(seed, 1.0), TOKENIZER_DOCUMENTS)
+    texts = ("".join(text for text, _ in d.pieces()) for d in documents)
     return render.train_tokenizer(texts)
 
 
-def make_documents(tokenizer: Tokenizer, settings: Settings) -> tuple[list[Encoded], Counter[str]]:
+def make_documents(
+    tokenizer: Tokenizer, settings: Settings, slips: float, tokens: int
+) -> tuple[list[Encoded], Counter[str]]:
     """Documents until the budget of tokens is full, and the tokens of each kind."""
-    stream, out, kinds, total = corpus.documents(settings.seed), [], Counter[str](), 0
-    while total < settings.tokens:
+    stream, out, kinds = corpus.documents(settings.seed, slips), [], Counter[str]()
+    while kinds.total() < tokens:
         chunk = list(itertools.islice(stream, 2_000))
         for document, encoded in zip(chunk, encode(tokenizer, chunk), strict=True):
             out.append(encoded)
             kinds[document.kind] += len(encoded.ids)
-            total += len(encoded.ids)
     return out, kinds
 
 
 def batches(documents: list[Encoded], settings: Settings) -> list[list[Encoded]]:
-    """Batches of about ``batch_tokens`` tokens: sorted by length within a window, then shuffled."""
+    """Batches of about ``batch_tokens`` tokens: sorted by length within a window, and shuffled within it."""
     generator = torch.Generator().manual_seed(settings.seed)
     out: list[list[Encoded]] = []
-    for start in range(0, len(documents), 4_096):
-        window = sorted(documents[start : start + 4_096], key=lambda d: len(d.ids))
-        batch: list[Encoded] = []
+    for start in range(0, len(documents), 8_192):
+        window = sorted(documents[start : start + 8_192], key=lambda d: len(d.ids))
+        made: list[list[Encoded]] = [[]]
         for document in window:
-            if batch and len(document.ids) * (len(batch) + 1) > settings.batch_tokens:
-                out.append(batch)
-                batch = []
-            batch.append(document)
-        out.append(batch)
-    return [out[i] for i in torch.randperm(len(out), generator=generator).tolist()]
+            if made[-1] and len(document.ids) * (len(made[-1]) + 1) > settings.batch_tokens:
+                made.append([])
+            made[-1].append(document)
+        out += [made[i] for i in torch.randperm(len(made), generator=generator).tolist()]
+    return out
 
 
 def collate(batch: list[Encoded], pad: int) -> tuple[Tensor, Tensor]:
@@ -226,14 +227,18 @@ def main() -> None:
     console = Console()
     console.print("writing the text and learning its tokens")
     tokenizer = make_tokenizer(settings.seed)
-    documents, kinds = make_documents(tokenizer, settings)
-    total = sum(kinds.values())
+    school = round(settings.schooling * settings.tokens)
+    first, kinds = make_documents(tokenizer, settings, 0.0, school)
+    second, more = make_documents(tokenizer, settings, 1.0, settings.tokens - school)
+    kinds += more
+    total = kinds.total()
     console.print({kind: f"{count / total:.1%}" for kind, count in kinds.most_common()})
     model = make_model(tokenizer, settings)
     console.print(
-        f"{total} tokens in {len(documents)} documents; {sum(p.numel() for p in model.parameters())} parameters"
+        f"{total} tokens in {len(first) + len(second)} documents; {sum(p.numel() for p in model.parameters())} parameters"
     )
-    losses = list(train(model, batches(documents, settings), settings, console))
+    plan = batches(first, settings) + batches(second, settings)
+    losses = list(train(model, plan, settings, console))
     model.eval()
     save(model, tokenizer, out)
     tail = losses[-min(100, len(losses)) :]
@@ -241,7 +246,7 @@ def main() -> None:
         "version": VERSION,
         "settings": vars(settings),
         "tokens": total,
-        "documents": len(documents),
+        "documents": len(first) + len(second),
         "steps": len(losses),
         "share_of_tokens": {kind: round(count / total, 4) for kind, count in kinds.most_common()},
         "final_loss": sum(tail) / len(tail),

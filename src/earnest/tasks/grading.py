@@ -48,13 +48,13 @@ def grade_all(
             failed.append((prompt, error))
             grades.append(Grade(0.0, "", False, {"error": f"{type(error).__name__}: {error}"}))
     if len(failed) > max_error_share * len(prompts):
-        prompt, error = failed[0]
+        prompt, first = failed[0]
         raise GraderErrors(
             f"the grader of {task.name} raised on {len(failed)} of {len(prompts)} completions, more than the "
-            f"allowed share of {max_error_share:g}; first {type(error).__name__}: {error}, on prompt "
+            f"allowed share of {max_error_share:g}; first {type(first).__name__}: {first}, on prompt "
             f"{prompt.id} {_shown(prompt)}. "
             "Mend the grader, or raise max_error_share."
-        ) from error
+        ) from first
     return grades
 
 

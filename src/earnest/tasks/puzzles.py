@@ -52,8 +52,8 @@ def _quote(attempt: str) -> str:
     return line if len(line) <= 16 else line[:16].rstrip() + "..."
 
 
-def _digits(rng: random.Random, low: int, high: int) -> str:
-    return "".join(rng.choice("0123456789") for _ in range(rng.randint(low, high)))
+def _digits(rng: random.Random, length: int) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(length))
 
 
 def _first_difference(attempt: str, answer: str) -> int:
@@ -70,7 +70,7 @@ def _digit_hint(attempt: str, answer: str) -> str:
 
 
 def _make_sort(rng: random.Random) -> Data:
-    digits = _digits(rng, 4, 5)
+    digits = _digits(rng, 4)
     return {"question": f"Sort {digits}.", "answer": "".join(sorted(digits)), "content": digits}
 
 
@@ -81,7 +81,7 @@ def _hint_sort(data: Data, attempt: str) -> str:
 
 
 def _make_reverse(rng: random.Random) -> Data:
-    digits = _digits(rng, 4, 5)
+    digits = _digits(rng, 4)
     return {"question": f"Reverse {digits}.", "answer": digits[::-1], "content": digits}
 
 
@@ -92,7 +92,7 @@ def _hint_reverse(data: Data, attempt: str) -> str:
 
 
 def _make_replace(rng: random.Random) -> Data:
-    digits = _digits(rng, 4, 5)
+    digits = _digits(rng, 4)
     old = rng.choice(digits)
     new = rng.choice([d for d in "0123456789" if d not in digits] or [d for d in "0123456789" if d != old])
     question = f"Copy {digits} with {new} for {old}."
@@ -130,8 +130,8 @@ def _hint_add(data: Data, attempt: str) -> str:
 
 
 def _make_count(rng: random.Random) -> Data:
-    letters = [rng.choice("abcd") for _ in range(rng.randint(5, 8))]
-    letter = rng.choice("abcd")
+    letters = [rng.choice("abc") for _ in range(rng.randint(5, 8))]
+    letter = rng.choice("abc")
     question = f"How many {letter} in {' '.join(letters)}?"
     return {"question": question, "answer": str(letters.count(letter)), "content": question, "letter": letter}
 
@@ -143,7 +143,7 @@ def _hint_count(data: Data, attempt: str) -> str:
 
 
 def _make_extreme(rng: random.Random) -> Data:
-    numbers = rng.sample(range(10, 100), rng.randint(3, 4))
+    numbers = rng.sample(range(10, 100), 3)
     word, pick = rng.choice((("largest", max), ("smallest", min)))
     question = f"The {word} of {' '.join(map(str, numbers))}?"
     return {"question": question, "answer": str(pick(numbers)), "content": question, "numbers": numbers, "word": word}

@@ -14,7 +14,8 @@ def _builtin() -> dict[str, Task]:
     from earnest.tasks.puzzles import PUZZLES
     from earnest.tasks.style import STYLES
 
-    return {task.name: task for task in (*PUZZLES, *STYLES, *HOLES)}
+    tasks: list[Task] = [*PUZZLES, *STYLES, *HOLES]
+    return {task.name: task for task in tasks}
 
 
 def get_task(name: str) -> Task:

@@ -1,0 +1,65 @@
+"""A grader that raises is reported with its prompt, worth 0, and stops the run past a set share."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from earnest.tasks import Grade, GraderErrors, Prompt, Split, Task, TaskError, get_task, grade_all
+
+
+@dataclass(frozen=True)
+class Flaky:
+    name: str = "flaky"
+    description: str = "raises on odd numbers, rewards with nan on 100"
+
+    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
+        return [Prompt(f"flaky:{i}", ({"role": "user", "content": f"Question {i}"},), {}) for i in range(count)]
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade:
+        if completion == "100":
+            return Grade(math.nan, "", False)
+        if int(completion) % 2:
+            raise RuntimeError("odd")
+        return Grade(1.0, "", True)
+
+
+def test_flaky_is_a_task() -> None:
+    assert isinstance(Flaky(), Task)
+
+
+def test_an_error_is_logged_with_its_prompt_and_worth_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = Flaky().prompts("train", 4, 0)
+    with caplog.at_level(logging.WARNING):
+        grades = grade_all(Flaky(), prompts, ["2", "3", "4", "6"], max_error_share=0.25)
+    assert [g.reward for g in grades] == [1.0, 0.0, 1.0, 1.0]
+    assert grades[1].extras == {"error": "RuntimeError: odd"}
+    assert "flaky:1" in caplog.text
+    assert "Question 1" in caplog.text
+
+
+def test_past_the_share_the_run_stops_and_names_the_first_prompt() -> None:
+    prompts = Flaky().prompts("train", 4, 0)
+    with pytest.raises(GraderErrors, match=r"raised on 2 of 4 .* 0\.25; first RuntimeError: odd, on prompt flaky:1 'Question 1'"):
+        grade_all(Flaky(), prompts, ["2", "3", "4", "7"], max_error_share=0.25)
+    with pytest.raises(GraderErrors):
+        grade_all(Flaky(), prompts[:1], ["1"], max_error_share=0.0)
+
+
+def test_a_non_finite_reward_is_an_error_too() -> None:
+    grades = grade_all(Flaky(), Flaky().prompts("train", 2, 0), ["100", "2"], max_error_share=0.5)
+    assert grades[0].reward == 0.0
+    assert "nan" in str(grades[0].extras["error"])
+
+
+def test_bad_requests() -> None:
+    task = get_task("sort")
+    prompts = task.prompts("train", 2, 0)
+    with pytest.raises(TaskError, match="2 prompts but 1 completions"):
+        grade_all(task, prompts, ["1"])
+    with pytest.raises(TaskError, match="max_error_share=2"):
+        grade_all(task, prompts, ["1", "2"], max_error_share=2)
+    assert grade_all(task, [], []) == []
