@@ -214,7 +214,7 @@ def loss_charts(run: Run) -> list[Chart]:
 
 
 def _loss(label: str) -> Callable[[Step], float | None]:
-    return lambda step: step.terms[label].value if label in step.terms else None
+    return lambda step: step.terms[label].loss if label in step.terms else None
 
 
 @dataclass
@@ -237,20 +237,17 @@ def metric_points(run: Run) -> list[Named]:
             found.setdefault((owner, name), Named(title, colour, [])).pairs.append((float(step.step), value))
 
     for step in run.steps:
-        update = step.update
-        add("", "gradient norm", step, update.gradient_norm)
-        add("", "update norm", step, update.update_norm)
-        add("", "gradient clip factor", step, update.clip_factor)
+        add("", "gradient norm", step, step.grad_norm)
+        add("", "update norm", step, step.update_norm)
         add("", "learning rate", step, step.lr)
         for label, term in step.terms.items():
             for name, value in term.metrics.items():
                 add(label, name, step, value, labels.index(label))
-        for owner, numbers in (("guard", update.guard), ("outer", update.outer), ("loop", step.metrics)):
-            for name, value in numbers.items():
-                add(owner, name, step, value)
+        for name, value in step.metrics.items():
+            add("loop", name, step, value)
         for name, value in step.seconds.items():
             add("seconds", name, step, value)
-        add("", "trained tokens", step, float(step.tokens))
+        add("", "micro-batches", step, step.micro_batches)
     return list(found.values())
 
 

@@ -49,6 +49,9 @@ class Fields:
             raise self._fail(key, "a whole number ≥ 0")
         return value
 
+    def integer_or_none(self, key: str) -> int | None:
+        return None if self.data.get(key) is None else self.integer(key)
+
     def number(self, key: str) -> float:
         value = self.number_or_none(key)
         if value is None:
@@ -95,6 +98,17 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self._fail(key, "a list of texts")
         return tuple(value)
+
+    def list_of_numbers(self, key: str) -> tuple[float, ...] | None:
+        """A list of finite numbers, or None where it is absent."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        found = [self._number(key, entry) for entry in value] if isinstance(value, list) else [None]
+        numbers = tuple(number for number in found if number is not None)
+        if len(numbers) != len(found):
+            raise self._fail(key, "a list of numbers")
+        return numbers
 
     def numbers(self, key: str) -> dict[str, float | None]:
         """A map of numbers; absent is empty."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from earnest.report.blocks import none, note, section
 from earnest.report.markup import Html, el, number
 from earnest.report.record import Message, Run, Sample
-from earnest.report.sections import none, section
 
 PAIRS = 100
 ROLLOUTS = 60
@@ -15,34 +15,35 @@ KINDS = ("better", "worse", "same")
 
 
 def samples(run: Run) -> Html:
-    pairs = run.pairs
-    if not pairs and not run.samples:
+    if not run.samples:
         return section("samples", "Samples", none("No samples are recorded."))
-    counts = {kind: sum(_kind(*pair) == kind for pair in pairs) for kind in KINDS}
-    lead = (
-        f"{len(pairs)} recorded held-out prompts with the same sampling seed, in their order: "
-        f"{counts['better']} better, {counts['worse']} worse, {counts['same']} with the same reward."
-    )
+    pairs = run.pairs
     shown = pairs[:PAIRS]
-    more = (
-        el("p", f"The first {PAIRS} of {len(pairs)} are shown; samples.jsonl has all.", class_="note")
-        if len(pairs) > PAIRS
-        else None
-    )
+    kinds = [_kind(*pair) for pair in pairs]
+    cut = f"The first {PAIRS} of {len(pairs):,} are shown; samples.jsonl has all." if len(pairs) > PAIRS else ""
     return section(
         "samples",
         "Samples",
-        el("p", lead) if pairs else None,
-        _filter(counts) if len(pairs) > 1 else None,
+        el("p", _lead(kinds)) if pairs else None,
+        _filter(kinds[:PAIRS]) if len(set(kinds[:PAIRS])) > 1 else None,
         el("div", *(_pair(*pair) for pair in shown), class_="pairs"),
-        more,
+        note(cut),
         _rollouts(run),
     )
 
 
-def _filter(counts: dict[str, int]) -> Html:
+def _lead(kinds: Sequence[str]) -> str:
+    paired = len(kinds) - kinds.count("unpaired")
+    if not paired:
+        return f"{len(kinds):,} held-out prompts are recorded on one side only: there is nothing to compare yet."
+    counts = f"{kinds.count('better')} better, {kinds.count('worse')} worse, {kinds.count('same')} with the same reward"
+    rest = f"; {kinds.count('unpaired')} on one side only" if paired < len(kinds) else ""
+    return f"{len(kinds):,} recorded held-out prompts with the same sampling seed, in their order: {counts}{rest}."
+
+
+def _filter(kinds: Sequence[str]) -> Html:
     """Buttons that the script brings to life; without it everything is simply shown."""
-    options = [("all", sum(counts.values())), *((kind, counts[kind]) for kind in KINDS)]
+    options = [("all", len(kinds)), *((kind, kinds.count(kind)) for kind in KINDS)]
     buttons = (
         el(
             "button",

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from earnest.report.fields import Decoder, Fields, lines, read_text
 from earnest.report.record import (
     FORMAT,
+    Check,
     Evaluation,
     Event,
-    Finding,
     Header,
     Level,
     Message,
@@ -25,13 +25,12 @@ from earnest.report.record import (
     Step,
     TermValue,
     TrainReward,
-    Update,
     Verdict,
 )
 
 STATUSES: tuple[Status, ...] = ("running", "finished", "interrupted", "failed")
 PHASES: tuple[Phase, ...] = ("before", "after", "train")
-OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not applicable", "not declared")
+OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not declared")
 
 Line = TypeVar("Line", Step, Evaluation)
 
@@ -116,18 +115,21 @@ def _in_order(entries: Iterable[Line], kind: str, gaps: list[str]) -> tuple[Line
 
 
 def _step(line: Fields) -> Step:
-    reward = line.inner_or_none("reward")
+    reward, idle = line.inner_or_none("reward"), line.inner_or_none("idle")
     terms = line.inner("terms")
     return Step(
         step=line.integer("step"),
+        version=line.integer("version"),
         reward=None if reward is None else _reward(reward),
         loss=line.number_or_none("loss"),
         terms={label: _term(terms.inner(label)) for label in terms.data},
         skipped=line.texts("skipped"),
-        update=_update(line.inner("update")),
-        passes=line.text("passes"),
-        tokens=line.integer("tokens"),
+        idle={} if idle is None else {label: idle.text(label) for label in idle.data},
+        grad_norm=line.number_or_none("grad_norm"),
+        update_norm=line.number_or_none("update_norm"),
         lr=line.number_or_none("lr"),
+        passes=line.text_or_none("passes"),
+        micro_batches=line.integer_or_none("micro_batches"),
         metrics=line.numbers("metrics"),
         seconds=line.numbers("seconds"),
     )
@@ -141,20 +143,9 @@ def _term(term: Fields) -> TermValue:
     return TermValue(
         ran=term.text("ran"),
         weight=term.number("weight"),
-        value=term.number_or_none("value"),
+        loss=term.number_or_none("loss"),
         share=term.number_or_none("share"),
         metrics=term.numbers("metrics"),
-    )
-
-
-def _update(update: Fields) -> Update:
-    return Update(
-        gradient_norm=update.number_or_none("gradient_norm"),
-        clip_factor=update.number_or_none("clip_factor"),
-        update_norm=update.number_or_none("update_norm"),
-        version=update.integer("version"),
-        guard=update.numbers("guard"),
-        outer=update.numbers("outer"),
     )
 
 
@@ -167,6 +158,7 @@ def _evaluation(line: Fields) -> Evaluation:
         prompts=line.integer("prompts"),
         n=line.integer("n"),
         correct=line.number_or_none("correct"),
+        means=line.list_of_numbers("means"),
     )
 
 
@@ -186,7 +178,7 @@ def _samples(folder: Path, decoder: Decoder, gaps: list[str]) -> tuple[Sample, .
             reward=line.number_or_none("reward"),
             correct=line.flag_or_none("correct"),
             feedback=line.text_or_none("feedback") or "",
-            tokens=None if line.data.get("tokens") is None else line.integer("tokens"),
+            tokens=line.integer_or_none("tokens"),
         )
         for line in lines(text, "samples.jsonl", decoder, gaps)
     )
@@ -197,27 +189,30 @@ def _verdict(folder: Path, decoder: Decoder, gaps: list[str]) -> Verdict | None:
     if text is None:
         return None
     data = decoder.parse(text, "verdict.json")
-    findings = tuple(
-        Finding(
-            law=finding.text("law"),
-            subject=finding.text("subject"),
-            measured=finding.text("measured"),
-            expected=finding.text("expected"),
-            outcome=finding.word("outcome", OUTCOMES),
-            meaning=finding.text_or_none("meaning") or "",
+    checks = tuple(
+        Check(
+            law=check.text("law"),
+            subject=check.text("subject"),
+            measured=_measured(check),
+            expected=check.text("expected"),
+            outcome=check.word("outcome", OUTCOMES),
+            detail=check.text_or_none("detail") or "",
         )
-        for finding in data.items("findings")
+        for check in data.items("checks")
     )
-    verdict = Verdict(
-        findings, None if data.data.get("step") is None else data.integer("step"), data.number_or_none("seconds")
-    )
+    left_out = data.integer_or_none("not_applicable") or 0
+    verdict = Verdict(checks, data.integer("step"), data.number_or_none("seconds"), left_out)
     said = data.flag_or_none("holds")
     if said is not verdict.holds:
         gaps.append(
-            f"verdict.json says that holds is {said}, but {verdict.count('holds')} of its findings hold and "
-            f"{verdict.count('fails')} fail; the findings count."
+            f"verdict.json says that holds is {said}, but {verdict.count('holds')} of its checks hold and "
+            f"{verdict.count('fails')} fail; the checks count."
         )
     return verdict
+
+
+def _measured(check: Fields) -> float | str | None:
+    return check.text("measured") if isinstance(check.data.get("measured"), str) else check.number_or_none("measured")
 
 
 def _environment(folder: Path, decoder: Decoder, gaps: list[str]) -> dict[str, Any] | None:
@@ -264,6 +259,6 @@ def _unfinished(run: Run) -> list[str]:
         gaps.append(f"No samples {' and '.join(missing)} training are recorded.")
     if run.verdict is None:
         gaps.append("There is no verdict yet: the step of this run has not been checked.")
-    elif not run.verdict.findings:
+    elif not run.verdict.checks:
         gaps.append("The verdict is empty: nothing was checked.")
     return gaps

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import earnest
-from earnest.report import gallery, sections
+from earnest.report import gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
@@ -50,7 +50,7 @@ def render(run: Run) -> str:
         terms,
         update,
         gallery.samples(run),
-        sections.verdict(run),
+        laws.verdict(run),
         sections.events(run),
         sections.config(run),
         sections.environment(run),
@@ -71,7 +71,7 @@ def render(run: Run) -> str:
         "body",
         el("a", "Skip to the curves", href="#reward", class_="skip"),
         el("div", _contents(), el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
-        el("main", sections.headline(run), sections.notices(run), *body),
+        el("main", headline.headline(run), headline.notices(run), *body),
         el(
             "footer",
             el("p", f"Made by earnest {earnest.__version__} from {run.folder.name}; loads nothing from anywhere."),

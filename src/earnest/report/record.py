@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ FORMAT = "earnest-run/1"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 Phase = Literal["before", "after", "train"]
-Outcome = Literal["holds", "fails", "not applicable", "not declared"]
+Outcome = Literal["holds", "fails", "not declared"]
 Level = Literal["info", "warning", "error"]
 
 
@@ -44,11 +45,11 @@ class Header:
 
 @dataclass(frozen=True)
 class TermValue:
-    """One term on one step; ``value`` is its loss before the weight, ``share`` its part of the gradient."""
+    """One term on one step; ``loss`` is before the weight, ``share`` its part of the gradient."""
 
     ran: str
     weight: float
-    value: float | None
+    loss: float | None
     share: float | None
     metrics: Mapping[str, float | None]
 
@@ -63,30 +64,21 @@ class TrainReward:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What the step did to the weights."""
-
-    gradient_norm: float | None
-    clip_factor: float | None
-    update_norm: float | None
-    version: int
-    guard: Mapping[str, float | None]
-    outer: Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
 class Step:
     """A line of metrics.jsonl of kind "step"."""
 
     step: int
+    version: int
     reward: TrainReward | None
     loss: float | None
     terms: Mapping[str, TermValue]
     skipped: tuple[str, ...]
-    update: Update
-    passes: str
-    tokens: int
+    idle: Mapping[str, str]
+    grad_norm: float | None
+    update_norm: float | None
     lr: float | None
+    passes: str | None
+    micro_batches: int | None
     metrics: Mapping[str, float | None]
     seconds: Mapping[str, float | None]
 
@@ -102,6 +94,7 @@ class Evaluation:
     prompts: int
     n: int
     correct: float | None
+    means: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
@@ -128,31 +121,32 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """A law on a subject: a row of the verdict."""
 
     law: str
     subject: str
-    measured: str
+    measured: float | str | None
     expected: str
     outcome: Outcome
-    meaning: str
+    detail: str
 
 
 @dataclass(frozen=True)
 class Verdict:
     """verdict.json."""
 
-    findings: tuple[Finding, ...]
-    step: int | None
+    checks: tuple[Check, ...]
+    step: int
     seconds: float | None
+    not_applicable: int
 
     @property
     def holds(self) -> bool:
         return self.count("holds") > 0 and self.count("fails") == 0
 
     def count(self, outcome: Outcome) -> int:
-        return sum(finding.outcome == outcome for finding in self.findings)
+        return sum(check.outcome == outcome for check in self.checks)
 
 
 @dataclass(frozen=True)
@@ -178,11 +172,21 @@ class Change:
         return self.after.reward - self.before.reward
 
     @property
-    def se(self) -> float | None:
-        """Standard error of the gain as if the two evaluations were independent.
+    def paired(self) -> bool:
+        """Whether both evaluations say each prompt's mean, so that every prompt can be compared with itself."""
+        before, after = self.before.means, self.after.means
+        return before is not None and after is not None and len(before) == len(after) > 1
 
-        They share their prompts, which makes the true one smaller as a rule: this errs on the careful side.
+    @property
+    def se(self) -> float | None:
+        """Standard error of the gain: over the prompts' differences where they are known, else as if independent.
+
+        The two evaluations share their prompts, so the second way overstates it as a rule.
         """
+        if self.paired:
+            assert self.before.means is not None and self.after.means is not None
+            differences = [a - b for b, a in zip(self.before.means, self.after.means, strict=True)]
+            return statistics.stdev(differences) / math.sqrt(len(differences))
         if self.before.se is None or self.after.se is None:
             return None
         return math.hypot(self.before.se, self.after.se)

@@ -44,7 +44,7 @@ def summary(run_dir: str | Path) -> Table:
         fails = verdict.count("fails")
         row(
             "verdict",
-            f"{fails} of {len(verdict.findings)} fail" if fails else f"{verdict.count('holds')} hold",
+            f"{fails} of {len(verdict.checks)} fail" if fails else f"{verdict.count('holds')} hold",
             "red" if fails else "",
         )
     for gap in run.gaps:

@@ -1,0 +1,82 @@
+"""The top of the page: task, model, held-out before → after ± s.e., and whatever a reader must not miss."""
+
+from __future__ import annotations
+
+from earnest.report.blocks import badge
+from earnest.report.laws import tally
+from earnest.report.markup import Html, duration, el, fixed, signed
+from earnest.report.record import Change, Run
+
+
+def headline(run: Run) -> Html:
+    header = run.header
+    model = f"{header.model} {header.model_version}".strip()
+    done = f"{header.steps_done:,}"
+    facts = {
+        "status": badge(header.status, "good" if header.status == "finished" else "warn"),
+        "verdict": tally(run.verdict.checks if run.verdict is not None else ()),
+        "seed": str(header.seed),
+        "steps": done if header.steps_done == header.steps else f"{done} of {header.steps:,}",
+        "training time": duration(header.seconds),
+        "adapter": header.adapter or "none: all weights",
+        "objective": header.objective,
+        "started": header.started.replace("T", " ").replace("Z", " UTC"),
+    }
+    return el(
+        "header",
+        el("p", "earnest run", el("span", " · ", class_="soft"), header.recipe, class_="kicker"),
+        el("h1", header.task, el("span", " on ", class_="soft"), model),
+        _result(run.change, header.status == "finished"),
+        el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in facts.items()), class_="facts"),
+        class_="headline",
+    )
+
+
+def _result(change: Change | None, finished: bool) -> Html:
+    if change is None:
+        return el("p", "No before and after yet.", class_="result soft")
+    before, after = change.before, change.after
+    size = f"{after.prompts} prompts, {after.n} completions"
+    if (before.prompts, before.n) != (after.prompts, after.n):
+        size = f"before: {before.prompts} prompts, {before.n} completions; after: {size}"
+    how = "every prompt compared with itself" if change.paired else "as if the two were independent"
+    spread = f"; ± 1 s.e., the gain's {how}" if change.se is not None else ""
+    return el(
+        "div",
+        el(
+            "p",
+            _measure("before", "before", before.reward, before.se),
+            el("span", "→", class_="arrow", role="img", aria_label="to"),
+            _measure("after", "after" if finished else "so far", after.reward, after.se),
+            class_="figures",
+        ),
+        el(
+            "p",
+            "Held-out reward, ",
+            el("b", signed(change.gain)),
+            f" ± {fixed(change.se)}" if change.se is not None else None,
+            el("span", f" from step {before.step:,} to step {after.step:,}; {size}{spread}.", class_="soft"),
+            class_="caption",
+        ),
+        class_="result",
+    )
+
+
+def _measure(kind: str, name: str, value: float | None, se: float | None) -> Html:
+    spread = el("span", f" ± {fixed(se)}", class_="se") if se is not None else None
+    shown = el("span", fixed(value), class_="value")
+    return el("span", el("span", name, class_="tag"), shown, spread, class_=f"measure {kind}")
+
+
+def notices(run: Run) -> Html | None:
+    """Broken laws, what is missing, and every warning and error, at the top where nobody can miss them."""
+    broken = [check for check in run.verdict.checks if check.outcome == "fails"] if run.verdict else []
+    loud = [event for event in run.events if event.level != "info"]
+    items = [
+        *(el("li", el("b", "broken"), f": {c.law} on {c.subject}. {c.detail}", class_="bad") for c in broken),
+        *(el("li", gap) for gap in run.gaps),
+        *(el("li", el("b", event.level), f": {event.text}") for event in loud),
+    ]
+    if not items:
+        return None
+    return el("aside", el("h2", "Worth knowing"), el("ul", *items), class_="notices", aria_label="Worth knowing")

@@ -1,0 +1,62 @@
+"""The verdict: which laws of a training step were checked on this run's own, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from earnest.report.blocks import badge, none, scroll, section
+from earnest.report.markup import Html, duration, el, number
+from earnest.report.record import Check, Outcome, Run
+
+TONES: dict[Outcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn"}
+WORDS: dict[Outcome, str] = {"holds": "hold", "fails": "fail", "not declared": "not declared"}
+OPEN = 12
+"""Up to so many checks are shown unfolded."""
+
+
+def tally(checks: Sequence[Check]) -> Html:
+    """How many hold; how many fail comes first where any does."""
+    count = {outcome: sum(check.outcome == outcome for check in checks) for outcome in TONES}
+    if count["fails"]:
+        return badge(f"{count['fails']} of {len(checks)} fail", "bad")
+    if count["not declared"]:
+        return badge(f"{count['holds']} hold, {count['not declared']} not declared", "warn")
+    if count["holds"]:
+        return badge(f"{count['holds']} hold" if count["holds"] > 1 else "holds", "good")
+    return badge("not checked", "warn")
+
+
+def verdict(run: Run) -> Html:
+    """Failures first and with what they mean; below, every check law by law."""
+    title = "Verdict"
+    if run.verdict is None or not run.verdict.checks:
+        return section("verdict", title, none("No verdict yet: the training step of this run has not been checked."))
+    found = run.verdict.checks
+    numbers = {word: run.verdict.count(outcome) for outcome, word in WORDS.items()}
+    counts = ", ".join(f"{count} {word}" for word, count in numbers.items() if count)
+    if run.verdict.not_applicable:
+        counts += f" ({run.verdict.not_applicable} more do not apply to this run)"
+    when = f", after step {run.verdict.step}" if run.verdict.step else ", before the first step"
+    took = f", in {duration(run.verdict.seconds)}" if run.verdict.seconds is not None else ""
+    lead = el("p", f"The laws of a training step, checked on this run's own{when}{took}: {counts}.")
+    failing = [check for check in found if check.outcome == "fails"]
+    broken = el("div", el("h3", "Broken"), _table(failing, "Broken laws"), class_="broken") if failing else None
+    laws: list[Html] = []
+    for law in dict.fromkeys(check.law for check in found):
+        own = [check for check in found if check.law == law]
+        summary = el("summary", el("span", law, class_="law"), tally(own))
+        laws.append(el("details", summary, _table(own, law), class_="law", open=len(found) <= OPEN))
+    return section("verdict", title, lead, broken, *laws)
+
+
+def _table(checks: Sequence[Check], label: str) -> Html:
+    rows: list[Html] = []
+    for check in checks:
+        measured = check.measured if isinstance(check.measured, str) else number(check.measured)
+        outcome = badge(check.outcome, TONES[check.outcome])
+        row = (el("th", check.subject, scope="row"), *(el("td", cell) for cell in (measured, check.expected, outcome)))
+        rows.append(el("tr", *row))
+        if check.detail:
+            rows.append(el("tr", el("td", check.detail, colspan=4, class_="meaning")))
+    head = el("tr", *(el("th", name, scope="col") for name in ("subject", "measured", "expected", "outcome")))
+    return scroll(label, el("table", el("thead", head), el("tbody", *rows), class_="checks"))
