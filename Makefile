@@ -54,10 +54,10 @@ bench: $(DEV)  ## every benchmark, one after the other, each with its JSON in be
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
 
 docs-tables: $(DEV)  ## run the command under each generated table of README and docs, and write the table anew
-	$(BIN)/python scripts/docs_tables.py $(ARGS)
+	$(BIN)/python -m scripts.docs.tables $(ARGS)
 
 pins: $(DEV)  ## write constraints.txt from what is installed
-	$(BIN)/python scripts/pins.py --write
+	$(BIN)/python -m scripts.pins --write
 
 clean:  ## remove the environment and caches (runs stay)
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info

@@ -1,9 +1,9 @@
 """Write constraints.txt: the version of everything that `earnest[dev]` stands on, as installed here.
 
-    python scripts/pins.py            print what would be written
-    python scripts/pins.py --write    write it
+    python -m scripts.pins            print what would be written
+    python -m scripts.pins --write    write it
 
-Only the closure of our own requirements is pinned, so what a developer happens to have installed besides does not leak in. The
+Only the closure of our own requirements is pinned, so what a developer happens to have besides does not leak in. The
 local part of a version (`2.13.0+cpu`) is dropped: an index without that build must still be able to answer.
 """
 
@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 HEADER = """\
-# The versions that the tests ran with. `make demo` and `make test` install with them; pyproject.toml has the honest ranges.
+# The versions that the tests ran with. `make demo` and `make test` install with them; pyproject.toml has the ranges.
 # Written by `make pins` from what is installed. Why it exists: docs/adr/0001-constraints.md
 """
 # The build backend is installed by pip in an environment of its own, which obeys constraints too.
@@ -49,7 +49,9 @@ def closure(name: str, extras: frozenset[str] = frozenset()) -> dict[str, str]:
             if need.marker is None or need.marker.evaluate({"extra": extra}):
                 todo += [(need.name, e) for e in ("", *need.extras)]
     if missing:
-        raise SystemExit(f"not installed: {', '.join(sorted(missing))}; run `make test` (or pip install -e '.[dev]') first")
+        raise SystemExit(
+            f"not installed: {', '.join(sorted(missing))}; run `make test` (or pip install -e '.[dev]') first"
+        )
     pins.pop(canonicalize_name(name), None)
     return pins
 

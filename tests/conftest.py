@@ -1,7 +1,7 @@
 """Make silence impossible in the test process.
 
-Warnings from our own frames are errors (pyproject.toml), the network is off, one thread, and in CI a test that did not run
-(skipped, or expected to fail) fails the session: what cannot run there is not called tested.
+Warnings from our own frames are errors (pyproject.toml), the network is off, one thread, and in CI a test that did not
+run (skipped, or expected to fail) fails the session: what cannot run there is not called tested.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check every annotated shape of the package while the tests run.
 
-conftest.py installs jaxtyping's import hook with `check` as its type checker: beartype, applied to the annotations that name
-a tensor's shape and to no other. mypy judges the rest, and beartype cannot (`Self`, names imported for typing only).
+conftest.py installs jaxtyping's import hook with `check` as its type checker: beartype, applied to the annotations that
+name a tensor's shape and to no other. mypy judges the rest, and beartype cannot (`Self`, names for typing only).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-MODULE = '''
+MODULE = """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -36,7 +36,7 @@ class Row:
 
     def scaled(self, w: Float[Tensor, " T"] | None) -> Self:
         return self
-'''
+"""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_right_shapes_pass(module) -> None:
     ],
 )
 def test_wrong_shapes_are_caught(module, call) -> None:
-    with pytest.raises(Exception, match="[Tt]ype-?check"):
+    with pytest.raises(Exception, match=r"[Tt]ype-?check"):
         call(module)
 
 

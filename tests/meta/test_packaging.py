@@ -1,0 +1,130 @@
+"""The wheel holds what the package needs at run time; make and pre-commit do what CONTRIBUTING.md says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.docs.pages import ROOT
+
+# Files of src/earnest that are not needed at run time.
+LEFT_OUT = {".pyc"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy of what git knows or would add, so that a stale build folder cannot lend a file."""
+    tmp = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "src",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            "NOTICE",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in listed:
+        if (ROOT / name).is_file():
+            (tmp / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp / "tree" / name)
+    build = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp)], cwd=tmp / "tree", check=True, capture_output=True, text=True
+    )
+    (path,) = tmp.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
+    inside = set(wheel.namelist())
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src/earnest"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    wanted = {n.removeprefix("src/") for n in listed if Path(n).suffix not in LEFT_OUT and (ROOT / n).is_file()}
+    assert not wanted - inside, "add their suffix to [tool.setuptools.package-data]"
+    assert any(n.endswith("/licenses/LICENSE") for n in inside) and any(n.endswith("/licenses/NOTICE") for n in inside)
+
+
+def test_the_wheel_stays_small(wheel: zipfile.ZipFile) -> None:
+    size = sum(info.compress_size for info in wheel.infolist())
+    assert size < 12_000_000, f"{size / 1e6:.1f} MB"
+
+
+def test_make_alone_lists_the_targets() -> None:
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for target in ("demo", "test", "lint", "nightly", "bench", "docs-tables", "clean"):
+        assert f"make {target} " in done.stdout
+
+
+def _would_run(*words: str, **environment: str) -> str:
+    """The commands that make would run, in a tree whose environment is already there."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True, env=clean | environment
+    ).stdout
+
+
+def test_make_demo_installs_only_the_base_and_runs_quickstart(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    plan = _would_run("-C", str(tmp_path), "demo")
+    assert "python3 -m venv .venv" in plan
+    assert "--constraint constraints.txt  --editable ." in plan and "[dev]" not in plan
+    assert "earnest run quickstart" in plan
+
+
+def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    first = _would_run("-C", str(tmp_path), "test")
+    (stamp,) = {w for line in first.splitlines() if line.startswith("touch") for w in line.split() if ".dev-" in w}
+    (tmp_path / stamp).touch()
+    assert "pip install" in first and "pip install" not in _would_run("-C", str(tmp_path), "test")
+    with (tmp_path / "constraints.txt").open("a") as file:
+        file.write("# another version\n")
+    assert "pip install" in _would_run("-C", str(tmp_path), "test")
+
+
+def test_browser_tests_are_left_out_only_where_there_is_no_browser_and_no_ci(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("python3", "sh", "grep", "make"):
+        (tools / tool).symlink_to(Path(shutil.which(tool) or "").resolve())
+    assert "not slow and not browser" in _would_run("test", PATH=str(tools))
+    assert "not browser" not in _would_run("test", PATH=str(tools), CI="true")
+    (tools / "chromium").symlink_to("/bin/true")
+    assert "not browser" not in _would_run("test", PATH=str(tools))
+
+
+def test_pre_commit_installs_and_its_hooks_are_known(tmp_path: Path) -> None:
+    """`.venv/bin/pre-commit install`, in a repository of its own so that this one keeps its hooks."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
+    pre_commit = Path(sys.executable).with_name("pre-commit")
+    subprocess.run([pre_commit, "validate-config", ".pre-commit-config.yaml"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [pre_commit, "install"], cwd=tmp_path, check=True, env=os.environ | {"PRE_COMMIT_HOME": str(tmp_path / "home")}
+    )
+    assert (tmp_path / ".git/hooks/pre-commit").is_file()

@@ -1,0 +1,50 @@
+"""The versions that the tests vouch for are those in constraints.txt, and pyproject.toml's ranges contain them."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import earnest
+from scripts.pins import CONSTRAINTS, ROOT, closure
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins() -> dict[str, str]:
+    lines = [line.strip() for line in CONSTRAINTS.read_text().splitlines()]
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_what_is_installed_is_what_is_pinned() -> None:
+    pinned = pins()
+    installed = closure("earnest", frozenset({"dev"}))
+    different = {
+        name: (version, pinned.get(name)) for name, version in installed.items() if pinned.get(name) != version
+    }
+    assert not different, f"(installed, pinned) differ; `make pins` writes what is installed: {different}"
+
+
+def test_torch_is_pinned_without_a_local_part() -> None:
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_ranges_contain_the_pins() -> None:
+    pinned = pins()
+    lines = [*PROJECT["dependencies"], *(x for extra in PROJECT["optional-dependencies"].values() for x in extra)]
+    for need in map(Requirement, lines):
+        if canonicalize_name(need.name) != "earnest":
+            assert need.specifier.contains(pinned[canonicalize_name(need.name)]), str(need)
+
+
+def test_every_integration_is_part_of_all() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert Requirement(everything).extras == set(extras) - {"all", "dev"}
+
+
+def test_the_version_is_said_once() -> None:
+    assert earnest.__version__ == PROJECT["version"] == metadata.version("earnest")
