@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -15,7 +15,7 @@ from scripts.docs.pages import ROOT, VERBS, Block, Page, Table, commands, read
 SHELL = ("bash", "sh", "console")
 PYTHON = ("python",)
 # Not run, but read by the parser of their language; `text` is for what is no language at all (output, trees, synopses).
-DATA = {
+DATA: dict[str, Callable[[str], object]] = {
     "json": json.loads,
     "jsonl": lambda t: [json.loads(x) for x in t.splitlines()],
     "yaml": yaml.safe_load,

@@ -3,8 +3,8 @@
     python -m scripts.docs.run README.md
 
 Blocks of Python share one interpreter and its names; shell blocks run between them, all in one temporary folder in
-which the repository's own files are linked, so nothing is written into the repository. A plain `earnest …` command runs in a
-process forked from one that has torch loaded already: the command as typed, minus five seconds of import.
+which the repository's own files are linked, so nothing is written into the repository. A plain `earnest …` command runs
+in a process forked from one that has torch loaded already: the command as typed, minus five seconds of import.
 """
 
 from __future__ import annotations
