@@ -15,6 +15,7 @@ import itertools
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from earnest.errors import MissingExtra
@@ -142,18 +143,26 @@ def _refusal(environment: str, tasks: list[Any], toolsets: list[Any]) -> str | N
     return None
 
 
+def _is_there(environment: str) -> bool:
+    """Whether a package of this name exists, found without importing verifiers, which takes seconds."""
+    module = environment.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    root = importlib.util.find_spec("verifiers")
+    own = [Path(p) / "v1" / "tasksets" / module for p in (root.submodule_search_locations or ())] if root else []
+    return module.isidentifier() and (any(p.is_dir() for p in own) or importlib.util.find_spec(module) is not None)
+
+
 def load(environment: str) -> Verifiers:
     """The task of an installed environment's name."""
     if not installed():
         raise MissingExtra("verifiers", "verifiers", "a task verifiers/<environment>")
+    if not _is_there(environment):
+        raise UnknownTask(f"verifiers finds no environment {environment!r}: install its package first.")
     from verifiers.v1.utils.loaders import load_taskset, taskset_class, taskset_config_type
 
     try:
         kind = taskset_class(environment)
     except (ModuleNotFoundError, AttributeError, TypeError) as error:
-        raise UnknownTask(
-            f"verifiers finds no environment {environment!r}: install its package first. It says: {error}"
-        ) from error
+        raise UnknownTask(f"{environment!r} is no environment of verifiers, which says: {error}") from error
     config = taskset_config_type(environment)(id=environment)
     taskset = load_taskset(config)
     tasks = list(itertools.islice(taskset, _MOST))

@@ -62,7 +62,7 @@ def draw_distinct(
             misses = 0
             continue
         misses += 1
-        if misses > 100 * _PATIENCE:
+        if misses > 10 * _PATIENCE:
             raise TaskError(
                 f"no question of split {split!r} in {misses} draws: the task's space is too small to split."
             )
