@@ -1,0 +1,125 @@
+"""What is drawn equals what was recorded, also after thinning."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from earnest.report import curves, load
+from tests.report import folders
+
+
+def test_running_mean_by_hand():
+    pairs = [(1.0, 0.0), (2.0, 3.0), (3.0, 6.0), (4.0, 0.0)]
+    assert curves.running_mean(pairs, 3) == [(1.0, 1.5), (2.0, 3.0), (3.0, 3.0), (4.0, 3.0)]
+    assert curves.running_mean(pairs, 1) == pairs
+
+
+values = st.floats(-1e6, 1e6, allow_subnormal=False)
+
+
+@given(st.lists(values, min_size=1, max_size=3 * curves.POINTS))
+def test_thinning_keeps_short_series_and_the_extremes_and_mean_of_long_ones(ys):
+    pairs = [(float(i), y) for i, y in enumerate(ys)]
+    thin = curves.thin("x", "line", pairs)
+    assert len(thin.x) == min(len(ys), curves.POINTS)
+    assert list(thin.x) == sorted(set(thin.x))
+    if len(ys) <= curves.POINTS:
+        assert list(thin.y) == ys
+        assert thin.lo == thin.hi == ()
+        assert curves.thinned(len(ys)) == ""
+    else:
+        assert min(thin.lo) == min(ys)
+        assert max(thin.hi) == max(ys)
+        slack = 1e-9 * max(abs(y) for y in ys)
+        assert all(lo - slack <= y <= hi + slack for lo, y, hi in zip(thin.lo, thin.y, thin.hi, strict=True))
+        sizes = [
+            round((i + 1) * len(ys) / curves.POINTS) - round(i * len(ys) / curves.POINTS) for i in range(curves.POINTS)
+        ]
+        total = math.fsum(size * y for size, y in zip(sizes, thin.y, strict=True))
+        assert total == pytest.approx(math.fsum(ys), rel=1e-9, abs=1e-3)
+        assert f"{len(ys):,} steps drawn as {curves.POINTS} means" in curves.thinned(len(ys))
+
+
+def test_reward_chart_has_every_evaluation_with_its_error_bar(tmp_path):
+    run = load(folders.make(tmp_path, steps=100))
+    chart = curves.reward_chart(run)
+    assert chart is not None
+    held = next(series for series in chart.series if series.label == "held-out")
+    assert list(held.x) == [e.step for e in run.evaluations]
+    for series_value, low, high, e in zip(held.y, held.lo, held.hi, run.evaluations, strict=True):
+        assert (series_value, high - low) == (e.reward, pytest.approx(2 * 0.021))
+    raw = next(series for series in chart.series if series.style == "faint")
+    assert list(raw.y) == [step.reward.mean for step in run.steps if step.reward]
+    assert "the mean over 5 steps" in chart.note
+    rows = {row[0]: row for row in chart.table.rows}
+    assert {float(e.step) for e in run.evaluations} <= set(rows)
+    assert {0.0, 100.0} <= set(rows)
+    assert rows[0.0][1] is None, "there is no training reward before the first step"
+    assert f"{len(rows)} of 101 steps" in chart.table.note
+    assert (chart.floor, chart.ceiling) == (0.0, 1.0)
+
+
+def test_shares_stack_to_one_and_keep_the_colours_of_their_terms(tmp_path):
+    run = load(folders.make(tmp_path))
+    chart = curves.share_chart(run)
+    assert chart is not None
+    assert [(series.label, series.colour) for series in chart.series] == [("grpo", 0), ("sdpo", 1)]
+    for parts in zip(*(series.y for series in chart.series), strict=True):
+        assert sum(parts) == pytest.approx(1)
+    assert [(c.title, c.series[0].colour) for c in curves.loss_charts(run)] == [("grpo: loss", 0), ("sdpo: loss", 1)]
+    assert curves.share_chart(load(folders.make(tmp_path / "one", terms=1))) is None
+
+
+def test_shares_are_drawn_only_where_they_were_measured(tmp_path):
+    rows = [folders.step_line(step, 6, random.Random(step)) for step in range(1, 7)]
+    for row in rows:
+        if row["step"] % 3:
+            for term in row["terms"].values():
+                term["share"] = None
+    folder = folders.make(tmp_path, steps=6)
+    folders.write_lines(folder / "metrics.jsonl", rows)
+    chart = curves.share_chart(load(folder))
+    assert chart is not None
+    assert chart.series[0].x == (3.0, 6.0)
+    assert chart.note.startswith("Measured on 2 of 6 steps.")
+
+
+def test_every_number_of_a_step_is_a_curve_or_a_constant(tmp_path):
+    run = load(folders.make(tmp_path))
+    charts, constant = curves.metric_charts(run)
+    assert [chart.title for chart in charts] == [
+        "gradient norm",
+        "update norm",
+        "grpo: clip_fraction",
+        "grpo: ratio_max",
+        "sdpo: covered_mass",
+        "entropy",
+        "zero_variance_groups",
+        "seconds: sample",
+        "seconds: train",
+    ]
+    still = [("learning rate", 0.001), ("grpo: dropped_tokens", 0.0), ("grader_errors", 0.0), ("micro-batches", 1.0)]
+    assert sorted(constant) == sorted(still)
+    norm = charts[0].series[0]
+    assert list(norm.y) == [step.grad_norm for step in run.steps]
+
+
+def test_two_metrics_of_one_name_stay_apart(tmp_path):
+    """A term's metric "a: b" and the loop's metric of that very name are two curves, not one with two values a step."""
+    folder = folders.make(tmp_path, steps=3)
+    rows = [folders.step_line(step, 3, random.Random(step)) for step in (1, 2, 3)]
+    for row in rows:
+        row["terms"]["grpo"]["metrics"] = {"x": row["step"]}
+        row["metrics"] = {"grpo: x": 10 * row["step"], "gradient norm": -row["step"]}
+    folders.write_lines(folder / "metrics.jsonl", rows)
+    charts, _ = curves.metric_charts(load(folder))
+    found = [(chart.title, chart.series[0].y) for chart in charts]
+    assert ("grpo: x", (1.0, 2.0, 3.0)) in found
+    assert ("grpo: x", (10.0, 20.0, 30.0)) in found
+    assert ("gradient norm", (-1.0, -2.0, -3.0)) in found
+    assert len({chart.key for chart in charts}) == len(charts)
