@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 import earnest as en
 from earnest.audit import LawBroken
@@ -82,7 +81,9 @@ def test_a_base_weight_that_trains_along_fails(make_engine: Make, batch: Batch) 
     engine.optimizer.register_step_post_hook(lambda *_: norm.data.add_(1e-3))
     verdict = en.prove(engine, GRPO(clip=0.2), batch)
     assert any("Moved although not trainable: model.norm.weight" in f.meaning for f in verdict.failures)
-    assert not torch.equal(norm, original), "the probe restores what the engine owns; a foreign hook's damage stays visible"
+    assert not torch.equal(norm, original), (
+        "the probe restores what the engine owns; a foreign hook's damage stays visible"
+    )
 
 
 def test_an_update_that_rounds_away_fails(make_engine: Make, batch: Batch) -> None:
@@ -93,5 +94,3 @@ def test_an_update_that_rounds_away_fails(make_engine: Make, batch: Batch) -> No
 def test_nothing_checked_is_not_a_pass() -> None:
     with pytest.raises(LawBroken, match="nothing was checked"):
         en.Verdict(()).raise_if_failed()
-
-

@@ -1,6 +1,21 @@
-"""The laws that any training step obeys, and how to check them."""
+"""The laws that any training step obeys, and how to check them on code that was never seen before."""
 
 from earnest.audit.alive import prove as prove
+from earnest.audit.run import audit as audit
+from earnest.audit.step import Raises as Raises
+from earnest.audit.step import Step as Step
+from earnest.audit.step import StepError as StepError
+from earnest.audit.subjects import Accumulation as Accumulation
+from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
+from earnest.audit.subjects import Gather as Gather
+from earnest.audit.subjects import Merge as Merge
+from earnest.audit.subjects import OuterStep as OuterStep
+from earnest.audit.subjects import Resume as Resume
+from earnest.audit.subjects import RoundTrip as RoundTrip
+from earnest.audit.subjects import Schedule as Schedule
+from earnest.audit.subjects import Subject as Subject
+from earnest.audit.subjects import Unbiased as Unbiased
+from earnest.audit.subjects import WeightSync as WeightSync
 from earnest.audit.verdict import Finding as Finding
 from earnest.audit.verdict import LawBroken as LawBroken
 from earnest.audit.verdict import Verdict as Verdict

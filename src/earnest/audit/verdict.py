@@ -36,6 +36,7 @@ class Verdict:
     """All findings of an audit."""
 
     findings: tuple[Finding, ...]
+    cost: int = 0  # how many times the step was evaluated
 
     @property
     def failures(self) -> tuple[Finding, ...]:
@@ -58,10 +59,15 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """JSON for machines (verdict.json)."""
         counts = {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in COLOURS}
-        return {"holds": self.holds, "counts": counts, "findings": [asdict(f) for f in self.findings]}
+        return {
+            "holds": self.holds,
+            "counts": counts,
+            "cost": self.cost,
+            "findings": [asdict(f) for f in self.findings],
+        }
 
     def __add__(self, other: Verdict) -> Verdict:
-        return Verdict(self.findings + other.findings)
+        return Verdict(self.findings + other.findings, self.cost + other.cost)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title="the training step, checked", title_justify="left")

@@ -1,0 +1,184 @@
+"""Legal changes of a batch: what a law may do to the declared inputs without making them impossible.
+
+Log-probs stay at or below 0, ids stay ids that occur, shapes stay, and only declared tensors are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.audit.step import Step
+
+Batch = dict[str, Any]
+
+# Roles whose values are log-probs of single tokens: never above 0.
+LOGPROBS = ("behaviour", "reference", "reference_chosen", "reference_rejected")
+# Roles with one value a token, which must not matter where the loss is not taken.
+PER_TOKEN = ("advantages", "behaviour", "reference", "teacher", "importance", "weights", "values", "returns")
+# Roles that the gradient must depend on, in the order in which they are tried.
+INPUTS = ("advantages", "rewards", "behaviour", "reference", "reference_chosen", "reference_rejected", "teacher",
+          "importance", "weights", "values", "returns")  # fmt: skip
+
+
+def generator(step: Step, salt: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * step.seed + salt)
+
+
+def noise_like(t: Tensor, rng: torch.Generator) -> Tensor:
+    return torch.randn(t.shape, generator=rng).to(t.device, t.dtype if t.is_floating_point() else torch.float32)
+
+
+def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | None:
+    """Where the loss is taken [B, T], from the mask or from labels that are not -100; None where neither is declared."""
+    batch = batch or step.batch
+    if "mask" in step.roles:
+        return batch[step.roles["mask"]] != 0
+    if "labels" in step.roles:
+        return batch[step.roles["labels"]] != -100
+    return None
+
+
+def perturb(
+    step: Step, batch: Mapping[str, Any], role: str, rng: torch.Generator, *, where: Tensor | None = None
+) -> Batch:
+    """Change a role's values (at ``where``, by default wherever the loss is taken), non-uniformly and legally."""
+    key = step.roles[role]
+    old: Tensor = batch[key]
+    if where is None:
+        where = fit(supervised(step, batch), old)
+    noise = noise_like(old, rng)
+    if role in LOGPROBS or (role == "teacher" and _log_like(old)):
+        new = torch.minimum(old - 0.6 * noise.abs() * torch.sign(noise_like(old, rng)), torch.full_like(old, -1e-3))
+    elif role == "importance":
+        new = old * torch.exp(0.5 * noise)
+    elif role == "teacher" and _probability_like(old):
+        new = torch.softmax(old.clamp_min(1e-6).log() + noise, dim=-1)
+    elif not old.is_floating_point():
+        new = old + 1
+    else:
+        scale = old.float().std() if old.numel() > 1 else old.float().abs().mean()
+        size = float(scale) if bool(torch.isfinite(scale)) and float(scale) > 0 else 1.0
+        new = old + (noise * size).to(old.dtype)
+    if where is not None:
+        new = torch.where(where, new.to(old.dtype), old)
+    return {**batch, key: new.to(old.dtype)}
+
+
+def off_policy(step: Step) -> Batch:
+    """The batch as a later update would see it: ratios on both sides of any clip, a reference that differs, advantages
+    of both signs. A clip is inert at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be seen."""
+    batch: Batch = dict(step.batch)
+    rng = generator(step, 5)
+    for role in ("behaviour", "reference", "reference_chosen", "reference_rejected"):
+        if role in step.roles:
+            batch = perturb(step, batch, role, rng)
+    if "advantages" in step.roles:
+        key = step.roles["advantages"]
+        old: Tensor = batch[key]
+        spread = torch.sign(noise_like(old, rng)) * (0.3 + noise_like(old, rng).abs())
+        batch[key] = spread.to(old.dtype) if bool((old != 0).any()) else old
+    return batch
+
+
+def permute_rows(step: Step, order: Tensor) -> Batch:
+    return _by_row(step, lambda t: t[order.to(t.device)])
+
+
+def repeat_rows(step: Step) -> Batch:
+    return _by_row(step, lambda t: torch.cat([t, t]))
+
+
+def take_rows(step: Step, index: Tensor) -> Batch:
+    return _by_row(step, lambda t: t[index.to(t.device)])
+
+
+def _by_row(step: Step, change: Any) -> Batch:
+    """Apply ``change`` to every tensor with B rows; numbers and tensors of other sizes stay."""
+    rows = step.rows
+    return {
+        k: change(v) if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == rows else v
+        for k, v in step.batch.items()
+    }
+
+
+def add_silent_row(step: Step) -> Batch:
+    """One more row, a copy of the last, in which the loss is taken nowhere."""
+    rows = torch.arange(step.rows)
+    batch = take_rows(step, torch.cat([rows, rows[-1:]]))
+    if "mask" in step.roles:
+        mask = batch[step.roles["mask"]].clone()
+        mask[-1] = 0
+        batch[step.roles["mask"]] = mask
+    if "labels" in step.roles:
+        labels = batch[step.roles["labels"]].clone()
+        labels[-1] = -100
+        batch[step.roles["labels"]] = labels
+    return batch
+
+
+def pad_right(step: Step, extra: int = 3) -> Batch:
+    """``extra`` columns of padding behind every row, in every tensor that has the rows' width."""
+    width = _width(step)
+    fill = {step.roles[r]: v for r, v in (("labels", -100), ("attention", 0), ("mask", 0)) if r in step.roles}
+    batch: Batch = {}
+    for key, value in step.batch.items():
+        if (
+            isinstance(value, Tensor)
+            and value.ndim >= 2
+            and value.shape[0] == step.rows
+            and value.shape[1] in (width, width - 1)
+        ):
+            tail = value[:, -1:].expand(-1, extra, *value.shape[2:]).clone()
+            if key in fill:
+                tail = torch.full_like(tail, fill[key])
+            elif key != step.roles.get("positions") and value.is_floating_point():
+                tail = torch.zeros_like(tail)
+            batch[key] = torch.cat([value, tail], dim=1)
+        else:
+            batch[key] = value
+    return batch
+
+
+def _width(step: Step) -> int:
+    for role in ("ids", "mask", "labels", "attention"):
+        value = step.value(role)
+        if value is not None and value.ndim >= 2:
+            return int(value.shape[1])
+    return -1
+
+
+def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
+    """The mask in the shape of ``values``, or None where it does not fit (a value a row, say)."""
+    if where is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
+        return None
+    gap = where.shape[1] - values.shape[1]
+    if gap == 1:  # values are aligned with the shifted targets
+        where = where[:, 1:]
+    elif gap != 0:
+        return None
+    while where.ndim < values.ndim:
+        where = where[..., None]
+    return where
+
+
+def fitting(step: Step, role: str) -> Tensor | None:
+    value = step.value(role)
+    return None if value is None else fit(supervised(step), value)
+
+
+def _log_like(t: Tensor) -> bool:
+    """log-probs: never above 0, and sums of exponentials of at most 1 where there is a vocabulary axis."""
+    return t.is_floating_point() and bool((t <= 1e-6).all()) and bool((t < 0).any())
+
+
+def _probability_like(t: Tensor) -> bool:
+    return (
+        t.is_floating_point()
+        and bool((t >= 0).all())
+        and t.ndim >= 2
+        and torch.allclose(t.float().sum(-1), torch.ones_like(t[..., 0], dtype=torch.float32), atol=1e-3)
+    )

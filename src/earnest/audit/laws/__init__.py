@@ -1,0 +1,37 @@
+"""The laws of a training step, one file each."""
+
+from earnest.audit.law import Law
+from earnest.audit.laws import (
+    coverage,
+    direction,
+    finite_difference,
+    identical,
+    inputs,
+    knobs,
+    liveness,
+    masks,
+    metrics,
+    on_policy,
+    paths,
+    shadow,
+    splits,
+)
+
+LAWS: tuple[Law, ...] = tuple(
+    module.LAW
+    for module in (
+        liveness,
+        inputs,
+        knobs,
+        on_policy,
+        identical,
+        splits,
+        masks,
+        coverage,
+        paths,
+        metrics,
+        finite_difference,
+        direction,
+        shadow,
+    )
+)

@@ -1,0 +1,114 @@
+"""CV: every supervised position matters, the last one of a completion too; the supervised share is neither 0 nor 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+ROWS = 3
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    on = edits.supervised(step)
+    if on is None:
+        yield not_declared("CV", "supervised positions", 'roles={"mask": …} or {"labels": …}')
+        return
+    real = on.numel() if step.value("attention") is None else int((step.batch[step.roles["attention"]] != 0).sum())
+    share = int(on.sum()) / max(real, 1)
+    prompts = "ids" in step.roles and on.shape == step.batch[step.roles["ids"]].shape
+    yield LAW.finding(
+        "supervised share",
+        f"{share:.0%} of the tokens{_decoded(probe, on)}",
+        "above 0 %, below 100 %" if prompts else "above 0 %",
+        share > 0 and (share < 1 or not prompts),
+        "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span.",
+    )
+    if share > 0:
+        yield from _every_position(probe, on)
+
+
+def _decoded(probe: Probe, on: Tensor) -> str:
+    ids = probe.step.value("ids")
+    if probe.step.tokenizer is None or ids is None or ids.shape != on.shape:
+        return ""
+    return f"; row 0: {probe.step.tokenizer.decode(ids[0][on[0]].tolist())!r}"
+
+
+def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
+    """Change the signal of one supervised token at a time: the first, a middle and the last one of a few rows."""
+    step = probe.step
+    role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _per_token(probe, r, on)), None)
+    if role is None:
+        yield not_declared("CV", "every supervised position", "labels, or a signal with one value a token")
+        return
+    key = step.roles[role]
+    silent: list[str] = []
+    tried = 0
+    origin = probe.gradient()
+    fitting = edits.fit(on, step.batch[key])
+    assert fitting is not None
+    flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
+    for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
+        places = flat[row].nonzero()[:, 0].tolist()
+        for place, what in {places[0]: "first", places[len(places) // 2]: "middle", places[-1]: "last"}.items():
+            only = torch.zeros_like(flat)
+            only[row, place] = True
+            tried += 1
+            if not any(probe.differs(origin, probe.gradient(changed)) for changed in _changes(probe, role, only)):
+                silent.append(f"the {what} one of row {row}")
+    yield LAW.finding(
+        "every supervised position",
+        f"{tried - len(silent)} of {tried} matter (through {key!r})",
+        "all",
+        not silent,
+        f"{', '.join(silent[:4])} is in the mask and not in the gradient: the last (end-of-turn) token is cut off by a shift or masked "
+        "because its id equals the padding's.",
+    )
+
+
+def _per_token(probe: Probe, role: str, on: Tensor) -> bool:
+    value = probe.step.value(role)
+    return value is not None and edits.fit(on, value) is not None
+
+
+def _changes(probe: Probe, role: str, only: Tensor) -> Iterator[edits.Batch]:
+    """Other values for one token, of which at least one must be felt. A clipped token is silent under its own advantage and
+    speaks under the opposite one; a ratio just outside its clip comes back inside from one side."""
+    step, key = probe.step, probe.step.roles[role]
+    old: Tensor = step.batch[key]
+    where = only
+    while where.ndim < old.ndim:
+        where = where[..., None]
+    if role == "labels":
+        other = old[old >= 0]
+        fresh = other[other != old[only][0]]
+        yield {**step.batch, key: torch.where(only, fresh[0] if len(fresh) else old[only][0] + 1, old)}
+    elif role == "advantages":
+        for new in (torch.where(old == 0, torch.ones_like(old), -old), old + 1):
+            yield {**step.batch, key: torch.where(where, new, old)}
+    elif role == "behaviour":
+        for shift in (-0.05, 0.05, -0.5, 0.5):
+            yield {**step.batch, key: torch.where(where, (old + shift).clamp(max=-1e-4), old)}
+    else:
+        yield edits.perturb(step, step.batch, role, edits.generator(step, 77), where=where.expand_as(old))
+
+
+LAW = Law(
+    code="CV",
+    name="coverage",
+    sentence="Every supervised position matters, the terminal token too, and the supervised share is neither 0 nor 1.",
+    needs="roles mask or labels; ids and tokenizer to show the span",
+    how="The signal of single supervised tokens is changed, and each must move the gradient.",
+    traps="A token whose ratio is clipped is silent by design under one sign of its advantage, so both are tried.",
+    caught="Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos",
+    check=check,
+    quick=False,
+)

@@ -1,0 +1,73 @@
+"""DR: a step along minus a term's own gradient lowers the metric that the term is about. Only this sees a sign error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe
+from earnest.audit.step import Raises
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if not step.terms:
+        yield not_declared("DR", "terms", "terms={metric: knob that weighs it}")
+        return
+    batch = edits.off_policy(step)
+    with probe.kicked():
+        for metric, term in step.terms.items():
+            knob = term.knob if isinstance(term, Raises) else term
+            wanted = +1 if isinstance(term, Raises) else -1
+            weight = float(step.knobs[knob]) or 1.0
+            # A large weight lets the term's own gradient stand clear of the rest's rounding.
+            own = probe.gradient(batch, {knob: weight + 1.0}).minus(probe.gradient(batch, {knob: 0.0}))
+            size = own.norm()
+            if size == 0:
+                continue  # KG says so
+            before = probe.evaluate(batch)[1].get(metric)
+            after = _after(probe, batch, own.parts, size, metric)
+            if before is None or after is None:
+                yield LAW.finding(
+                    f"term {metric}", "its metric is not returned", "returned", False, f"Return {metric!r} as a metric."
+                )
+                continue
+            change = after - before
+            yield LAW.finding(
+                f"term {metric}",
+                f"descending it changed {metric} by {change:+.2g}",
+                "it rises" if wanted > 0 else "it falls",
+                change * wanted > 0,
+                f"Minimising the loss moves {metric} the wrong way: a sign is flipped, or two roles are swapped.",
+            )
+
+
+def _after(probe: Probe, batch: edits.Batch, parts: object, size: float, metric: str) -> float | None:
+    assert isinstance(parts, dict)
+    total = sum(float(p.detach().double().square().sum()) for p in probe.parameters.values()) ** 0.5
+    kept = {n: p.detach().clone() for n, p in probe.parameters.items()}
+    with torch.no_grad():
+        for name, p in probe.parameters.items():
+            if parts[name] is not None:
+                p.sub_((parts[name].double() * (3e-3 * max(total, 1e-2) / size)).to(p.dtype))
+        found = probe.evaluate(batch)[1].get(metric)
+        for name, p in probe.parameters.items():
+            p.copy_(kept[name])
+    return found
+
+
+LAW = Law(
+    code="DR",
+    name="direction",
+    sentence="A step along minus a term's own gradient lowers the metric that the term is about.",
+    needs="terms, and their metrics in what the step returns",
+    how="The term's gradient is the difference between two weights; one small step along it, and the metric is read again.",
+    traps="An entropy bonus raises its metric: declare Raises(knob).",
+    caught="sign errors, swapped chosen and rejected, torchft #233 in spirit",
+    check=check,
+    quick=False,
+)

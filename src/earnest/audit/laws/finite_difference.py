@@ -1,0 +1,78 @@
+"""FD: the reported loss's finite difference along a direction agrees with the gradient along it.
+
+(L(θ + εd) - L(θ - εd)) / 2ε  =  ⟨∇L, d⟩
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.value_is_loss is False:
+        yield Finding("FD", step.name, "stop-gradients by declaration", "-", "not applicable", "")
+        return
+    if step.value_is_loss is None and step.kind in ("policy gradient", None):
+        yield Finding(
+            "FD", step.name, "not checked", "-", "not declared",
+            "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, divergences).",
+        )  # fmt: skip
+        return
+    batch = edits.off_policy(step)
+    with probe.kicked():
+        gradient = probe.gradient(batch)
+        size = gradient.norm()
+        if size == 0 or not gradient.finite():
+            return
+        # Along the gradient itself the slope is its norm, the best signal there is against rounding.
+        slopes = [_slope(probe, batch, gradient.parts, size, reach) for reach in (3e-3, 1e-2)]
+    off = min(abs(s - size) / size for s in slopes)
+    room = max(0.05, 4 * probe.tolerance)
+    yield LAW.finding(
+        "loss along its own gradient",
+        f"finite difference {min(slopes, key=lambda s: abs(s - size)):.4g}, gradient {size:.4g}",
+        f"within {room:.0%}",
+        off <= room,
+        "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, detach), a backward is "
+        "hand-written and wrong, or one of them is scaled.",
+    )
+
+
+def _slope(probe: Probe, batch: edits.Batch, parts: object, size: float, reach: float) -> float:
+    assert isinstance(parts, dict)
+    total = sum(float(p.detach().double().square().sum()) for p in probe.parameters.values()) ** 0.5
+    epsilon = reach * max(total, 1e-2)
+    values = []
+    for sign in (+1, -1):
+        kept = {n: p.detach().clone() for n, p in probe.parameters.items()}
+        with torch.no_grad():
+            for name, p in probe.parameters.items():
+                if parts[name] is not None:
+                    p.add_((parts[name].double() * (sign * epsilon / size)).to(p.dtype))
+        loss, _ = probe.evaluate(batch)
+        values.append(float(loss.detach().double()))
+        with torch.no_grad():
+            for name, p in probe.parameters.items():
+                p.copy_(kept[name])
+    return (values[0] - values[1]) / (2 * epsilon)
+
+
+LAW = Law(
+    code="FD",
+    name="finite difference",
+    sentence="The finite difference of the reported loss agrees with the gradient.",
+    needs="value_is_loss=True for policy gradients; SFT, divergences and preferences are taken to be so",
+    how="Central differences along the gradient, from a kicked, off-policy state, at two step lengths.",
+    traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO): they declare value_is_loss=False.",
+    caught="SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients",
+    check=check,
+    quick=False,
+)

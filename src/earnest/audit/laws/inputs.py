@@ -1,0 +1,94 @@
+"""IG: the gradient depends on every declared input, and the reference does not move when the policy does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    base = edits.off_policy(step)
+    with probe.kicked():
+        origin = probe.gradient(base)
+        for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
+            changed = edits.perturb(step, base, role, edits.generator(step, 100 + salt))
+            yield _must_matter(probe, role, origin.distance(probe.gradient(changed)))
+        if "mask" in step.roles:
+            yield _must_matter(probe, "mask", origin.distance(probe.gradient(_thin_mask(probe, base))))
+        if "labels" in step.roles:
+            yield _must_matter(probe, "labels", origin.distance(probe.gradient(_other_labels(probe, base))))
+    if step.reference is None:
+        if "reference" in step.roles or "reference_chosen" in step.roles:
+            yield not_declared("IG", "the reference policy", "reference=lambda: …, what the reference says now,")
+        return
+    yield _reference_stays(probe)
+
+
+def _must_matter(probe: Probe, role: str, change: float) -> Finding:
+    matters = change > 4 * probe.noise()
+    return LAW.finding(
+        f"input {role} ({probe.step.roles[role]})",
+        f"changing it moved the gradient by {change:.2g}",
+        "above the step's noise" if probe.noise() else "above 0",
+        matters,
+        f"The gradient does not depend on {probe.step.roles[role]!r} at all: the value is ignored, overwritten, or only used "
+        "under a detach. What is trained is another objective than the one that reads it.",
+    )
+
+
+def _thin_mask(probe: Probe, batch: edits.Batch) -> edits.Batch:
+    """Silence every second supervised token, but never a whole batch."""
+    key = probe.step.roles["mask"]
+    mask = batch[key].clone()
+    places = (mask != 0).nonzero()
+    drop = places[1::2] if len(places) > 1 else places
+    mask[tuple(drop.T)] = 0
+    return {**batch, key: mask}
+
+
+def _other_labels(probe: Probe, batch: edits.Batch) -> edits.Batch:
+    key = probe.step.roles["labels"]
+    labels = batch[key]
+    rolled = torch.where(
+        labels >= 0, labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1), labels
+    )
+    return {**batch, key: torch.where((labels >= 0) & (rolled < 0), labels, rolled)}
+
+
+def _reference_stays(probe: Probe) -> Finding:
+    reference = probe.step.reference
+    assert reference is not None
+    with torch.no_grad():
+        before = reference().detach().clone()
+        again = reference().detach().clone()
+        with probe.kicked(0.2):
+            after = reference().detach().clone()
+    noise = float((before - again).abs().max())
+    change = float((before - after).abs().max())
+    return LAW.finding(
+        "the reference policy",
+        f"kicking the policy moved it by {change:.2g}",
+        "0",
+        change <= 4 * noise,
+        "The reference follows the policy that it should hold: both are the same weights (an adapter that was injected in place, a "
+        "disable_adapter() that is not used as a context manager). Its KL is 0 whatever happens.",
+    )
+
+
+LAW = Law(
+    code="IG",
+    name="inputs",
+    sentence="The gradient depends on every declared input, and the reference does not move when the policy does.",
+    needs="roles; reference=… for the reference policy",
+    how="Each input is changed where the loss is taken, from a kicked, off-policy state, and the gradient must change.",
+    traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has no gradient: both are left first.",
+    caught="SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534",
+    check=check,
+)

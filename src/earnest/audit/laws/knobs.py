@@ -1,0 +1,123 @@
+"""KG: the gradient depends on every knob, an option's modes differ, and a term's weight weighs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe
+from earnest.audit.step import Raises
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if not step.knobs and not step.options:
+        yield Finding("KG", "knobs", "none declared", "-", "not declared", "Declare knobs={…} and options={…}.")
+        return
+    base = edits.off_policy(step)
+    with probe.kicked():
+        origin = probe.gradient(base)
+        for knob, value in step.knobs.items():
+            yield _knob(probe, base, origin, knob, value)
+        for option, modes in step.options.items():
+            yield from _modes(probe, base, origin, option, list(modes))
+        for metric, term in step.terms.items():
+            yield from _weight(probe, base, origin, metric, term.knob if isinstance(term, Raises) else term)
+
+
+def _candidates(value: Any) -> list[Any]:
+    """Other legal values of a knob, from mild to strong."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, max(1, value // 2), value * 4 + 3]
+    if isinstance(value, float):
+        return [0.1, 1.0] if value == 0 else [value * 1.5, value * 0.5, value * 0.1]
+    return []
+
+
+def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Finding:
+    tried = []
+    for other in _candidates(value):
+        gradient = probe.gradient(base, {knob: other})
+        tried.append(other)
+        if gradient.finite() and probe.differs(origin, gradient):
+            change = origin.distance(gradient)
+            return LAW.finding(f"knob {knob}", f"{value} → {other} moved the gradient by {change:.2g}", "above 0", True)
+    if not tried:
+        return Finding(
+            "KG",
+            f"knob {knob}",
+            f"{value!r} is no number",
+            "-",
+            "not declared",
+            "Declare it in options, with its modes.",
+        )
+    return LAW.finding(
+        f"knob {knob}",
+        f"{value} → {', '.join(map(str, tried))} left the gradient bit-equal"
+        if not probe.noise()
+        else "no change above the noise",
+        "a change",
+        False,
+        f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value without a "
+        "gradient.",
+    )
+
+
+def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes: list[Any]) -> Iterator[Finding]:
+    gradients = {repr(modes[0]): origin} | {repr(m): probe.gradient(base, {option: m}) for m in modes[1:]}
+    same = [f"{a} and {b}" for a, b in combinations(gradients, 2) if not probe.differs(gradients[a], gradients[b])]
+    yield LAW.finding(
+        f"option {option}",
+        f"{len(modes)} modes, {len(same)} pairs with one gradient",
+        "every mode its own gradient",
+        not same,
+        f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a branch.",
+    )
+
+
+def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob: str) -> Iterator[Finding]:
+    """The weight must enter linearly: g(2w) - g(w) = g(w) - g(0), and not vanish."""
+    value = float(probe.step.knobs[knob]) or 1.0
+    at = origin if probe.step.knobs[knob] else probe.gradient(base, {knob: value})
+    none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
+    once, second = at.minus(none), twice.minus(at)
+    share = once.norm() / max(at.norm(), none.norm(), 1e-300)
+    alive = share > 4 * probe.noise()
+    yield LAW.finding(
+        f"term {metric}",
+        f"its own gradient is {share:.2g} of the whole",
+        "above 0",
+        alive,
+        f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not at all.",
+    )
+    # The difference of two large gradients is only as exact as they are; below that nothing can be said of linearity.
+    if alive and share > 4 * probe.tolerance:
+        bend = once.distance(second)
+        room = max(probe.tolerance / share, 1e-3)
+        yield LAW.finding(
+            f"term {metric}",
+            f"doubling {knob} doubles it up to {bend:.2g}",
+            f"≤ {room:.1g}",
+            bend <= room,
+            f"{knob} does not weigh the term linearly: it enters twice, or clips something on the way.",
+        )
+
+
+LAW = Law(
+    code="KG",
+    name="knobs",
+    sentence="The gradient depends on every knob, every mode of an option differs from the others, a weight weighs its term.",
+    needs="knobs, options, terms",
+    how="Gradients (never loss values) at other values of the knob, from a kicked, off-policy state.",
+    traps="A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not sufficient: a sign or "
+    "swapped modes pass here and fail elsewhere.",
+    caught="SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha)",
+    check=check,
+)

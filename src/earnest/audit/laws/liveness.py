@@ -1,0 +1,147 @@
+"""GL: every trainable parameter gets a gradient and its bits change; one set is trained, clipped and owned; nothing else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe, restored
+from earnest.audit.verdict import Finding
+
+STEPS = 3
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    first = probe.gradient()
+    norm = first.norm()
+    yield LAW.finding(
+        step.name,
+        f"gradient norm {norm:.3g}",
+        "finite and above 0",
+        first.finite() and norm > 0,
+        "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero mask.",
+    )
+    if not first.finite():
+        return
+    yield from _sets(probe)
+    with restored(step.model, step.optimizer):
+        yield from _train(probe)
+
+
+def _sets(probe: Probe) -> Iterator[Finding]:
+    optimizer = probe.step.optimizer
+    if optimizer is None:
+        yield not_declared("GL", "the optimizer's parameters", "optimizer=…")
+        return
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = {id(p) for p in owned}
+    orphans = [n for n, p in probe.parameters.items() if id(p) not in ids]
+    mine = {id(p) for p in probe.parameters.values()}
+    frozen = sum(not p.requires_grad for p in owned)
+    strangers = sum(id(p) not in mine for p in owned) - frozen
+    yield LAW.finding(
+        "the optimizer's parameters",
+        f"{len(orphans)} trainable ones missing, {strangers} that are not the model's, {len(owned) - len(ids)} twice",
+        "exactly the trainable parameters, once each",
+        not orphans and strangers <= 0 and len(owned) == len(ids),
+        f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was built "
+        "before an adapter was attached or a layer replaced, or a group was forgotten.",
+    )
+
+
+def _train(probe: Probe) -> Iterator[Finding]:
+    """A few real steps from the real state: a parameter that starts at 0 · 0 stays there, a kick would hide it."""
+    step, names = probe.step, list(probe.parameters)
+    before = {n: bits(p) for n, p in probe.parameters.items()}
+    others = {n: bits(t) for n, t in _others(probe)}
+    alive = dict.fromkeys(names, False)
+    for _ in range(STEPS):
+        gradient = probe.gradient()
+        for name, g in gradient.parts.items():
+            alive[name] |= g is not None and bool((g != 0).any())
+        _update(probe, gradient.parts)
+    dead = [n for n in names if not alive[n]]
+    yield LAW.finding(
+        f"{len(names)} trainable parameters",
+        f"{len(names) - len(dead)} got a gradient within {STEPS} steps",
+        "all",
+        not dead,
+        f"No gradient reaches {some(dead)}. They are detached or bypassed, a layer's checkpointing cuts the graph, or two "
+        "factors are both 0.",
+    )
+    if step.optimizer is None:
+        yield not_declared("GL", "the parameters' bits", "optimizer=…")
+        return
+    still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and alive[n]]
+    yield LAW.finding(
+        f"{len(names)} trainable parameters",
+        f"{len(names) - len(still) - len(dead)} changed their bits",
+        f"all that got a gradient ({len(names) - len(dead)})",
+        not still,
+        f"{some(still)} get a gradient and do not move: the optimizer does not own them, or the update is lost when it is "
+        "rounded to their dtype (keep trainable parameters in fp32, or raise the learning rate).",
+    )
+    moved = [n for n, t in _others(probe) if others.get(n) != bits(t)]
+    yield LAW.finding(
+        f"{len(others)} frozen tensors",
+        f"{len(moved)} moved",
+        "none",
+        not moved,
+        f"{some(moved)} moved although frozen: the optimizer, a hook or a running statistic reaches further than declared.",
+    )
+
+
+def _update(probe: Probe, gradient: object) -> None:
+    step = probe.step
+    assert isinstance(gradient, dict)
+    for name, p in probe.parameters.items():
+        g = gradient[name]
+        p.grad = None if g is None else g.clone()
+    owned = [p for p in probe.parameters.values() if p.grad is not None]
+    if step.max_grad_norm is not None and owned:
+        torch.nn.utils.clip_grad_norm_(owned, step.max_grad_norm)
+    if step.optimizer is not None:
+        step.optimizer.step()
+        step.optimizer.zero_grad(set_to_none=True)
+        return
+    with torch.no_grad():  # without an optimizer: a small step of our own, only to leave the birth state
+        for p in owned:
+            assert p.grad is not None
+            size = float(p.grad.float().norm())
+            reach = 1e-3 * max(float(p.float().norm()), 1e-3 * p.numel() ** 0.5)
+            p.sub_(p.grad * (reach / size if size > 0 else 0.0))
+            p.grad = None
+
+
+def _others(probe: Probe) -> Iterator[tuple[str, Tensor]]:
+    own = {id(p) for p in probe.parameters.values()}
+    for name, tensor in [*probe.step.model.named_parameters(), *probe.step.model.named_buffers()]:
+        if id(tensor) not in own:
+            yield name, tensor
+
+
+def bits(t: Tensor) -> bytes:
+    return t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+LAW = Law(
+    code="GL",
+    name="liveness",
+    sentence="Every trainable parameter gets a gradient and its bits change; the trainable, owned and clipped sets are one; "
+    "nothing else moves.",
+    needs="model and loss; optimizer for what moves",
+    how=f"{STEPS} real steps from the real state, then every bit is compared and put back.",
+    traps="LoRA's A has no gradient while B = 0: it may come at step 2. Weight decay alone moves a parameter that is dead, so "
+    "gradients are asked for first.",
+    caught="SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move, "
+    "prime-rl #1311",
+    check=check,
+)

@@ -1,0 +1,139 @@
+"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, silent rows, other documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    on = edits.supervised(step)
+    if on is None:
+        yield not_declared("MI", "masks", 'roles={"mask": …} or {"labels": …}')
+        return
+    base = edits.off_policy(step)
+    with probe.kicked():
+        origin = probe.gradient(base)
+        for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
+            fitting = edits.fitting(step, role)
+            if fitting is None or bool(fitting.all()):
+                continue
+            where = ~fitting.expand_as(step.batch[step.roles[role]])
+            changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
+            yield _must_not_matter(
+                probe, f"{role} where no loss is taken", origin.distance(probe.gradient(changed)),
+                f"{step.roles[role]!r} enters at positions outside the mask: the mask is not applied to it, is shifted by one, or "
+                "another tensor stands in its place.",
+            )  # fmt: skip
+        yield from _hidden_ids(probe)
+        yield from _padding(probe)
+        yield from _silent_row(probe)
+        yield from _documents(probe)
+
+
+def _must_not_matter(probe: Probe, subject: str, change: float, meaning: str) -> Finding:
+    return LAW.finding(
+        subject, f"moved the gradient by {change:.2g}", f"≤ {probe.tolerance:.1g}", change <= probe.tolerance, meaning
+    )
+
+
+def _hidden_ids(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    attention, ids = step.value("attention"), step.value("ids")
+    if attention is None or ids is None or bool((attention != 0).all()) or attention.shape != ids.shape:
+        return
+    other = ids.roll(1, dims=-1).clamp_min(0)
+    changed = {**step.batch, step.roles["ids"]: torch.where(attention != 0, ids, other)}
+    yield _must_not_matter(
+        probe, "ids under padding", probe.gradient().distance(probe.gradient(changed)),
+        "Padding is read: the attention mask does not reach the model, or padded positions are in the loss.",
+    )  # fmt: skip
+
+
+def _padding(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.value("ids") is None or (step.value("mask") is None and step.value("labels") is None):
+        yield not_declared("MI", "more padding", 'roles={"ids": …} beside the mask')
+        return
+    try:
+        padded = probe.gradient(edits.pad_right(step))
+    except (RuntimeError, IndexError, ValueError) as error:
+        yield Finding(
+            "MI", "more padding", f"cannot be run ({type(error).__name__})", "-", "not applicable", str(error)[:120]
+        )
+        return
+    yield _must_not_matter(
+        probe, "3 more columns of padding", probe.gradient().distance(padded),
+        "The length to which a batch happens to be padded changes what is learned: a mean over positions counts padding, or padded "
+        "positions are supervised.",
+    )  # fmt: skip
+
+
+def _silent_row(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.rows_interact or step.rows < 1 or "group" in step.roles:
+        return
+    whole = probe.gradient()
+    silent = probe.gradient(edits.add_silent_row(step))
+    if not silent.finite():
+        yield LAW.finding(
+            "a fully masked row", "the gradient is not finite", "finite", False,
+            "A row without a single supervised token gives 0/0; divide by max(count, 1).",
+        )  # fmt: skip
+        return
+    factor = silent.best_scale(whole)
+    rest = silent.distance(whole.times(factor))
+    yield LAW.finding(
+        "a fully masked row",
+        f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
+        f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1",
+        rest <= probe.tolerance and step.rows / (step.rows + 1) - 0.02 <= factor <= 1.02,
+        "A row in which no loss is taken still changes the gradient's direction: some part of the loss does not see the mask.",
+    )
+
+
+def _documents(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    documents, ids = step.value("documents"), step.value("ids")
+    if documents is None or ids is None:
+        return
+    first: Tensor = documents == documents[:, :1]
+    if bool(first.all()):
+        return
+    # Take the loss inside the later documents only: a document's first token is predicted from the one before it.
+    edge = documents != documents.roll(1, dims=-1)
+    quiet = first | edge | edge.roll(1, dims=-1)
+    batch: edits.Batch = dict(step.batch)
+    for role, silence in (("mask", 0), ("labels", -100)):
+        if role in step.roles:
+            old = batch[step.roles[role]]
+            batch[step.roles[role]] = torch.where(quiet[:, -old.shape[1] :], torch.full_like(old, silence), old)
+    before = probe.gradient(batch)
+    if before.norm() == 0:
+        return
+    changed = {**batch, step.roles["ids"]: torch.where(first, ids.roll(1, dims=-1).clamp_min(0), ids)}
+    yield _must_not_matter(
+        probe, "another document in the packed row", before.distance(probe.gradient(changed)),
+        "Documents of one packed row attend to each other: the packing is not told to the attention (position ids, cu_seqlens), or an "
+        "all-ones mask switched its detection off.",
+    )  # fmt: skip
+
+
+LAW = Law(
+    code="MI",
+    name="masks",
+    sentence="Signals where no loss is taken, ids under padding, more padding, silent rows and other documents do not matter.",
+    needs="roles mask or labels; ids, attention, documents for the rest",
+    how="Each is changed or added, and the gradient must stay within the step's own resolution.",
+    traps="Prompt tokens do matter, through attention. A sequence mean may count a silent row, so a factor B/(B+1) is allowed.",
+    caught="verl #2513 and #1440, TRL #4170, a KL barrier that is NaN on an empty mask",
+    check=check,
+)

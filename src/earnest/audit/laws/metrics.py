@@ -1,0 +1,113 @@
+"""MR: a metric is what it says: the loss it logs is the loss, it stays in its range, it moves, and it knows the unchanged policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.laws.on_policy import on_policy
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+# Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both are one.
+UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
+             "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    loss, found = probe.evaluate()
+    if not found:
+        yield not_declared("MR", "metrics", "metrics by returning (loss, {name: value})")
+        return
+    if "loss" in found:
+        value = float(loss.detach())
+        off = abs(found["loss"] - value) / max(abs(value), 1e-9)
+        yield LAW.finding(
+            "metric loss", f"{found['loss']:.6g}, the loss is {value:.6g}", "the same", off <= max(1e-3, probe.tolerance),
+            "What is logged as the loss is another number than what is minimised.",
+        )  # fmt: skip
+    wild = [n for n, v in found.items() if not math.isfinite(v)]
+    yield LAW.finding(
+        f"{len(found)} metrics",
+        f"{len(wild)} not finite",
+        "all finite",
+        not wild,
+        f"{', '.join(wild)} is NaN or infinite on a good batch.",
+    )
+    states = [found]
+    for size in (0.05, 0.5, 2.0):
+        with probe.kicked(size):
+            states.append(probe.evaluate(edits.off_policy(step))[1])
+    with probe.moved(
+        lambda p, _: -2 * p.detach().float()
+    ):  # the opposite policy: what a threshold metric needs to move
+        states.append(probe.evaluate(edits.off_policy(step))[1])
+    yield from _ranges(probe, states)
+    yield from _moves(probe, states)
+    if step.logprobs is not None and "behaviour" in step.roles:
+        with probe.kicked():
+            yield from _unchanged(probe)
+
+
+def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
+    for name, (low, high) in probe.step.metrics.items():
+        seen = [s[name] for s in states if name in s]
+        if not seen:
+            yield LAW.finding(
+                f"metric {name}",
+                "never returned",
+                "returned",
+                False,
+                f"{name} is declared and the step does not return it.",
+            )
+            continue
+        room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
+        inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
+        yield LAW.finding(
+            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{low}, {high}]", inside,
+            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong denominator).",
+        )  # fmt: skip
+
+
+def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
+    for name in [*probe.step.terms, *probe.step.metrics]:
+        seen = [s[name] for s in states if name in s]
+        if not seen:
+            yield LAW.finding(
+                f"metric {name}", "never returned", "returned", False, f"{name} is declared and not returned."
+            )
+            continue
+        yield LAW.finding(
+            f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
+            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing sets, or 0 by "
+            "construction.",
+        )  # fmt: skip
+
+
+def _unchanged(probe: Probe) -> Iterator[Finding]:
+    _, found = probe.evaluate(on_policy(probe))
+    for name, value in found.items():
+        expected = UNCHANGED.get(name.lower().rsplit("/", 1)[-1])
+        if expected is None:
+            continue
+        room = max(1e-3, probe.tolerance)
+        yield LAW.finding(
+            f"metric {name}, policy unchanged", f"{value:.4g}", f"{expected:g}", abs(value - expected) <= room,
+            f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are recomputed differently "
+            "(temperature, shift), or the metric is another quantity under this name.",
+        )  # fmt: skip
+
+
+LAW = Law(
+    code="MR",
+    name="metrics",
+    sentence="A metric is what it says: it equals what it names, stays in its range, moves, and is neutral for an unchanged policy.",
+    needs="a step that returns (loss, metrics); metrics={name: (low, high)} and terms",
+    how="Metrics on the batch, on far-off states, and with behaviour = current.",
+    traps="Counts and settings are constant by nature; only declared metrics are asked to move.",
+    caught="OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0",
+    check=check,
+)

@@ -1,0 +1,204 @@
+"""LAW, policy gradients: with behaviour = current policy the gradient is REINFORCE with the loss's own normaliser.
+
+on-policy, no other term:   ∇L = -Σ c_t A_t ∇lp_t,   c_t = -∂L/∂A_t (ratio form)   or   -(∂L/∂A_t)/lp_t (surrogate form)
+and then: linear in A; 0 for A = 0; a clip whose range contains 1 does nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.step import Raises
+from earnest.audit.verdict import Finding
+
+CLIPS = ("clip", "eps", "epsilon", "delta")
+MEANING = (
+    "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look for a swapped "
+    "branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are recomputed, a double shift."
+)
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.kind != "policy gradient":
+        return
+    quiet = quiet_knobs(probe)
+    if "advantages" not in step.roles:
+        yield not_declared("LAW", "on-policy gradient", 'roles={"advantages": …}')
+        return
+    with probe.kicked():
+        yield from _zero(probe, quiet)
+        if step.logprobs is None:
+            yield not_declared("LAW", "on-policy gradient = REINFORCE", "logprobs=lambda model, batch: …")
+            return
+        batch = on_policy(probe)
+        yield from _linear(probe, batch, quiet)
+        yield from _reinforce(probe, batch, quiet)
+        yield from _inert_clip(probe, batch, quiet)
+
+
+def quiet_knobs(probe: Probe) -> dict[str, Any]:
+    """Every declared term's weight at 0, so that the policy gradient stands alone."""
+    knobs = [t.knob if isinstance(t, Raises) else t for t in probe.step.terms.values()]
+    return dict.fromkeys(knobs, 0.0)
+
+
+def on_policy(probe: Probe) -> edits.Batch:
+    """Behaviour = what the current policy says; advantages of both signs."""
+    step = probe.step
+    assert step.logprobs is not None
+    batch = edits.off_policy(step)
+    with seeded(step.seed), torch.no_grad():
+        now = step.logprobs(step.model, fresh(batch))
+    if "behaviour" in step.roles:
+        key = step.roles["behaviour"]
+        batch[key] = now.detach().to(batch[key].dtype).reshape(batch[key].shape)
+    if "importance" in step.roles:
+        batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
+    return batch
+
+
+def _advantages(probe: Probe, batch: Mapping[str, Any], values: Tensor) -> edits.Batch:
+    return {**batch, probe.step.roles["advantages"]: values}
+
+
+def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+    batch = edits.off_policy(probe.step)
+    key = probe.step.roles["advantages"]
+    size = probe.gradient(batch, quiet).norm()
+    left = probe.gradient(_advantages(probe, batch, torch.zeros_like(batch[key])), quiet).norm()
+    others = bool(set(probe.step.knobs) - set(quiet) - set(_clips(probe)))
+    outcome = left <= probe.tolerance * max(size, 1e-300)
+    if not outcome and others and not probe.step.terms:
+        yield Finding(
+            "LAW", "zero advantages", f"gradient {left / max(size, 1e-300):.2g} of the usual", "0", "not declared",
+            "There is another term in the loss; declare terms={metric: knob} so that it can be switched off.",
+        )  # fmt: skip
+        return
+    yield LAW.finding(
+        "zero advantages",
+        f"gradient {left / max(size, 1e-300):.2g} of the usual",
+        "0",
+        outcome,
+        "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not what "
+        "multiplies the ratio (a mask in their place?).",
+    )
+
+
+def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+    key = probe.step.roles["advantages"]
+    a: Tensor = batch[key]
+    b = edits.noise_like(a, edits.generator(probe.step, 31)).to(a.dtype)
+    none = probe.gradient(_advantages(probe, batch, torch.zeros_like(a)), quiet)
+    first = probe.gradient(batch, quiet).minus(none)
+    second = probe.gradient(_advantages(probe, batch, b), quiet).minus(none)
+    both = probe.gradient(_advantages(probe, batch, a + b), quiet).minus(none)
+    bend = both.distance(first.plus(second))
+    yield LAW.finding(
+        "linear in the advantages, on-policy",
+        f"g(A+B) differs from g(A)+g(B) by {bend:.2g}",
+        f"≤ {probe.tolerance:.1g}",
+        bend <= probe.tolerance,
+        MEANING,
+    )
+
+
+def _reinforce(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+    """Take the normaliser from the loss itself, through its derivative by the advantages, and rebuild the gradient."""
+    step = probe.step
+    assert step.logprobs is not None
+    key = step.roles["advantages"]
+    if not batch[key].is_floating_point():
+        return
+    leaf = batch[key].detach().clone().requires_grad_()
+    held = dict(step.knobs) | {o: m[0] for o, m in step.options.items()} | dict(quiet)
+    with seeded(step.seed), torch.enable_grad():
+        probe.evaluations += 1
+        result = step.loss(step.model, {**fresh(batch), key: leaf}, **held)
+        value = result[0] if isinstance(result, tuple) else result
+        slope = torch.autograd.grad(value, leaf, allow_unused=True, retain_graph=False)[0]
+    if slope is None:
+        yield LAW.finding(
+            "on-policy gradient = REINFORCE",
+            "the loss's value does not depend on the advantages",
+            "it does",
+            False,
+            MEANING,
+        )
+        return
+    actual = probe.gradient(batch, quiet)
+    where = edits.supervised(step, batch)
+    with seeded(step.seed), torch.enable_grad():
+        now = step.logprobs(step.model, fresh(batch))
+    distances = {
+        form: actual.distance(_rebuilt(probe, now, slope, batch[key], where, form)) for form in ("ratio", "surrogate")
+    }
+    best = min(distances, key=lambda f: distances[f])
+    room = max(probe.tolerance, 1e-3)
+    yield LAW.finding(
+        "on-policy gradient = REINFORCE",
+        f"differs by {distances[best]:.2g} from -Σ c·A·∇lp with the loss's own c",
+        f"≤ {room:.1g}",
+        distances[best] <= room,
+        MEANING,
+    )
+
+
+def _rebuilt(probe: Probe, now: Tensor, slope: Tensor, advantages: Tensor, where: Tensor | None, form: str) -> Gradient:
+    on = edits.fit(where, now) if where is not None else None
+    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
+    if slope.ndim < now.ndim:  # one advantage a row: share its slope over the row as the loss would, by token
+        lp = now.detach() if form == "surrogate" else torch.ones_like(now)
+        total = (lp * mask).sum(-1)
+        share = torch.where(
+            total.abs() > 0, slope / torch.where(total == 0, torch.ones_like(total), total), torch.zeros_like(total)
+        )
+        c, a = -share[..., None] * mask, advantages[..., None]
+    else:
+        c, a = -slope, advantages
+        if form == "surrogate":
+            c = torch.where(now.detach() != 0, c / now.detach(), torch.zeros_like(c))
+    surrogate = -(c.detach() * a.detach() * now).sum()
+    found = torch.autograd.grad(surrogate, list(probe.parameters.values()), allow_unused=True, retain_graph=True)
+    return Gradient(dict(zip(probe.parameters, found, strict=True)))
+
+
+def _clips(probe: Probe) -> list[str]:
+    return [k for k, v in probe.step.knobs.items() if isinstance(v, float) and any(c in k.lower() for c in CLIPS)]
+
+
+def _inert_clip(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+    origin = probe.gradient(batch, quiet)
+    for knob in _clips(probe):
+        value = float(probe.step.knobs[knob])
+        change = origin.distance(probe.gradient(batch, {**quiet, knob: value * 1.25}))
+        yield LAW.finding(
+            f"clip {knob} at ratio 1",
+            f"moved the gradient by {change:.2g}",
+            f"≤ {probe.tolerance:.1g}",
+            change <= probe.tolerance,
+            f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself (to {value}), or the "
+            "ratio is not 1 for the unchanged policy.",
+        )
+
+
+LAW = Law(
+    code="LAW",
+    name="on-policy",
+    sentence="With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.",
+    needs="roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off",
+    how="The normaliser is read from ∂L/∂A; the gradient is rebuilt from it and compared; clips must be inert.",
+    traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates (−A·lp) are "
+    "recognised as such.",
+    caught="TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283",
+    check=check,
+    quick=False,
+)

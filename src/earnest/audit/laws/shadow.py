@@ -1,0 +1,130 @@
+"""F64: the step's gradient agrees with a float64 shadow of itself, on confident inputs too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if all(p.dtype == torch.float64 for p in probe.parameters.values()):
+        yield Finding("F64", step.name, "float64 already", "-", "not applicable", "")
+        return
+    batch = edits.off_policy(step)
+    try:
+        shadow = copy.deepcopy(step.model).double()
+    except Exception as error:
+        yield Finding(
+            "F64", step.name, f"the model cannot be copied ({type(error).__name__})", "-", "not applicable", ""
+        )
+        return
+    for what, sharpen in (("the batch", 1.0), ("confident outputs", 12.0)):
+        finding = _compare(probe, shadow, batch, what, sharpen)
+        if finding is not None:
+            yield finding
+
+
+def _compare(probe: Probe, shadow: nn.Module, batch: edits.Batch, what: str, sharpen: float) -> Finding | None:
+    step = probe.step
+    head, twin = _head(step.model), _head(shadow)
+    if sharpen != 1.0 and (head is None or twin is None):
+        return None
+    with probe.kicked(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
+        own = dict(shadow.named_parameters())
+        for name, p in probe.parameters.items():
+            if sharpen == 1.0 or p is not head:
+                own[name].copy_(p.double())
+        mine = probe.gradient(batch)
+        try:
+            theirs, islands = _shadow_gradient(probe, shadow, batch)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return Finding("F64", what, f"the shadow cannot run ({str(error)[:60]})", "-", "not applicable", "")
+        floor = probe.floor()
+    if not theirs.finite():
+        return Finding("F64", what, "the float64 shadow is not finite either", "-", "not applicable", "")
+    # Rounding errors of many operations add up; 64 units of this step's own resolution is far below a wrong formula.
+    room = min(0.5, 64 * floor)
+    change = mine.distance(theirs) if mine.finite() else float("inf")
+    return LAW.finding(
+        what,
+        f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
+        f"≤ {room:.1g}",
+        change <= room,
+        "The step loses its gradient to rounding: log(sigmoid(x)) or log(1 - p) far out, an eps that is 0 in this dtype, a sum in "
+        "16 bits. Accumulate in fp32 and use the stable form (logsigmoid, log1mexp, logsumexp).",
+    )
+
+
+def _shadow_gradient(probe: Probe, shadow: nn.Module, batch: edits.Batch) -> tuple[Gradient, int]:
+    step = probe.step
+    lifted = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in fresh(batch).items()}
+    islands: set[str] = set()
+    hooks = [m.register_forward_hook(_watch(n, islands)) for n, m in shadow.named_modules()]
+    settings: dict[str, Any] = {**step.knobs, **{o: m[0] for o, m in step.options.items()}}
+    try:
+        with seeded(step.seed), torch.enable_grad():
+            probe.evaluations += 1
+            result = step.loss(shadow, lifted, **settings)
+            value = result[0] if isinstance(result, tuple) else result
+            own = dict(shadow.named_parameters())
+            found = torch.autograd.grad(value, [own[n] for n in probe.parameters], allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Gradient(dict(zip(probe.parameters, found, strict=True))), len(islands)
+
+
+def _watch(name: str, islands: set[str]) -> Any:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != torch.float64:
+            islands.add(name)
+
+    return hook
+
+
+def _head(model: nn.Module) -> Tensor | None:
+    """The last weight matrix: what makes outputs confident when it is scaled up."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return matrices[-1] if matrices else None
+
+
+class _scaled:
+    """Multiply a tensor in place and put its bits back."""
+
+    def __init__(self, tensor: Tensor | None, factor: float) -> None:
+        self.tensor, self.factor = tensor, factor
+
+    def __enter__(self) -> None:
+        if self.tensor is not None and self.factor != 1.0:
+            self.kept = self.tensor.detach().clone()
+            with torch.no_grad():
+                self.tensor.mul_(self.factor)
+
+    def __exit__(self, *_: object) -> None:
+        if self.tensor is not None and self.factor != 1.0:
+            with torch.no_grad():
+                self.tensor.copy_(self.kept)
+
+
+LAW = Law(
+    code="F64",
+    name="float64 shadow",
+    sentence="The step's gradient agrees with a float64 shadow of itself, on confident inputs and large margins too.",
+    needs="a model that can be deep-copied and a loss that uses the model it is given",
+    how="A copy of the model in float64 runs the same batch; once as it is, once with its last matrix scaled up.",
+    traps="Hugging Face models cast to fp32 inside norms and rotary embeddings: such islands are counted and said.",
+    caught="log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates",
+    check=check,
+    quick=False,
+)

@@ -1,0 +1,104 @@
+"""SE: order, repetition and cutting of the rows do not change what is learned.
+
+permuted rows     the same gradient
+every row twice   the same gradient, or exactly twice it (a sum)
+whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β > 0, for an UNEVEN cut: rows do not reach into each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.gradient import span_residual
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.rows < 2:
+        yield Finding("SE", "rows", f"{step.rows} row", "≥ 2", "not applicable", "A batch of one row has no order.")
+        return
+    with probe.kicked():
+        whole = probe.gradient()
+        order = torch.randperm(step.rows, generator=edits.generator(step, 3))
+        if torch.equal(order, torch.arange(step.rows)):
+            order = order.roll(1)
+        shuffled = whole.distance(probe.gradient(edits.permute_rows(step, order)))
+        yield LAW.finding(
+            "permuted rows",
+            f"moved the gradient by {shuffled:.2g}",
+            f"≤ {probe.tolerance:.1g}",
+            shuffled <= probe.tolerance,
+            "The order of the rows matters: something is paired by place (groups, references, a permutation that is not undone), or "
+            "a statistic is broadcast along the wrong axis.",
+        )
+        twice = probe.gradient(edits.repeat_rows(step))
+        factor = twice.best_scale(whole)
+        rest = twice.distance(whole.times(factor))
+        yield LAW.finding(
+            "every row twice",
+            f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
+            "1× or 2×",
+            rest <= probe.tolerance and (abs(factor - 1) < 0.01 or abs(factor - 2) < 0.02),
+            "Doubling the batch changes the gradient by neither 1 nor 2: the normaliser is not a count of what is summed.",
+        )
+        yield from _parts(probe)
+
+
+def _parts(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.rows_interact:
+        yield Finding("SE", "whole = parts", "rows interact by declaration", "-", "not applicable", "")
+        return
+    cut = max(1, step.rows // 3)
+    rows = torch.arange(step.rows)
+    try:
+        parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
+    except (RuntimeError, IndexError, ValueError) as error:
+        yield Finding(
+            "SE", "whole = parts", f"a part of the rows cannot be run alone ({type(error).__name__})", "-", "not applicable",
+            "The loss needs its rows together (fixed group or pair sizes).",
+        )  # fmt: skip
+        return
+    if not all(p.finite() for p in parts):
+        yield Finding("SE", "whole = parts", "a part has no finite gradient alone", "-", "not applicable", "")
+        return
+    alpha, beta, rest = span_residual(probe.gradient(), *parts)
+    grouped = "group" in step.roles or "rewards" in step.roles
+    outcome = rest <= max(probe.tolerance, 1e-3) and (alpha >= 0 or beta >= 0)
+    if not outcome and grouped:
+        yield Finding(
+            "SE",
+            "whole = parts",
+            f"off by {rest:.2g}",
+            "0",
+            "not applicable",
+            "Rows of a group are coupled by their rewards.",
+        )
+        return
+    yield LAW.finding(
+        "whole = parts (uneven)",
+        f"{alpha:.3g}·g₁ + {beta:.3g}·g₂ is off by {rest:.2g}",
+        f"≤ {max(probe.tolerance, 1e-3):.1g}",
+        outcome,
+        "The gradient of the batch is no combination of its parts' gradients: rows reach into each other (a broadcast [B] against "
+        "[B, 1], a statistic over the wrong axis, attention across rows).",
+    )
+
+
+LAW = Law(
+    code="SE",
+    name="splits",
+    sentence="Permuting, repeating or cutting the rows (unevenly) does not change what is learned.",
+    needs="a batch of at least two rows",
+    how="Gradients of the permuted, the doubled and the unevenly cut batch.",
+    traps="Even cuts hide accumulation bugs. A loss that is coupled by definition declares rows_interact=True.",
+    caught="OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600",
+    check=check,
+    quick=False,
+)

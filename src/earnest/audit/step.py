@@ -1,0 +1,149 @@
+"""``Step``: a training step as a black box with declared inputs and knobs. The more is declared, the more is checked.
+
+step = Step(model=model, loss=loss_fn,                 # loss_fn(model, batch, **knobs) -> loss or (loss, metrics)
+            batch=batch,                               # a dict of tensors
+            roles={"mask": "completion_mask", "behaviour": "old_logprobs", "advantages": "advantages"},
+            knobs={"beta": 0.04, "clip": 0.2}, options={"loss_type": ("grpo", "dapo")},
+            terms={"kl": "beta"},                      # metric -> the knob that weighs it
+            optimizer=optimizer, max_grad_norm=1.0, reference=lambda: ref_logprobs(model, batch))
+print(audit(step))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from earnest.errors import EarnestError, nearest
+
+Role = Literal[
+    "ids",  # token ids [B, T]
+    "labels",  # target ids [B, T]; -100 (or mask 0) is not supervised
+    "attention",  # 1 real token, 0 padding [B, T]
+    "positions",  # position ids [B, T]
+    "documents",  # which document of a packed row a token belongs to [B, T]
+    "mask",  # 1 where the loss is taken [B, T]
+    "advantages",  # [B] or [B, T]
+    "behaviour",  # log-probs under the policy that sampled [B, T]
+    "reference",  # log-probs (or logits) under the reference policy
+    "teacher",  # log-probs, probabilities or logits of a teacher
+    "importance",  # a ratio that corrects for the sampler
+    "weights",  # per-token or per-row weights
+    "rewards",  # rewards, where the loss makes its own advantages
+    "values",  # old values of a critic
+    "returns",  # targets of a critic
+    "chosen",  # token ids of the preferred answers
+    "rejected",  # token ids of the others
+    "reference_chosen",  # reference log-probs of the preferred answers
+    "reference_rejected",  # … and of the others
+    "group",  # which prompt a row belongs to [B]
+]
+ROLES: tuple[str, ...] = get_args(Role)
+Family = Literal["policy gradient", "sft", "divergence", "preference"]
+Loss = Callable[..., Any]
+
+
+class StepError(EarnestError):
+    """A declaration of a step does not fit the step."""
+
+
+@dataclass(frozen=True)
+class Raises:
+    """In ``terms``: minimising the term raises its metric (an entropy bonus), instead of lowering it."""
+
+    knob: str
+
+
+@dataclass
+class Step:
+    """What there is, in the user's own words. Everything beyond model, loss and batch is optional.
+
+    ``logprobs``   fn(model, batch) -> log-probs like ``behaviour``: switches on the on-policy laws
+    ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form: identical must cost 0
+    ``reference``  fn() -> what the reference policy says now: it must not move when the policy does
+    ``paths``      other functions with the loss's signature that claim to be the same objective
+    ``metrics``    metric -> (low, high): the range that it cannot leave
+    ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by design)
+    ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Mapping[str, Any]
+    roles: Mapping[str, str] = field(default_factory=dict)
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    terms: Mapping[str, str | Raises] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+    max_grad_norm: float | None = None
+    reference: Callable[[], Tensor] | None = None
+    logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
+    student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
+    paths: Mapping[str, Loss] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    family: Family | None = None
+    value_is_loss: bool | None = None
+    rows_interact: bool = False
+    tokenizer: Any = None
+    name: str = "the step"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.batch:
+            raise StepError("the batch is empty; give the dict of tensors that the loss reads.")
+        for role, key in self.roles.items():
+            if role not in ROLES:
+                raise StepError(f"unknown role {role!r}: {nearest(role, ROLES)}")
+            if key not in self.batch:
+                raise StepError(
+                    f"role {role!r} names {key!r}, which the batch does not have: {nearest(key, self.batch)}"
+                )
+            if not isinstance(self.batch[key], Tensor):
+                raise StepError(f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}.")
+        for metric, term in self.terms.items():
+            knob = term.knob if isinstance(term, Raises) else term
+            if knob not in self.knobs:
+                raise StepError(
+                    f"term {metric!r} is weighed by {knob!r}, which is no knob: {nearest(knob, self.knobs)}"
+                )
+        for option, modes in self.options.items():
+            if len(set(map(repr, modes))) < 2:
+                raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
+        if self.family is not None and self.family not in get_args(Family):
+            raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
+        if not self.trainable():
+            raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def value(self, role: str) -> Tensor | None:
+        key = self.roles.get(role)
+        return None if key is None else self.batch[key]
+
+    @property
+    def kind(self) -> Family | None:
+        """The declared family, or the one that the roles give away."""
+        if self.family is not None:
+            return self.family
+        if "advantages" in self.roles:
+            return "policy gradient"
+        if {"chosen", "rejected"} <= self.roles.keys():
+            return "preference"
+        if "teacher" in self.roles:
+            return "divergence"
+        return "sft" if "labels" in self.roles else None
+
+    @property
+    def rows(self) -> int:
+        """B: the leading size that the roles (or else most tensors) share."""
+        named = [self.batch[k] for k in self.roles.values()]
+        tensors = [t for t in (named or list(self.batch.values())) if isinstance(t, Tensor) and t.ndim > 0]
+        if not tensors:
+            return 1
+        sizes = [t.shape[0] for t in tensors]
+        return max(set(sizes), key=sizes.count)

@@ -1,0 +1,13 @@
+"""What is not a loss and still has laws: advantages, accumulation, save and resume, merge, sync, schedules, outer steps."""
+
+from earnest.audit.subjects.accumulation import Accumulation as Accumulation
+from earnest.audit.subjects.advantages import AdvantageEstimator as AdvantageEstimator
+from earnest.audit.subjects.base import Subject as Subject
+from earnest.audit.subjects.persistence import Resume as Resume
+from earnest.audit.subjects.persistence import RoundTrip as RoundTrip
+from earnest.audit.subjects.schedule import Schedule as Schedule
+from earnest.audit.subjects.weights import Gather as Gather
+from earnest.audit.subjects.weights import Merge as Merge
+from earnest.audit.subjects.weights import OuterStep as OuterStep
+from earnest.audit.subjects.weights import Unbiased as Unbiased
+from earnest.audit.subjects.weights import WeightSync as WeightSync
