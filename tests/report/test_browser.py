@@ -1,4 +1,4 @@
-"""The page in a real browser, from file://: it draws, it answers mouse and keyboard, it fits a phone, it asks for nothing."""
+"""The page in a real browser, from file://: it draws, answers mouse and keyboard, fits a phone, asks for nothing."""
 
 from __future__ import annotations
 

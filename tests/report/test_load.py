@@ -79,6 +79,15 @@ def test_a_whole_run_has_no_gaps_and_pairs_its_samples(tmp_path):
         assert before.prompt == after.prompt
 
 
+def test_a_tool_call_in_a_prompt_is_shown(tmp_path):
+    folder = folders.make(tmp_path, steps=1)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    row = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    folders.write_lines(folder / "samples.jsonl", [{**row, "prompt": [*row["prompt"], call]}])
+    run = load(folder)
+    assert run.samples[0].prompt[1].content == '{"tool_calls": [{"name": "clock"}]}'
+
+
 def evaluation(step: int, **changes: Any) -> dict[str, Any]:
     line = {"kind": "eval", "step": step, "version": step, "reward": 0.5, "se": 0.3, "prompts": 3, "n": 3}
     return {**line, **changes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -171,9 +172,7 @@ def _samples(folder: Path, decoder: Decoder, gaps: list[str]) -> tuple[Sample, .
             version=line.integer("version"),
             prompt_id=line.text("prompt_id"),
             sample=line.integer("sample"),
-            prompt=tuple(
-                Message(message.text("role"), message.text_or_none("content") or "") for message in line.items("prompt")
-            ),
+            prompt=tuple(_message(message) for message in line.items("prompt")),
             completion=line.text("completion"),
             reward=line.number_or_none("reward"),
             correct=line.flag_or_none("correct"),
@@ -182,6 +181,13 @@ def _samples(folder: Path, decoder: Decoder, gaps: list[str]) -> tuple[Sample, .
         )
         for line in lines(text, "samples.jsonl", decoder, gaps)
     )
+
+
+def _message(message: Fields) -> Message:
+    """A message's text; what else it carries (a tool call) follows as JSON, so that a prompt is shown whole."""
+    rest = {key: value for key, value in message.data.items() if key not in ("role", "content") and value is not None}
+    parts = (message.text_or_none("content"), json.dumps(rest, ensure_ascii=False) if rest else None)
+    return Message(message.text("role"), "\n".join(part for part in parts if part))
 
 
 def _verdict(folder: Path, decoder: Decoder, gaps: list[str]) -> Verdict | None:
