@@ -37,7 +37,7 @@ def logits(states: Float[Tensor, "n d"], head: Head) -> Float[Tensor, "n V"]:
 
 def scalars(hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
     """Every need's field, differentiable by ``hidden`` and by the head."""
-    todo = plan.make(needs, batch, head, hidden.shape[1])
+    todo = plan.make(needs, batch, head, hidden)
     z = logits(hidden, head)
     return {need: _field(need, z, head, batch, todo) for need in todo.needs}
 

@@ -14,6 +14,8 @@ Shapes: n tokens, C categories (the vocabulary, or K tokens and the bucket of al
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -37,19 +39,24 @@ def gjs(
         return forward_kl(ls, lt, slope=slope, out=out)
     if alpha == 1:
         return reverse_kl(ls, lt, slope=slope, out=out)
-    # Beyond ±limit one of S and T is 0 against the other, and M/S or M/T has its limiting value to rounding.
-    limit = 600.0 if ls.dtype == torch.float64 else 80.0
-    delta = torch.sub(lt, ls, out=out(ls))
-    delta = torch.clamp(delta, -limit, limit, out=out.over(delta))
-    u = torch.expm1(delta, out=out(ls))
-    u = torch.mul(u, alpha, out=out.over(u))
-    u = torch.log1p(u, out=out.over(u))
+    delta, u = log_mixture(ls, lt, alpha, out)
     S, T = torch.exp(ls, out=out(ls)), torch.exp(lt, out=out(lt))
     student = dot(S, u)  # -KL(S‖M)
     teacher = dot(T, torch.sub(delta, u, out=out.over(delta)))  # KL(T‖M)
     scale = 1 / (alpha * (1 - alpha)) if normalised else 1.0
     value = scale * (alpha * teacher - (1 - alpha) * student)
     return value, _spread(S, u, student, scale * (1 - alpha), out) if slope else None
+
+
+def log_mixture(ls: Tensor, lt: Tensor, alpha: float, out: Scratch = FRESH) -> tuple[Tensor, Tensor]:
+    """δ = log T - log S and u = log(M/S) of the mixture M = (1-α)·S + α·T, exactly 0 where S = T."""
+    # Beyond ±limit the smaller of S and T is no part of M to rounding, so M/S or M/T has its limiting value there already.
+    limit = -math.log(torch.finfo(ls.dtype).eps / 2 * min(alpha, 1 - alpha))
+    delta = torch.sub(lt, ls, out=out(ls))
+    delta = torch.clamp(delta, -limit, limit, out=out.over(delta))
+    u = torch.expm1(delta, out=out(ls))
+    u = torch.mul(u, alpha, out=out.over(u))
+    return delta, torch.log1p(u, out=out.over(u))
 
 
 def forward_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH) -> Result:

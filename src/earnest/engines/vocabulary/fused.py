@@ -42,7 +42,7 @@ def scalars(
 
     ``budget_bytes`` bounds the logits that exist at one time; more than some 150 MiB a block of them gains no speed.
     """
-    todo = plan.make(needs, batch, head, hidden.shape[1])
+    todo = plan.make(needs, batch, head, hidden)
     if not todo.needs:
         return {}
     factor = product.of(head, hidden.dtype)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary.formulas import tail_error_bound
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Max, Mean, Metric
-from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, Source, SourceEntropy
+from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, Source, SourceEntropy, SpectralNorm
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, ScoredAt, TopK
 
@@ -70,15 +70,17 @@ class Plan:
         return found
 
 
-def make(needs: Sequence[Need], batch: Batch, head: Head, width: int) -> Plan:
+def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, "N d"]) -> Plan:
     """Refuse what this pass cannot compute exactly as asked; nothing is replaced by something else."""
-    vocabulary = head.weight.shape[0]
+    vocabulary, width = head.weight.shape[0], hidden.shape[1]
+    if hidden.shape[0] != batch.active.shape[0]:
+        raise SignalError(f"{hidden.shape[0]} hidden states for {batch.active.shape[0]} active tokens; give one each, in their order.")
     if head.weight.shape[1] != width:
         raise SignalError(f"hidden states of width {width} meet a head of width {head.weight.shape[1]}; they belong to two models.")
     sources: dict[Source, Covered] = {}
     kept: list[TokenNeed] = []
     for need in needs:
-        if not isinstance(need, TokenNeed):
+        if isinstance(need, SpectralNorm):
             raise ObjectiveError(f"{need} is not a scalar of a token; the engine answers it from the adapter.")
         if not 0 < need.temperature < float("inf"):
             raise ObjectiveError(f"{need}: the temperature must be above 0 and finite.")

@@ -89,7 +89,7 @@ def compare(
     if need.tail == "renormalise":
         student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
     if isinstance(source, TopK) and need.blend is not None:
-        teacher = torch.lerp(student.detach(), teacher, need.blend).log_softmax(-1)
+        teacher = blended(student, teacher, need.blend)
         said = f", blend {need.blend:.4g} of the log-probs on the support{'' if need.tail == 'renormalise' else ' and tail'}, renormalised"
     if need.tail == "unnormalised":
         value, slopes = formulas.unnormalised_reverse_kl(student, teacher, slope=slope)
@@ -100,6 +100,11 @@ def compare(
     tail_said = "" if need.tail == "unnormalised" else f", {need.tail}"
     ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_said}{said}"
     return Comparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
+
+
+def blended(student: Float[Tensor, "n C"], teacher: Float[Tensor, "n C"], share: float) -> Float[Tensor, "n C"]:
+    """TAID's teacher where only category log-probs are at hand: softmax((1-t)·log S + t·log T), the student held fixed."""
+    return torch.lerp(student.detach(), teacher, share).log_softmax(-1)
 
 
 def _name(need: Divergence) -> str:

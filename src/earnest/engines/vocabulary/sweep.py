@@ -108,6 +108,7 @@ class Sweep:
                         home = self._memory(chunk, homes[need], rows)
                         self._each_block(chunk, rows, need, found[need], slope=True, sink=_writer(home))
                         states = hidden[chunk.start : chunk.stop]
+                        states = states if rows.local is None else states[rows.local]
                         by_hidden = found[need].by_hidden
                         assert by_hidden is not None
                         by_hidden[rows.place] = self.product.pull(states, home, None)
