@@ -64,12 +64,16 @@ class Policy:
         return torch.cat([p.flatten() for p in parts])
 
 
-def full_batch(seed: int = 0, *, temperature: float = 1.0, holes: bool = True, kick: float = 0.3) -> tuple[Batch, Policy]:
+def full_batch(
+    seed: int = 0, *, temperature: float = 1.0, holes: bool = True, kick: float = 0.3
+) -> tuple[Batch, Policy]:
     """Every role and every signal, off-policy: behaviour, proximal and reference differ from the policy and from each other."""
     g = torch.Generator().manual_seed(seed + 100)
     prompts = [[1 + r % 3, 2] for r in range(len(ROLES))]
     completions = [torch.randint(0, V, (n,), generator=g).tolist() for n in LENGTHS]
-    batch = Batch.from_rows(prompts, completions, role=ROLES, group=GROUPS, pair=PAIRS, temperature=temperature, max_length=7)
+    batch = Batch.from_rows(
+        prompts, completions, role=ROLES, group=GROUPS, pair=PAIRS, temperature=temperature, max_length=7
+    )
     if holes:  # a masked token inside a long completion
         weight = batch.weight.clone()
         weight[2, 3] = 0.0
@@ -87,7 +91,9 @@ def full_batch(seed: int = 0, *, temperature: float = 1.0, holes: bool = True, k
         behaviour=near(),
         proximal=near(),
         reference=Reference(near(), Hidden(policy.hidden.detach() + kick * torch.randn(N, D, generator=g).double())),
-        teacher=Teacher(Hidden(policy.hidden.detach()[at] + kick * torch.randn(len(at), D, generator=g).double()), at, "live"),
+        teacher=Teacher(
+            Hidden(policy.hidden.detach()[at] + kick * torch.randn(len(at), D, generator=g).double()), at, "live"
+        ),
         correct=correct,
     )
     return batch, policy

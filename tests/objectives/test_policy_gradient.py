@@ -41,7 +41,11 @@ def rows(ratios: list[list[float]], advantages: list[float], q: float = -2.0, **
     """Rows whose tokens have these ratios to the behaviour policy, and the log-probs as a leaf."""
     behaviour = [[q] * len(row) for row in ratios]
     batch = Batch.from_rows(
-        [[1]] * len(ratios), [[2] * len(row) for row in ratios], advantages=advantages, behaviour=behaviour, max_length=4
+        [[1]] * len(ratios),
+        [[2] * len(row) for row in ratios],
+        advantages=advantages,
+        behaviour=behaviour,
+        max_length=4,
     ).with_signals(**more)
     lp = torch.tensor([q + math.log(r) for row in ratios for r in row], dtype=torch.float64, requires_grad=True)
     return batch, lp
@@ -57,11 +61,13 @@ def run(term: Term, batch: Batch, lp: Tensor) -> tuple[float, list[float], dict[
     return float(result.loss.detach()), grad.tolist(), metrics
 
 
-# --- by hand ------------------------------------------------------------------------------------------------------------
+# --- by hand
+------------------------------------------------------------------------------------------------------------
 
 
 def test_the_clip_by_hand() -> None:
-    """ε = 0.2, one token a row, S = 6: the value is -min(ρA, clip(ρ)A)/6 and the slope by lp is -ρA/6 where not clipped.
+    """ε = 0.2, one token a row, S = 6: the value is -min(ρA, clip(ρ)A)/6 and the slope by lp is -ρA/6 where not
+    clipped.
 
     ρ:      1.0   1.5(A>0)  0.5(A>0)  0.5(A<0)  1.5(A<0)  1.1
     A:      2     1         1         -1        -1        1
@@ -109,12 +115,18 @@ def test_the_normalisers_by_hand() -> None:
 
 
 def test_the_sequence_ratio_by_hand() -> None:
-    """Ratios 4 and 1 in one row: s = √4 = 2. With A = 1 and a clip at 3 the loss is -2 and each token's slope -s·A/|y| = -1."""
+    """Ratios 4 and 1 in one row: s = √4 = 2.
+
+    With A = 1 and a clip at 3 the loss is -2 and each token's slope -s·A/|y| = -1.
+    """
     batch, lp = rows([[4.0, 1.0]], [1])
     loss, grad, _ = run(GSPO(clip=1.0, clip_high=2.0), batch, lp)
     assert loss == pytest.approx(-2) and grad == pytest.approx([-1, -1])
     assert run(GSPO(clip=1.0, clip_high=0.5), batch, lp)[:2] == (pytest.approx(-1.5), [0, 0])
-    assert run(GSPO(clip=1.0, clip_high=2.0, level="token"), batch, lp)[:2] == (pytest.approx(-2), pytest.approx([-1, -1]))
+    assert run(GSPO(clip=1.0, clip_high=2.0, level="token"), batch, lp)[:2] == (
+        pytest.approx(-2),
+        pytest.approx([-1, -1]),
+    )
 
 
 def test_gspos_token_form_takes_advantages_that_differ_within_a_sequence() -> None:
@@ -143,13 +155,16 @@ def test_sapo_by_hand() -> None:
 
 def test_rloo_is_the_log_prob_of_the_whole_completion_against_the_others_mean() -> None:
     batch, lp = rows([[1.0], [1.0, 1.0], [1.0]], [0, 0, 0])
-    batch = with_advantages(batch.with_signals(group=torch.zeros(3, dtype=torch.long)), [1.0, 0.0, 0.5], "leave_one_out")
+    batch = with_advantages(
+        batch.with_signals(group=torch.zeros(3, dtype=torch.long)), [1.0, 0.0, 0.5], "leave_one_out"
+    )
     loss, grad, _ = run(RLOO(), batch, lp)
     assert grad == pytest.approx([-0.75 / 3, 0.75 / 3, 0.75 / 3, 0])  # A = 1-.25, 0-.75, .5-.5
     assert loss == pytest.approx((0.75 * 2 - 0.75 * 4) / 3)
 
 
-# --- truncated importance sampling ---------------------------------------------------------------------------------------
+# --- truncated importance sampling
+---------------------------------------------------------------------------------------
 
 
 def _with_gap(weights: list[list[float]], advantages: list[float]) -> tuple[Batch, Tensor]:
@@ -195,7 +210,8 @@ def test_the_correction_says_that_it_ran() -> None:
     assert ran == "grpo × sequence mask importance"
 
 
-# --- laws ---------------------------------------------------------------------------------------------------------------
+# --- laws
+---------------------------------------------------------------------------------------------------------------
 
 REINFORCE_TWIN: dict[str, dict[str, object]] = {
     "grpo": {"per": "sequence"},
@@ -212,8 +228,12 @@ REINFORCE_TWIN: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", [*RATIO_KINDS, "rloo"])
 def test_on_policy_the_gradient_is_reinforces_with_the_objectives_own_normaliser(kind: str, temperature: float) -> None:
-    """LAW. It fails on the reviewed bugs: a clamp at ε instead of 1+ε (0.2 × REINFORCE), a ratio that is constantly 1 (gradient 0), and
-    a sampling temperature that is forgotten when log-probs are recomputed (the ratio would not be 1 here)."""
+    """LAW.
+
+    It fails on the reviewed bugs: a clamp at ε instead of 1+ε (0.2 × REINFORCE), a ratio that is constantly 1
+    (gradient 0), and a sampling temperature that is forgotten when log-probs are recomputed (the ratio would not be 1
+    here).
+    """
     batch, policy = full_batch(temperature=temperature)
     on_policy = batch.with_signals(behaviour=policy.logprobs(batch, temperature))
     found = policy.gradient(on_policy, OBJECTIVES[kind]())
@@ -227,11 +247,16 @@ def test_on_policy_the_gradient_is_reinforces_with_the_objectives_own_normaliser
     result = policy.evaluate(on_policy, OBJECTIVES[kind]())
     if kind != "rloo":
         metrics = result.values[kind].metrics
-        assert metrics["ratio"].value == pytest.approx(1.0) and metrics["behaviour_kl"].value == pytest.approx(0.0, abs=1e-12)
+        assert metrics["ratio"].value == pytest.approx(1.0) and metrics["behaviour_kl"].value == pytest.approx(
+            0.0, abs=1e-12
+        )
 
 
 def test_grpo_is_not_reinforce_off_policy() -> None:
-    """One review found a 'GRPO' that ignored the sampler's log-probs: it was REINFORCE. Off-policy the two must differ."""
+    """One review found a 'GRPO' that ignored the sampler's log-probs: it was REINFORCE.
+
+    Off-policy the two must differ.
+    """
     batch, policy = full_batch()
     a, b = policy.gradient(batch, GRPO()), policy.gradient(batch, Reinforce(per="sequence"))
     assert (a - b).abs().max() > 0.05 * b.abs().max()
@@ -266,11 +291,22 @@ def _gradcheck(term: Term, batch: Batch, lp: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "term",
-    [GRPO(), DAPO(dual_clip=1.6), DrGRPO(), BNPO(), GSPO(clip=0.3, clip_high=0.3), LUSPO(clip=0.3, clip_high=0.3), SAPO()],
+    [
+        GRPO(),
+        DAPO(dual_clip=1.6),
+        DrGRPO(),
+        BNPO(),
+        GSPO(clip=0.3, clip_high=0.3),
+        LUSPO(clip=0.3, clip_high=0.3),
+        SAPO(),
+    ],
     ids=lambda t: t.kind,
 )
 def test_gradcheck_on_the_log_probs(term: Term) -> None:
-    """FD in float64 for every objective whose value is the integral of its gradient; the clips are away from their corners."""
+    """FD in float64 for every objective whose value is the integral of its gradient.
+
+    The clips are away from their corners.
+    """
     batch, lp = rows([[1.05, 0.6, 1.5], [0.9], [1.7, 0.75]], [1.3, -0.7, -1.1])
     assert _gradcheck(term, batch, lp)
 

@@ -54,18 +54,26 @@ def test_a_term_alone_has_a_gradient_and_says_what_ran(kind: str) -> None:
     assert policy.gradient(batch, examples()[kind]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(("one", "two"), list(itertools.combinations(KINDS, 2)))
-def test_in_a_pair_each_term_has_its_own_gradient_times_its_weight(one: str, two: str) -> None:
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
     batch, policy = full_batch()
-    a, b = examples()[one], examples()[two]
-    alone = 0.7 * policy.gradient(batch, a) - 1.3 * policy.gradient(batch, b)
-    together = policy.gradient(batch, 0.7 * a + (-1.3) * b)
-    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
+    return {kind: policy.gradient(batch, term) for kind, term in examples().items()}
+
+
+@pytest.mark.parametrize(("one", "two"), list(itertools.combinations(KINDS, 2)))
+def test_in_a_pair_each_term_has_its_own_gradient_times_its_weight(
+    one: str, two: str, alone: dict[str, torch.Tensor]
+) -> None:
+    batch, policy = full_batch()
+    together = policy.gradient(batch, 0.7 * examples()[one] + (-1.3) * examples()[two])
+    torch.testing.assert_close(together, 0.7 * alone[one] - 1.3 * alone[two], rtol=1e-9, atol=1e-12)
 
 
 def test_the_sum_of_the_issue_runs_and_its_parts_add_up() -> None:
     batch, policy = full_batch()
-    total = GRPO(clip=0.2) + 0.5 * SDPO(alpha=0.5, top_k=4, wrap=TAID(t_start=0.5)) + 0.1 * SimPO() + KLBarrier(tau=0.01)
+    total = (
+        GRPO(clip=0.2) + 0.5 * SDPO(alpha=0.5, top_k=4, wrap=TAID(t_start=0.5)) + 0.1 * SimPO() + KLBarrier(tau=0.01)
+    )
     result = policy.evaluate(batch, total)
     assert list(result.values) == ["grpo", "sdpo", "simpo", "kl_barrier"]
     parts = [w.weight * result.values[w.term.label].loss for w in total.terms]
@@ -164,7 +172,11 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
     """Settings of one knob (with what it takes to wake it) that must give different gradients."""
     if what.choices:
         if name == "tail":
-            return [{"tail": t, "support": "student", "top_k": 4} | ({"alpha": 1.0} if kind in ("distill", "sdpo") else {}) for t in what.choices if t != "unnormalised" or kind in ("distill", "sdpo")]
+            return [
+                {"tail": t, "support": "student", "top_k": 4} | ({"alpha": 1.0} if kind in ("distill", "sdpo") else {})
+                for t in what.choices
+                if t != "unnormalised" or kind in ("distill", "sdpo")
+            ]
         if name == "support":
             return [{"support": "full"}, {"support": "student", "top_k": 3}, {"support": "teacher", "top_k": 3}]
         if (kind, name) == ("kl_barrier", "reference"):
@@ -244,7 +256,9 @@ def test_every_declared_signal_moves_the_gradient(kind: str) -> None:
         term = replace(term, **{k: 1.0 for k in ("clip", "clip_high") if hasattr(term, k)})
     before = policy.gradient(batch, term)
     for signal in term.signals():
-        assert (policy.gradient(_perturbed(batch, signal), term) - before).abs().max() > 1e-6, f"{kind} ignores {signal}"
+        assert (policy.gradient(_perturbed(batch, signal), term) - before).abs().max() > 1e-6, (
+            f"{kind} ignores {signal}"
+        )
 
 
 def _perturbed(batch: Batch, signal: str) -> Batch:
@@ -269,7 +283,8 @@ def _perturbed(batch: Batch, signal: str) -> Batch:
     return batch.with_signals(**{signal: value - noise(value)})
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals
+-----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -298,7 +313,8 @@ def test_missing_roles_are_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("breakage", "words"), [("nan", "not finite"), ("inf", "not finite"), ("shape", "nothing is broadcast|one value an")]
+    ("breakage", "words"),
+    [("nan", "not finite"), ("inf", "not finite"), ("shape", "nothing is broadcast|one value an")],
 )
 def test_a_broken_scalar_is_refused_by_name(kind: str, breakage: str, words: str) -> None:
     """NaN, inf, and a shape that torch would broadcast ([N,1] against [N] gives [N,N]) in each scalar that the term reads."""
@@ -358,7 +374,14 @@ def test_signals_are_checked_where_the_batch_is_made() -> None:
         with pytest.raises((SignalError, TypeError), match=words):
             batch.with_signals(**{name: value})
     with pytest.raises(SignalError, match="no active token"):
-        batch.with_signals(weight=torch.zeros_like(batch.weight), advantages=None, behaviour=None, proximal=None, reference=None, teacher=None)
+        batch.with_signals(
+            weight=torch.zeros_like(batch.weight),
+            advantages=None,
+            behaviour=None,
+            proximal=None,
+            reference=None,
+            teacher=None,
+        )
 
 
 def test_an_engine_that_forgets_a_scalar_is_caught() -> None:
@@ -402,7 +425,8 @@ def test_several_targets_a_position_are_only_for_sft() -> None:
                 Objective.of(term).check(wide)
 
 
-# --- weight 0, idle terms, state -----------------------------------------------------------------------------------------
+# --- weight 0, idle terms, state
+-----------------------------------------------------------------------------------------
 
 
 def test_weight_zero_is_not_computed_and_said() -> None:
@@ -448,7 +472,8 @@ def test_state_lives_under_the_label_and_moves_only_when_the_term_ran() -> None:
     assert objective.next_round(after)["kl_barrier"] == {"round": 1}
 
 
-# --- what people read ----------------------------------------------------------------------------------------------------
+# --- what people read
+----------------------------------------------------------------------------------------------------
 
 
 def test_describe_lists_every_term_and_field() -> None:
