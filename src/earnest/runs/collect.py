@@ -65,7 +65,7 @@ class Source:
         self.roles = roles_of(setup.objective)
         if unknown := self.roles - {"rollout", "demonstration"}:
             raise ConfigError(
-                f"objective: a term reads {' and '.join(sorted(unknown))} rows, a run supplies rollouts and demonstrations; "
+                f"objective: a run supplies rollouts and demonstrations, a term reads {' and '.join(sorted(unknown))}; "
                 "train on preference pairs through the Python interface (Batch.from_rows with pair=)."
             )
         self.stream = PromptStream(setup.task, derive(setup.config.seed, purpose) % 2**31, position=position)
@@ -79,16 +79,17 @@ class Source:
             seed = derive(config.seed, f"{self.purpose} sampling", step)
             attempts = attempt(setup, prompts, config.sampling.completions_per_prompt, seed)
         shown = [demonstrate(setup.policy, setup.task, p) for p in prompts] if "demonstration" in self.roles else []
+        roles: list[Role] = [*("rollout" for _ in attempts), *("demonstration" for _ in shown)]
+        # A demonstration was sampled by nobody: its behaviour is filled with 0, which no term reads.
+        behaviour = [list(a.rollout.logprobs) for a in attempts] + [[0.0] * len(answer) for _, answer in shown]
         batch = Batch.from_rows(
-            [*(a.rollout.prompt for a in attempts), *(prompt for prompt, _ in shown)],
-            [*(a.rollout.tokens for a in attempts), *(answer for _, answer in shown)],
-            role=[*("rollout" for _ in attempts), *("demonstration" for _ in shown)],
-            group=[*(a.rollout.prompt_index for a in attempts), *range(len(prompts), len(prompts) + len(shown))],
-            policy_version=[*(a.rollout.policy_version for a in attempts), *(setup.engine.version for _ in shown)],
-            behaviour=[*(a.rollout.logprobs for a in attempts), *([0.0] * len(answer) for _, answer in shown)]
-            if attempts
-            else None,
-            correct=[*(a.grade.correct for a in attempts), *(True for _ in shown)],
+            [a.rollout.prompt for a in attempts] + [tuple(prompt) for prompt, _ in shown],
+            [a.rollout.tokens for a in attempts] + [tuple(answer) for _, answer in shown],
+            role=roles,
+            group=[a.rollout.prompt_index for a in attempts] + list(range(len(prompts), len(prompts) + len(shown))),
+            policy_version=[a.rollout.policy_version for a in attempts] + [setup.engine.version] * len(shown),
+            behaviour=behaviour if attempts else None,
+            correct=[a.grade.correct for a in attempts] + [True] * len(shown),
             temperature=config.sampling.temperature,
             max_length=config.sampling.max_new_tokens,
             pad=setup.policy.pad_id,

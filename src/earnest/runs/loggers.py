@@ -62,14 +62,14 @@ class TensorBoard:
         _need("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)
 
     def log(self, line: Mapping[str, Any]) -> None:
         for name, value in flatten(line).items():
-            self._writer.add_scalar(name, value, line["step"])  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class Trackio:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from earnest.audit import Verdict, prove
-from earnest.engines import StepReport
 from earnest.errors import EarnestError
 from earnest.runs import checkpoints, verdicts
-from earnest.runs.collect import Collected, Source, reward_summary, sample_record
+from earnest.runs.collect import Source, sample_record
 from earnest.runs.enrich import with_signals
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import Evaluation, evaluate
 from earnest.runs.folder import RunFolder
+from earnest.runs.lines import step_line, trained, untrained
 from earnest.runs.loggers import Logger
 from earnest.runs.progress import Show
 from earnest.runs.seeds import derive
@@ -122,64 +121,21 @@ class Loop:
         shares = len(live) > 1 and config.shares_every > 0 and step % config.shares_every == 0
         report = None
         if len(objective.idle(batch)) < len(live):
-            for update in range(config.updates_per_batch):
-                last = update == config.updates_per_batch - 1
-                report = engine.step(batch, objective, shares=shares and last)
-        trained = time.perf_counter()
-        self.step, self.seconds = step, self.seconds + trained - started
-        line = self._line(collected, report, {"sample": sampled - started, "train": trained - sampled})
+            for update in range(1, config.updates_per_batch + 1):
+                report = engine.step(batch, objective, shares=shares and update == config.updates_per_batch)
+        done = time.perf_counter()
+        self.step, self.seconds = step, self.seconds + done - started
+        line = step_line(step, engine.version, collected, {"sample": sampled - started, "train": done - sampled})
+        if report is None:
+            line = untrained(line, objective, batch)
+        else:
+            line = trained(line, report, engine.optimizer.param_groups[0]["lr"])
         self.run.metrics.append(line)
         for a in collected.attempts[: config.samples.train]:
             self.run.samples.append(sample_record(a, "train", step))
         for logger in self.loggers:
             logger.log(line)
         self.show.step(line)
-
-    def _line(self, collected: Collected, report: StepReport | None, seconds: dict[str, float]) -> dict[str, Any]:
-        engine, objective = self.setup.engine, self.setup.objective
-        line: dict[str, Any] = {"kind": "step", "step": self.step, "version": engine.version}
-        if collected.attempts:
-            line["reward"] = reward_summary(collected.attempts)
-        if report is None:  # every live term was lawfully idle on this batch: nothing was updated, and the line says so
-            rest = {
-                "loss": None,
-                "terms": {},
-                "skipped": list(objective.skipped),
-                "grad_norm": None,
-                "update_norm": None,
-            }
-            return (
-                line
-                | rest
-                | {"idle": objective.idle(collected.batch), "metrics": collected.metrics, "seconds": seconds}
-            )
-        alone = len(report.terms) == 1 and report.update.gradient_norm > 0
-        terms = {
-            label: {
-                "kind": term.kind,
-                "weight": term.weight,
-                "loss": term.value,
-                "share": 1.0 if alone else term.share,
-                "ran": term.ran,
-                "metrics": dict(term.metrics),
-            }
-            for label, term in report.terms.items()
-        }
-        more = {f"guard/{k}": v for k, v in report.update.guard.items()} | {
-            f"outer/{k}": v for k, v in report.update.outer.items()
-        }
-        return line | {
-            "loss": report.loss,
-            "terms": terms,
-            "skipped": list(report.skipped),
-            "grad_norm": report.update.gradient_norm,
-            "update_norm": report.update.update_norm,
-            "lr": engine.optimizer.param_groups[0]["lr"],
-            "passes": report.passes,
-            "micro_batches": report.micro_batches,
-            "metrics": {**collected.metrics, "clip_factor": report.update.clip_factor, **more},
-            "seconds": seconds,
-        }
 
     # --- around the steps ---------------------------------------------------------------------------------------------
 

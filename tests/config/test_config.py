@@ -1,0 +1,175 @@
+"""A mistake in a recipe is one sentence with the way out; what is accepted is read back as the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from earnest.config import changed_keys, dump, from_mapping, list_recipes, load, load_file, text
+from earnest.config.describe import keys
+from earnest.errors import ConfigError
+
+MISTAKES = {
+    # an unknown key at any depth names the nearest known one
+    "stesp=3": "stesp: unknown key; did you mean 'steps'?",
+    "optimizer.lrr=1": "optimizer.lrr: unknown key; did you mean 'lr'?",
+    "lr=1e-3": "lr: unknown key; did you mean 'optimizer.lr'?",
+    "rank=4": "rank: unknown key; did you mean 'adapter.rank'?",
+    "temperature=1": "temperature: unknown key; did you mean 'sampling.temperature'?",
+    "sampling.temprature=1": "sampling.temprature: unknown key; did you mean 'sampling.temperature'?",
+    "objective.0.clp=1": "grpo: has no field 'clp'; did you mean 'clip'?",
+    "objective.0.fields={a: 1}": "grpo: has no field 'fields'",
+    "adapter.rnk=3": "adapter.rnk: unknown key; did you mean 'rank'?",
+    "a.b.c=3": "a: unknown key; known: adapter,",
+    # wrong types: nothing is converted in silence
+    "steps=2.5": "steps: must be a whole number, got 2.5.",
+    "steps=many": "steps: must be a whole number, got 'many'.",
+    "steps=": "steps: must be a whole number, got None.",
+    "seed=true": "seed: must be a whole number, got True.",
+    "check=1": "check: must be true or false, got 1.",
+    "task=3": "task: must be a text, got 3.",
+    "adapter.rank=x": "adapter.rank: must be a whole number, got 'x'.",
+    "optimizer.lr=fast": "optimizer.lr: must be a number, got 'fast'.",
+    "optimizer.betas=[0.9]": "optimizer.betas.1: is required",
+    "objective.0.weight=x": "objective.0.weight: must be a number, got 'x'.",
+    "objective.0.clip=abc": "clip must be a finite number above 0",
+    "sampling=3": "sampling: must be a mapping of keys to values, got 3.",
+    "adapter=lora": "adapter: must be a mapping of keys to values, got 'lora'.",
+    "objective.0=3": "objective.0: must be a mapping of keys to values, got 3.",
+    "steps.x=3": "steps.x=3: steps is 60, which has no keys inside.",
+    # out of range
+    "steps=0": "steps: must be at least 1, got 0.",
+    "sampling.temperature=-1": "sampling.temperature: must be above 0, got -1.",
+    "objective.0.weight=.nan": "objective.0.weight: must be a finite number, got nan.",
+    "max_grader_errors=2": "max_grader_errors: must be at most 1, got 2.",
+    "optimizer.lr=-1": "lr is -1",
+    "optimizer.max_grad_norm=0": "optimizer.max_grad_norm: must be above 0, got 0.",
+    "adapter.rank=0": "rank must be an integer ≥ 1, got 0",
+    # unknown names
+    "objective.0.kind=gro": "unknown objective 'gro': did you mean 'grpo'?",
+    "adapter.kind=lra": "adapter 'lra' is unknown: did you mean 'lora'?",
+    "optimizer.kind=adam": "optimizer.kind: must be 'adamw' or 'sgd', got 'adam' (did you mean 'adamw'?).",
+    "loggers=[tensorbord]": "loggers.0: must be 'tensorboard', 'trackio' or 'wandb', got 'tensorbord'",
+    "dtype=fp32": "got 'fp32' (did you mean 'float32'?)",
+    # empty and contradictory
+    "objective=[]": "objective: is empty; give at least 1.",
+    "objective.0={weight: 1}": "objective.0.kind: is required",
+    "objective=[{kind: grpo}, {kind: grpo}]": "two terms are called 'grpo'; give one of them a name",
+    "objective.1.clip=1": "objective is a list and has the place 0 only, not '1'",
+    # not an override at all
+    "foo": "'foo' is not an override; write key=value",
+    "=3": "'=3' is not an override",
+    "a..b=3": "'a..b=3' is not an override",
+    "steps={": "steps is not YAML",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("quickstart", [mistake])
+    said = str(caught.value)
+    assert MISTAKES[mistake] in said
+    assert "\n" not in said and "pydantic" not in said
+
+
+@pytest.mark.parametrize("recipe", [r.name for r in list_recipes()])
+def test_a_recipe_survives_its_own_dump(recipe: str) -> None:
+    _, config = load(recipe)
+    again = from_mapping(text.parse(dump(config), "dump"))
+    assert again == config and changed_keys(config, again) == []
+
+
+def test_the_dump_spells_every_default_out() -> None:
+    """Whoever changes a default later does not change what an old folder says."""
+    data = text.parse(dump(load("quickstart")[1]), "dump")
+    assert data["adapter"] == {"kind": "lora", "rank": data["adapter"]["rank"], "alpha": data["adapter"]["alpha"],
+                               "rslora": False, "targets": data["adapter"]["targets"], "layers": None}  # fmt: skip
+    assert data["objective"][0]["clip_high"] is None
+    assert data["optimizer"]["betas"] == [0.9, 0.999]
+
+
+def test_overrides_reach_every_depth_and_the_last_one_wins() -> None:
+    overrides = ["seed=3", "optimizer.lr=1e-4", "objective.0.clip=0.3", "adapter.targets=[o_proj]", "seed=4"]
+    _, config = load("quickstart", [*overrides, "objective.0.correction={level: token}", "loggers=[tensorboard]"])
+    assert config.seed == 4
+    assert config.optimizer.build().lr == 1e-4
+    term = config.build_objective().terms[0].term
+    assert term.clip == 0.3 and term.correction.level == "token"
+    assert config.adapter.targets == ["o_proj"]
+    assert changed_keys(load("quickstart")[1], config)[:1] == ["adapter.targets"]
+
+
+def test_the_yaml_and_the_python_are_the_same_words() -> None:
+    import earnest as en
+
+    objective = "[{kind: grpo, clip: 0.1}, {kind: sft, weight: 0.5, name: shown}]"
+    _, config = load("quickstart", [f"objective={objective}"])
+    assert config.build_objective() == en.GRPO(clip=0.1) + 0.5 * en.SFT(name="shown")
+
+
+@given(
+    value=st.floats(allow_nan=False, allow_infinity=False), style=st.sampled_from(["{!r}", "{:e}", "{:.3E}", "{:g}"])
+)
+def test_a_number_is_a_number_however_it_is_written(value: float, style: str) -> None:
+    """YAML 1.1 reads 1e-4 as a text, which has trained many a model with a default instead."""
+    written = style.format(value)
+    assert text.parse(written, "x") == float(written)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1), inner, max_size=3),
+        max_leaves=8,
+    )
+)
+def test_what_is_spelt_is_read_back(data: object) -> None:
+    assert text.parse(text.spell({"key": data}), "x") == {"key": data}
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("steps: 3\nseed: 1\nsteps: 4\n")
+    with pytest.raises(ConfigError, match=r"r\.yaml: the key 'steps' stands twice \(line 3\); keep one\."):
+        load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("", "is empty"), ("- 1\n", "holds a list"), ("a: [", "is not YAML at line"), ("\xff", "cannot be read")],
+)
+def test_a_file_that_is_no_recipe(content: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=says):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("quikstart", "did you mean 'quickstart'?"),
+        ("missing.yaml", "there is no file missing.yaml; give one that exists, or a recipe: "),
+        ("some/where", "there is no file some/where"),
+        (".", "is a folder, not a recipe"),
+    ],
+)
+def test_a_recipe_that_is_not_there(recipe: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(recipe)
+    assert says in str(caught.value)
+
+
+def test_every_key_says_what_it_means() -> None:
+    assert [key for key, _, meaning in keys() if not meaning] == []
+
+
+def test_the_documented_keys_are_the_keys() -> None:
+    from earnest.config.describe import table
+
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    assert table() in page, "docs/runs.md has another table; write: python -m earnest.config.describe"

@@ -1,0 +1,214 @@
+"""A run that dies and is resumed is the run that never died."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from earnest.config import RunConfig, load_file
+from earnest.errors import CheckpointError, ConfigError
+from earnest.runs import resume, start
+from earnest.runs.atomic import Lines
+from earnest.runs.errors import Interrupted
+from earnest.runs.folder import RunFolder
+from tests.runs.compare import assert_same_run, lines
+from tests.runs.tiny import recipe
+
+Make = Callable[..., RunConfig]
+SETTINGS = ("steps=10", "checkpoint.every=3", "eval.every=4", "updates_per_batch=2")
+
+# The command line in a process that sends itself a signal in the middle of a step: after its metrics line is on disk,
+# before its samples are.
+COMMAND = """
+import os, sys
+from earnest import cli
+from earnest.runs.atomic import Lines
+
+append = Lines.append
+
+def append_and_die(self, record):
+    append(self, record)
+    if record.get("kind") == "step" and record["step"] == {step}:
+        os.kill(os.getpid(), {signal})
+
+Lines.append = append_and_die
+cli.main(sys.argv[1:])
+"""
+
+
+def dying(number: signal.Signals, step: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = COMMAND.format(step=step, signal=int(number))
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbed. Do not write into it."""
+    place = tmp_path_factory.mktemp("whole")
+    config = load_file(recipe(place / "r.yaml", tiny), [*SETTINGS, f"out={place / 'run'}"])
+    return start("test", config, Console(file=io.StringIO())).folder
+
+
+def test_kill_and_resume_is_bit_equal(tiny: Path, tmp_path: Path, whole: Path) -> None:
+    """SIGKILL gives no chance to tidy up: whatever is on disk must be enough.
+
+    It comes in step 8 and the newest checkpoint is step 6: the lines of 7 and 8 are there and must not come twice.
+    """
+    killed = tmp_path / "killed"
+    died = dying(signal.SIGKILL, 8, "run", str(recipe(tmp_path / "r.yaml", tiny)), *SETTINGS, f"out={killed}")
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert lines(killed / "metrics.jsonl")[-1]["step"] == 8
+    assert json.loads((killed / "run.json").read_text())["status"] == "running"
+    assert not (killed / "adapter").exists()
+
+    command = [sys.executable, "-m", "earnest.cli", "run", str(killed), "--resume"]
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed after step 6" in (killed / "events.log").read_text()
+    assert_same_run(whole, killed, 10)
+    assert json.loads((killed / "run.json").read_text())["status"] == "finished"
+
+
+def test_ctrl_c_leaves_a_resumable_folder(tiny: Path, tmp_path: Path, whole: Path, quiet: Console) -> None:
+    """The step that was running is finished and saved, so nothing is lost."""
+    folder = tmp_path / "stopped"
+    stopped = dying(signal.SIGINT, 4, "run", str(recipe(tmp_path / "r.yaml", tiny)), *SETTINGS, f"out={folder}")
+    assert stopped.returncode == 130, stopped.stderr
+    assert f"earnest run {folder} --resume" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    header = json.loads((folder / "run.json").read_text())
+    assert (header["status"], header["steps_done"]) == ("interrupted", 4) and "SIGINT" in header["reason"]
+    resume(folder, console=quiet)
+    assert "resumed after step 4" in (folder / "events.log").read_text()
+    assert_same_run(whole, folder, 10)
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    tmp_path: Path, whole: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cuts a step in two; what is resumed is the checkpoint before it."""
+    append = Lines.append
+
+    def impatient(self: Lines, record: dict[str, Any]) -> None:
+        append(self, record)
+        if record.get("kind") == "step" and record["step"] == 5:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Lines, "append", impatient)
+    folder = tmp_path / "run"
+    with pytest.raises(Interrupted, match="stopped after step 3 of 10"):
+        start("test", make_config(*SETTINGS, f"out={folder}"), quiet)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resume(folder, console=quiet)
+    assert_same_run(whole, folder, 10)
+
+
+def test_more_steps_later_equal_all_steps_at_once(tmp_path: Path, make_config: Make, quiet: Console) -> None:
+    """The final evaluation of the short run is not part of the long one and disappears from its files."""
+    whole = start("test", make_config("steps=7", f"out={tmp_path / 'whole'}"), quiet).folder
+    parts = start("test", make_config("steps=3", f"out={tmp_path / 'parts'}"), quiet).folder
+    resume(parts, ["steps=7"], quiet)
+    assert_same_run(whole, parts, 7)
+    assert "steps: 7" in (parts / "config.yaml").read_text()
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+TEARS: dict[str, Callable[[Path], None]] = {
+    "a flipped bit in the tensors": lambda c: flip_a_byte(c / "engine" / "tensors.safetensors"),
+    "half of the tensors": lambda c: os.truncate(c / "engine" / "tensors.safetensors", 100),
+    "an edited engine state": lambda c: flip_a_byte(c / "engine" / "meta.json"),
+    "no manifest": lambda c: (c / "manifest.json").unlink(),
+    "half a manifest": lambda c: os.truncate(c / "manifest.json", 20),
+    "no loop state": lambda c: (c / "loop.json").unlink(),
+    "an edited loop state": lambda c: flip_a_byte(c / "loop.json"),
+    "metrics that end before it": lambda c: os.truncate(c.parent.parent / "metrics.jsonl", length_at(c, 9) + 10),
+}
+
+
+def length_at(checkpoint: Path, step: int) -> int:
+    state = json.loads((checkpoint.with_name(f"step-{step:06d}") / "loop.json").read_text())
+    return int(state["lengths"]["metrics.jsonl"])
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_a_torn_checkpoint_is_said_and_the_previous_one_used(
+    tear: str, tmp_path: Path, whole: Path, quiet: Console
+) -> None:
+    torn = shutil.copytree(whole, tmp_path / "torn")
+    TEARS[tear](torn / "checkpoints" / "step-000010")
+    resume(torn, console=quiet)
+    events = (torn / "events.log").read_text()
+    assert "warning checkpoint step-000010 is torn" in events
+    assert "resumed after step 9" in events
+    assert_same_run(whole, torn, 10)
+
+
+def test_all_checkpoints_torn_starts_from_the_beginning(tmp_path: Path, whole: Path, quiet: Console) -> None:
+    torn = shutil.copytree(whole, tmp_path / "torn")
+    for checkpoint in (torn / "checkpoints").iterdir():
+        flip_a_byte(checkpoint / "engine" / "tensors.safetensors")
+    resume(torn, console=quiet)
+    assert "resumed from the beginning" in (torn / "events.log").read_text()
+    assert_same_run(whole, torn, 10)
+
+
+def test_a_resumed_run_keeps_its_config(tmp_path: Path, make_config: Make, quiet: Console) -> None:
+    folder = start("test", make_config(f"out={tmp_path / 'run'}"), quiet).folder
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: a resumed run keeps its config"):
+        resume(folder, ["optimizer.lr=0.5"], quiet)
+    with pytest.raises(ConfigError, match=r"objective\.0\.clip, seed: a resumed run keeps its config"):
+        resume(folder, ["objective.0.clip=0.5", "seed=9"], quiet)
+    with pytest.raises(ConfigError, match="more steps than its 4, not 2"):
+        resume(folder, ["steps=2"], quiet)
+    with pytest.raises(ConfigError, match="out: a resumed run keeps"):
+        resume(folder, ["out=elsewhere"], quiet)
+    resume(folder, ["optimizer.lr=1e-2"], quiet)  # repeating what it has is fine
+
+
+def test_a_folder_is_held_by_one_process(tmp_path: Path, make_config: Make, quiet: Console) -> None:
+    folder = start("test", make_config("steps=1", f"out={tmp_path / 'run'}"), quiet).folder
+    held = RunFolder.open(folder)
+    with pytest.raises(CheckpointError, match="in use by another process"):
+        resume(folder, console=quiet)
+    held.close()
+    resume(folder, console=quiet)
+
+
+def test_another_model_under_the_same_name_is_refused(
+    tiny: Path, tmp_path: Path, make_config: Make, quiet: Console
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(tiny, tmp_path / "model")
+    folder = start("test", make_config("steps=1", f"model={model}", f"out={tmp_path / 'run'}"), quiet).folder
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] += 1e-3
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="other weights than when"):
+        resume(folder, console=quiet)
+
+
+@pytest.mark.parametrize(("place", "says"), [("nowhere", "there is no run folder"), (".", "is not a run folder")])
+def test_resuming_nothing(place: str, says: str, tmp_path: Path, quiet: Console) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        resume(tmp_path / place, console=quiet)
