@@ -25,7 +25,8 @@ PREFIX = "base_model.model."
 _UNREAD = (
     "modules_to_save", "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias",
     "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
-    "trainable_token_indices", "velora_config", "monteclora_config", "kasa_config", "coft", "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
+    "trainable_token_indices", "velora_config", "monteclora_config", "kasa_config", "coft",
+    "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
 )  # fmt: skip
 
 

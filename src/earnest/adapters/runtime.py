@@ -65,7 +65,7 @@ class Slot(nn.Module):
         t, scale = self.tensors, self.gate.scale
         if self.variant.cheap or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.variant.factors(t, self.layer, scale)
-        key = (scale, state_key(self.trainable()))
+        key = (scale, state_key(self.trainable()), state_key(self._buffers, exact=False))  # type: ignore[arg-type]
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, self.variant.factors(t, self.layer, scale).cast(self.layer.dtype))
         return self._cached[1]
@@ -97,7 +97,7 @@ class Slot(nn.Module):
         """Nothing, for the same reason."""
 
 
-def state_key(tensors: Tensors) -> tuple[Any, ...]:
+def state_key(tensors: Tensors, exact: bool = True) -> tuple[Any, ...]:
     """Changes when a tensor does. Autograd's version misses writes through ``.data``, so on the CPU the bits are
     summed as well (no synchronisation there); elsewhere version and address must do."""
     return tuple(
@@ -105,7 +105,7 @@ def state_key(tensors: Tensors) -> tuple[Any, ...]:
             id(t),
             t._version,
             t.data_ptr(),
-            int(t.view(torch.int32).sum()) if t.dtype is torch.float32 and t.is_cpu else 0,
+            int(t.view(torch.int32).sum()) if exact and t.is_cpu else 0,
         )
         for t in tensors.values()
     )

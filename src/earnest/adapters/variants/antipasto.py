@@ -79,28 +79,31 @@ class AntiPaSTO(Variant):
         frozen = {
             "U": Spec((layer.m, k), trainable=False, compute=True),
             "Vh": Spec((k, layer.n), trainable=False, compute=True),
-            "S": Spec((k,), trainable=False),
         }
+        if self.block or self.gain == "elu":
+            frozen["S"] = Spec((k,), trainable=False)
         return {"g": Spec((k,))} | ({"rot": Spec((k // b, b * (b - 1) // 2))} if b else {}) | frozen
 
     def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
         w, k = layer.weight(), self.width(layer)
         if self.select == "top":
             u, s, vh = top_svd(w, k, self.niter, ctx.rng)
-            return {"U": u, "S": s, "Vh": vh}
+            return self._kept(layer, u, s, vh)
         u, s, vh = torch.linalg.svd(w, full_matrices=False)
         activity = ((vh @ ctx.moments[layer.name].to(vh)) * vh).sum(1).clamp_min(0).sqrt()
         best = (s * activity).argsort(descending=True)[:k].sort().values
-        return {"U": u[:, best], "S": s[best], "Vh": vh[best]}
+        return self._kept(layer, u[:, best], s[best], vh[best])
+
+    def _kept(self, layer: Layer, u: Tensor, s: Tensor, vh: Tensor) -> dict[str, Tensor]:
+        return {"U": u, "Vh": vh} | ({"S": s} if "S" in self.specs(layer) else {})
 
     def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
-        s = t["S"]
-        delta = s * F.elu(scale * t["g"]) if self.gain == "elu" else scale * t["g"]
+        delta = t["S"] * F.elu(scale * t["g"]) if self.gain == "elu" else scale * t["g"]
         if not self.block:
             return Factors(t["Vh"], t["U"], 1.0, delta)
         off = cayley_minus_identity(scale * bounded(skew(t["rot"], self.block), self.max_angle))
         eye = torch.eye(self.block, dtype=off.dtype, device=off.device)
-        s, delta = s.view(-1, self.block, 1), delta.view(-1, self.block, 1)
+        s, delta = t["S"].view(-1, self.block, 1), delta.view(-1, self.block, 1)
         return Factors(t["Vh"], t["U"], 1.0, s * off + delta * (off + eye))
 
     def portable_rank(self, layer: Layer) -> int | None:

@@ -53,7 +53,7 @@ class DoRA(LoRA):
             return -0.5 * torch.log1p(change.clamp_min(-1 + 1e-6))
 
         with torch.no_grad():
-            return cached(layer, "dora", {"A": t["A"], "B": t["B"]}, scale, compute)
+            return cached(layer, "dora", {"A": t["A"], "B": t["B"], "w2": t["w2"]}, scale, compute)
 
     def gain_minus_one(self, t: Tensors, layer: Layer, scale: float) -> Float[Tensor, " m"]:
         """g − 1 in fp32."""

@@ -1,0 +1,504 @@
+"""The conformance table: every variant × dtype × model against the same checks. `earnest adapters --check` prints it.
+
+A check is a function of a `Case` that raises `Broken`. The table's power is proved by mutation in
+tests/adapters/test_mutants.py, which lists broken variants and the check that kills each.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.adapters.adapter import Adapter
+from earnest.adapters.attach import attach
+from earnest.adapters.errors import AdapterError
+from earnest.adapters.files import load_adapter
+from earnest.adapters.variant import Variant, get_variant
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = 3e-6  # of the largest value, for two correct computations in fp32
+NOISE = 8.0  # in bf16 and fp16: as many times the rounding noise of the base model itself
+
+
+class Broken(AssertionError):
+    """A check failed."""
+
+
+def _need(ok: bool, message: str) -> None:
+    if not ok:
+        raise Broken(message)
+
+
+# -- models and variants -----------------------------------------------------------------------------------------------
+def tiny_llama() -> nn.Module:
+    """Two blocks, grouped-query attention, no biases, tied head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
+        attn_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def tiny_gpt2() -> nn.Module:
+    """Two blocks of Conv1D with (non-zero) biases."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(p, std=0.1)
+    return model
+
+
+def nano() -> nn.Module:
+    """The embedded model."""
+    from earnest.models import load
+
+    model: nn.Module = load("nano").model
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "nano": nano}
+
+# Settings that fit the tiny models; several rows where a setting changes the maths.
+SUBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("lora", {"rank": 4}),
+    "lora (rs)": ("lora", {"rank": 4, "rslora": True}),
+    "pissa": ("pissa", {"rank": 4}),
+    "pissa (α, fast)": ("pissa", {"rank": 4, "alpha": 8.0, "niter": 3}),
+    "dora": ("dora", {"rank": 4}),
+    "delora": ("delora", {"rank": 4}),
+    "delora (zero)": ("delora", {"rank": 4, "init": "zero"}),
+    "ia3": ("ia3", {}),
+    "ia3_ff": ("ia3_ff", {}),
+    "hra": ("hra", {"rank": 4}),
+    "eva": ("eva", {"rank": 4}),
+    "antipasto": ("antipasto", {"rank": 8}),
+    "antipasto (activity)": ("antipasto", {"rank": 8, "block": 2, "select": "activity"}),
+    "antipasto (full δS)": ("antipasto", {"rank": None, "block": 0, "gain": "delta"}),
+    "road": ("road", {"group": 8}),
+    "road_2": ("road", {"kind": "road_2", "group": 8}),
+    "road_4": ("road", {"kind": "road_4", "group": 8}),
+    "oft": ("oft", {"block": 8}),
+    "vera": ("vera", {"rank": 16}),
+}
+
+
+@lru_cache(maxsize=32)
+def _model(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return make().to(dtype).eval()
+
+
+@dataclass
+class Case:
+    """One variant on a fresh copy of one model in one dtype."""
+
+    variant: Variant
+    make: Callable[[], nn.Module]
+    dtype: torch.dtype = torch.float32
+    targets: Any = None
+    ids: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        vocabulary = int(_model(self.make, self.dtype).config.vocab_size)  # type: ignore[union-attr,arg-type]
+        rng = torch.Generator().manual_seed(7)
+        self.ids = torch.randint(0, min(vocabulary, 64), (3, 7), generator=rng)
+
+    def model(self) -> nn.Module:
+        return copy.deepcopy(_model(self.make, self.dtype))
+
+    def attach(self, model: nn.Module) -> Adapter:
+        calibration = [self.ids] if self.variant.wants_calibration() else None
+        return attach(model, self.variant, targets=self.targets, calibration=calibration)
+
+    def logits(self, model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            out: Tensor = model(self.ids).logits
+            return out
+
+    def loss(self, model: nn.Module) -> Tensor:
+        logits = model(self.ids[:, :-1]).logits.float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), self.ids[:, 1:].flatten())
+
+    @cached_property
+    def base_logits(self) -> Tensor:
+        return self.logits(_model(self.make, self.dtype))
+
+    @cached_property
+    def noise(self) -> float:
+        """Relative rounding noise of the base: these weights computed in this dtype against fp32."""
+        if self.dtype == torch.float32:
+            return 0.0
+        exact = self.logits(self.model().float())
+        return float((self.base_logits.float() - exact).abs().max() / exact.abs().max())
+
+    def ready(self, kicked: bool = True) -> tuple[nn.Module, Adapter]:
+        model = self.model()
+        adapter = self.attach(model)
+        if kicked:
+            kick(adapter)
+        return model, adapter
+
+    def close(self, a: Tensor, b: Tensor, what: str) -> None:
+        _need(bool(torch.isfinite(a).all()), f"{what}: not finite")
+        gap = float((a.float() - b.float()).abs().max())
+        limit = max(TOLERANCE, NOISE * self.noise) * max(1.0, float(b.float().abs().max()))
+        _need(gap <= limit, f"{what}: differs by {gap:.2e}, allowed {limit:.1e}")
+
+    def equal(self, a: Tensor, b: Tensor, what: str) -> None:
+        gap = float((a.float() - b.float()).abs().max())
+        _need(torch.equal(a, b), f"{what}: not bit-equal (largest difference {gap:.2e})")
+
+
+def kick(adapter: Adapter, std: float = 0.1, seed: int = 3) -> None:
+    """Move every parameter off its birth value, so that symmetric states (B = 0, pairs) hide nothing."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in adapter.parameters():
+            p.add_(std * torch.randn(p.shape, generator=rng).to(p.device))
+
+
+def _bits(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------
+def identity(case: Case) -> None:
+    """Bit-exactly the base at birth."""
+    model, _ = case.ready(kicked=False)
+    case.equal(case.logits(model), case.base_logits, "logits at birth")
+
+
+def gradients(case: Case) -> None:
+    """At step 1 exactly the declared tensors have no gradient, the base has none at all; later every tensor has one."""
+    model, adapter = case.ready(kicked=False)
+    case.loss(model).backward()
+    silent = {n for n, p in adapter.named_parameters().items() if p.grad is None or not bool(p.grad.any())}
+    declared = adapter.dormant_at_birth()
+    _need(
+        silent == declared, f"without gradient at step 1: {sorted(silent ^ declared)[:2]} differ from the declaration"
+    )
+    own = {id(p) for p in adapter.parameters()}
+    leaks = [n for n, p in model.named_parameters() if id(p) not in own and (p.grad is not None or p.requires_grad)]
+    _need(not leaks, f"base gradient on {leaks[:1]}")
+    wrong = [n for n, p in adapter.named_parameters().items() if p.dtype != torch.float32]
+    _need(not wrong, f"{wrong[:1]} is not fp32")
+    kick(adapter)
+    for p in adapter.parameters():
+        p.grad = None
+    case.loss(model).backward()
+    dead = [n for n, p in adapter.named_parameters().items() if p.grad is None or not bool(p.grad.any())]
+    _need(not dead, f"no gradient after a kick: {dead[:2]}")
+
+
+def training(case: Case) -> None:
+    """Steps move every tensor and lower the loss; base bits stay; off() is the base."""
+    model = case.model()
+    before = _bits(model)
+    adapter = case.attach(model)
+    start = {n: p.detach().clone() for n, p in adapter.named_parameters().items()}
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = case.loss(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    _need(min(losses[1:]) < losses[0], f"the loss does not fall: {losses[0]:.4f} → {losses[-1]:.4f}")
+    still = [n for n, p in adapter.named_parameters().items() if torch.equal(p, start[n])]
+    _need(not still, f"not moved by training: {still[:2]}")
+    _need(not torch.equal(case.logits(model), case.base_logits), "training does not change the output")
+    after = _bits(model)
+    _need(before.keys() == after.keys(), "the base's state_dict has other keys")
+    changed = [n for n in before if not torch.equal(before[n], after[n])]
+    _need(not changed, f"base weights changed: {changed[:2]}")
+    with adapter.off():
+        case.equal(case.logits(model), case.base_logits, "off()")
+
+
+def liveness(case: Case) -> None:
+    """Every parameter tensor, kicked alone, changes the output."""
+    model, adapter = case.ready()
+    here = case.logits(model)
+    _need(not torch.equal(here, case.base_logits), "a kicked adapter gives the base's output")
+    for name, p in adapter.named_parameters().items():
+        keep = p.detach().clone()
+        with torch.no_grad():
+            p.add_(0.5 * (1 + p.abs()) * torch.where(torch.arange(p.numel()).view(p.shape) % 2 == 0, 1.0, -0.7).to(p))
+        moved = case.logits(model)
+        with torch.no_grad():
+            p.copy_(keep)
+        _need(not torch.equal(moved, here), f"{name} does not act")
+    case.equal(case.logits(model), here, "after putting every parameter back")
+
+
+def strictness(case: Case) -> None:
+    """Empty, unrelated, incomplete, larger, misshapen and non-finite states are refused, and change nothing."""
+    model, adapter = case.ready()
+    good = adapter.state_dict()
+    here = case.logits(model)
+    first = next(iter(good))
+    bad = {
+        "empty": {},
+        "unrelated": {f"other.{k}": v for k, v in good.items()},
+        "one missing": {k: v for k, v in good.items() if k != first},
+        "one more": good | {"extra.A": torch.zeros(2)},
+        "misshapen": good | {first: torch.zeros(1, 2, 3)},
+        "not finite": good | {first: torch.full_like(good[first], float("nan"))},
+    }
+    for what, state in bad.items():
+        try:
+            adapter.load_state_dict(state)
+        except AdapterError:
+            continue
+        raise Broken(f"a state that is {what} was loaded")
+    case.equal(case.logits(model), here, "after refused loads")
+
+
+def merging(case: Case) -> None:
+    """Merged = unmerged up to one rounding; unmerged again bit for bit; a tied weight elsewhere is left alone."""
+    model, adapter = case.ready()
+    here, before = case.logits(model), _bits(model)
+    objects = {n: id(p) for n, p in model.named_parameters()}
+    try:
+        with adapter.merged():
+            case.close(case.logits(model), here, "merged")
+            _need(not torch.equal(case.logits(model), case.base_logits), "merged gives the base's output")
+            raise KeyboardInterrupt  # restoring must survive an exception
+    except KeyboardInterrupt:
+        pass
+    case.equal(case.logits(model), here, "after unmerging")
+    after = _bits(model)
+    _need(all(torch.equal(before[n], after[n]) for n in before), "unmerging does not restore the bits")
+    _need(objects == {n: id(p) for n, p in model.named_parameters()}, "unmerging does not restore the tensors")
+
+
+def saving(case: Case) -> None:
+    """A reload is bit-equal on a fresh model; one zeroed tensor in the file is not."""
+    model, adapter = case.ready()
+    here = case.logits(model)
+    with tempfile.TemporaryDirectory() as folder:
+        adapter.save(folder)
+        fresh = case.model()
+        again = load_adapter(fresh, folder)
+        case.equal(case.logits(fresh), here, "reloaded")
+        for name, tensor in again.named_tensors().items():
+            keep = tensor.detach().clone()
+            with torch.no_grad():
+                tensor.zero_()
+            _need(
+                not torch.equal(case.logits(fresh), here), f"{name} zeroed gives the same output, so it need not exist"
+            )
+            with torch.no_grad():
+                tensor.copy_(keep)
+        other = case.model()
+        with torch.no_grad():
+            path = next(iter(adapter.slots))
+            other.get_submodule(path).weight.mul_(1.5)  # type: ignore[union-attr,operator]
+        try:
+            load_adapter(other, folder)
+        except AdapterError:
+            pass
+        else:
+            raise Broken("loaded onto other base weights")
+
+
+def stacking(case: Case) -> None:
+    """On a frozen LoRA: the identity again; each alone with the other off; the history gets no gradient; any detach order."""
+    model = case.model()
+    history = attach(model, get_variant("lora", rank=2), targets=case.targets, seed=5)
+    kick(history, seed=11)
+    history.freeze()
+    below = case.logits(model)
+    adapter = case.attach(model)
+    case.equal(case.logits(model), below, "birth on a stack")
+    kick(adapter)
+    both = case.logits(model)
+    _need(not torch.equal(both, below), "the top adapter does nothing")
+    case.loss(model).backward()
+    frozen = [t.grad for t in history.named_tensors().values() if t.grad is not None]
+    _need(not frozen, "the frozen history has a gradient")
+    _need(all(p.grad is not None for p in adapter.parameters()), "the top adapter has no gradient")
+    with adapter.off():
+        case.equal(case.logits(model), below, "the history alone")
+    with history.off():
+        alone = case.logits(model)
+    lone, single = case.ready()
+    single.load_state_dict(adapter.state_dict())
+    case.equal(alone, case.logits(lone), "the top alone")
+    with torch.no_grad(), adapter.merged():
+        case.close(case.logits(model), both, "a merged stack")
+    history.detach()
+    case.equal(case.logits(model), alone, "after detaching the history")
+    adapter.detach()
+    case.equal(case.logits(model), case.base_logits, "after detaching both")
+
+
+def detaching(case: Case) -> None:
+    """Detach restores bits, requires_grad, class, forward and hooks; a detached adapter refuses to act."""
+    model = case.model()
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    classes = {n: type(m) for n, m in model.named_modules()}
+    flags = {n: p.requires_grad for n, p in model.named_parameters()}
+    hooks = _hooks(model)
+    adapter = case.attach(model)
+    kick(adapter)
+    case.loss(model).backward()
+    adapter.detach()
+    _need(classes == {n: type(m) for n, m in model.named_modules()}, "detach leaves modules or classes behind")
+    _need(flags == {n: p.requires_grad for n, p in model.named_parameters()}, "detach leaves requires_grad changed")
+    _need(hooks == _hooks(model), "detach leaves hooks behind")
+    _need(not any("forward" in m.__dict__ for m in model.modules()), "detach leaves a forward behind")
+    case.equal(case.logits(model), case.base_logits, "detached")
+    try:
+        adapter.scale = 0.5
+    except AdapterError:
+        return
+    raise Broken("a detached adapter took a new scale")
+
+
+def _hooks(model: nn.Module) -> list[tuple[str, int]]:
+    return [(n, len(m._forward_hooks) + len(m._forward_pre_hooks)) for n, m in model.named_modules()]
+
+
+def checkpointing(case: Case) -> None:
+    """Gradients with gradient checkpointing, reentrant or not, are those without."""
+    grads = []
+    for reentrant in (None, False, True):
+        model, adapter = case.ready()
+        model.train()
+        if reentrant is not None:
+            enable: Any = model.gradient_checkpointing_enable
+            enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        case.loss(model).backward()
+        _need(all(p.grad is not None for p in adapter.parameters()), f"no gradient with use_reentrant={reentrant}")
+        grads.append([p.grad.clone() for p in adapter.parameters() if p.grad is not None])
+    for other in grads[1:]:
+        for a, b in zip(other, grads[0], strict=True):
+            case.close(a, b, "gradient under checkpointing")
+
+
+def compiling(case: Case) -> None:
+    """`torch.compile(fullgraph=True)` gives the same loss and gradients."""
+    model, adapter = case.ready()
+    want = case.loss(model)
+    want.backward()
+    eager = [p.grad.clone() for p in adapter.parameters() if p.grad is not None]
+    for p in adapter.parameters():
+        p.grad = None
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got = case.loss(compiled)  # type: ignore[arg-type]
+    got.backward()
+    case.close(got, want, "compiled loss")
+    for a, p in zip(eager, adapter.parameters(), strict=True):
+        assert p.grad is not None
+        case.close(p.grad, a, "compiled gradient")
+
+
+CHECKS: dict[str, Callable[[Case], None]] = {
+    f.__name__: f
+    for f in (identity, gradients, training, liveness, strictness, merging, saving, stacking, detaching, checkpointing)
+}
+SLOW_CHECKS: dict[str, Callable[[Case], None]] = {"compiling": compiling}  # seconds each
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Row:
+    """One variant's line."""
+
+    variant: str
+    reference: str
+    parameters: int
+    init: str
+    step1: str
+    dtypes: str
+    forward: str
+    faults: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        return "ok" if not self.faults else "BROKEN: " + "; ".join(self.faults[:3])
+
+
+def _forward(variant: Variant) -> str:
+    parts = [h for h in ("before", "factors", "after") if variant.uses(h)]
+    return " + ".join({"before": "input", "factors": "low-rank", "after": "output"}[p] for p in parts)
+
+
+def check_subject(
+    label: str, models: Iterable[str], dtypes: Iterable[str], checks: dict[str, Callable[[Case], None]]
+) -> Row:
+    name, settings = SUBJECTS[label]
+    variant = get_variant(name, **settings)
+    faults, passed, parameters, exact = [], [], 0, True
+    for dtype in dtypes:
+        clean = True
+        for model in models:
+            case = Case(variant, MODELS[model], DTYPES[dtype])
+            parameters = parameters or case.ready()[1].report.trainable
+            for check_name, check in checks.items():
+                try:
+                    check(case)
+                except (Broken, AdapterError, RuntimeError) as e:
+                    faults.append(f"{check_name} on {model} {dtype}: {e}")
+                    clean = False
+                    exact = exact and check_name != "identity"
+        passed += [dtype] if clean else []
+    silent = ", ".join(sorted(variant.dormant()))
+    return Row(
+        label, variant.reference, parameters, "bit-exact" if exact else "NOT the base",
+        f"all but {silent}" if silent else "all", " ".join(passed), _forward(variant), tuple(faults),
+    )  # fmt: skip
+
+
+def run(
+    subjects: Iterable[str] | None = None,
+    models: Iterable[str] = ("llama", "gpt2", "nano"),
+    dtypes: Iterable[str] = ("fp32", "bf16", "fp16"),
+    compile: bool = False,
+) -> Iterator[Row]:
+    """Check variants one after the other; yields a row each (so that a progress bar can follow)."""
+    checks = CHECKS | (SLOW_CHECKS if compile else {})
+    for label in subjects if subjects is not None else SUBJECTS:
+        if label not in SUBJECTS:
+            raise AdapterError(f"unknown subject {label!r}; known: {', '.join(SUBJECTS)}")
+        yield check_subject(label, list(models), list(dtypes), checks)
+
+
+COLUMNS = ("variant", "reference", "parameters", "init", "step-1 gradient", "dtypes", "forward", "verdict")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row's cells, in the order of COLUMNS."""
+    return (
+        row.variant, row.reference, f"{row.parameters:,}", row.init, row.step1, row.dtypes, row.forward, row.verdict,
+    )  # fmt: skip
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
+    lines += [" | ".join(cells(row)) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
