@@ -66,7 +66,8 @@ class Plan:
             found["covered_mass_source"] = Mean.of(teacher_mass)
         if isinstance(need, Divergence) and isinstance(top := self.sources[need.source].distribution, TopK) and need.tail != "renormalise":
             inside = torch.isfinite(top.tail)
-            found["tail_error_bound"] = Max.of(tail_error_bound(top.logprobs[inside], top.tail[inside]))
+            if bool(inside.any()):
+                found["tail_error_bound"] = Max.of(tail_error_bound(top.logprobs[inside], top.tail[inside]))
         return found
 
 

@@ -26,7 +26,7 @@ from earnest.signals.distributions import TopK
 
 def advantages(
     student: Float[Tensor, " N"],
-    source: Float[Tensor, " N"],
+    source: Float[Tensor, " _"],
     need: Divergence,
     *,
     inside: Bool[Tensor, " N"] | None = None,

@@ -70,11 +70,10 @@ def compare(
     if not isinstance(source, TopK):
         if need.blend is not None:
             source = torch.lerp(z.detach(), source, need.blend, out=out(source))
-        if need.support == "full" or (need.top_k is not None and need.top_k >= V):
+        if need.support == "full" or need.top_k is None or need.top_k >= V:
             ls, lt = torch.log_softmax(z, -1, out=out(z)), torch.log_softmax(source, -1, out=out(source))
             value, slopes = formulas.gjs(ls, lt, need.alpha, normalised=need.normalised, slope=slope, out=out)
             return Comparison(value, f"full_{_name(need)}{said}", slopes)
-        assert need.top_k is not None
         ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
         teacher = _grouped(source, ids, out).log_softmax(-1)
         teacher_mass = _mass(teacher)
