@@ -108,7 +108,7 @@ class Cached:
         self.keep(owner)
 
     def _forward(self, ids: Int[Tensor, "R T"], positions: Int[Tensor, "R T"]) -> Float[Tensor, "R d"]:
-        # Without padding the model counts positions and masks by itself, which is cheaper and right for every architecture.
+        # Without padding the model counts positions and masks by itself: cheaper, and right for every architecture.
         extra: dict[str, Tensor] = {}
         if self.ragged:
             extra["attention_mask"] = self.mask[:, : self.used]
@@ -172,7 +172,7 @@ def find_kind(policy: Policy) -> CacheKind:
 
 
 def _obeys(policy: Policy, kind: CacheKind, ids: list[int], want: Float[Tensor, "T d"], lengths: list[int]) -> bool:
-    """Whether prompts cut at ``lengths``, then stepped twice in another order, give the hidden states of the whole sequence."""
+    """Whether prompts cut at ``lengths``, stepped twice in another order, give the whole sequence's hidden states."""
     order = torch.tensor([1, 0, 1], device=policy.device)
     try:
         rows = start(policy, kind, [ids[:n] for n in lengths], order, 2)

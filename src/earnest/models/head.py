@@ -5,8 +5,8 @@
     s     Cohere ``logit_scale`` (×), Granite ``logits_scaling`` (÷), Falcon-H1 ``lm_head_multiplier`` (×), …
     cap   Gemma ``final_logit_softcapping``  (arXiv 2408.00118, §2)
 
-The head law: ``head.logits(policy.hidden(x)) == model(x).logits`` to rounding. The head is read from the config, and then
-checked on the model.
+The head law: ``head.logits(policy.hidden(x)) == model(x).logits`` to rounding. The head is read from the config,
+then checked on the model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def read_head(model: PreTrainedModel) -> HeadSpec:
 
 
 def check_head(model: PreTrainedModel, head: HeadSpec, hidden: Float[Tensor, "1 T d"], ids: Tensor) -> None:
-    """The head law on one short input: a head that does what its config does not say is refused, not trained wrongly."""
+    """The head law on a short input: a head that does what its config does not say is refused, not trained wrongly."""
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
         got = head.logits(hidden).float()

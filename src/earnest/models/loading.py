@@ -146,8 +146,8 @@ def _require_fit(model: Any, tokenizer: Any, folder: Path) -> None:
     top = max(tokenizer.get_vocab().values(), default=-1)
     if top >= rows:
         raise UnusableModel(
-            f"The tokenizer in {folder} has ids up to {top}, the model's embedding only {rows} rows; they do not belong "
-            "together. Take the tokenizer that was saved with the model, or resize_token_embeddings and save."
+            f"The tokenizer in {folder} has ids up to {top}, the model's embedding only {rows} rows; they do not "
+            "belong together. Take the tokenizer that was saved with the model, or resize_token_embeddings and save."
         )
 
 

@@ -95,12 +95,13 @@ def sample(
     progress(finished, total) is called when completions finish.
     max_rows: sequences in one batch.
     compact_below: finished rows are dropped from the batch once the living are at most this share of it (0: never).
-    cache: by default what the architecture can do (`Policy.cache_kind`).
+    cache: by default the fastest kind that the architecture obeys (`Policy.cache_kind`); a slower one may be asked for.
     """
     rows = _rows(policy, prompts, n, spec)
-    kind: CacheKind = cache or policy.cache_kind
     done: dict[tuple[int, int], Completion] = {}
+    # Not inference_mode: what adapters derive and keep while sampling is used by the next training step.
     with torch.no_grad(), _evaluating(policy.model):
+        kind = _kind(policy, cache)
         for wave in _waves(rows, max_rows, ragged=kind == "buffered"):
             for row, completion in _decode(
                 policy, wave, spec, kind, compact_below, lambda k: progress and progress(len(done) + k, len(rows))
@@ -109,9 +110,19 @@ def sample(
     return [done[i, j] for i in range(len(prompts)) for j in range(n)]
 
 
+def _kind(policy: Policy, wanted: CacheKind | None) -> CacheKind:
+    slower: tuple[CacheKind, ...] = ("buffered", "dynamic", "none")
+    allowed = slower[slower.index(policy.cache_kind) :]
+    if wanted is not None and wanted not in allowed:
+        raise SamplingError(f"cache is {wanted!r}; {policy.name} obeys {', '.join(allowed)}.")
+    return wanted or policy.cache_kind
+
+
 def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[_Row]:
     if n < 1:
         raise SamplingError(f"n is {n}; ask for at least 1 completion of each prompt.")
+    if not prompts:
+        raise SamplingError("There are no prompts to sample from; give at least one.")
     vocabulary = policy.head.weight.shape[0]
     limit = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     seen: Counter[tuple[int, ...]] = Counter()
@@ -120,7 +131,7 @@ def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: Sample
         ids = tuple(int(t) for t in prompt)
         if not ids:
             raise SamplingError(
-                f"Prompt {i} has no tokens; give at least one (a chat turn through policy.render, or policy.encode(text))."
+                f"Prompt {i} has no tokens; give at least one (policy.render(messages), or policy.encode(text))."
             )
         if min(ids) < 0 or max(ids) >= vocabulary:
             bad = next(t for t in ids if not 0 <= t < vocabulary)
@@ -130,8 +141,8 @@ def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: Sample
             )
         if limit and len(ids) + spec.max_new_tokens - 1 > limit:
             raise SamplingError(
-                f"Prompt {i} has {len(ids)} tokens; with max_new_tokens={spec.max_new_tokens} that is more than the {limit} "
-                f"positions of {policy.name}. Shorten the prompt or lower max_new_tokens."
+                f"Prompt {i} has {len(ids)} tokens; with max_new_tokens={spec.max_new_tokens} that is more than the "
+                f"{limit} positions of {policy.name}. Shorten the prompt or lower max_new_tokens."
             )
         rows += [_Row(i, j, ids, seen[ids] + j) for j in range(n)]
         seen[ids] += n
@@ -237,8 +248,8 @@ def _choose(
     token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if not bool(logprob.isfinite().all()):
         raise SamplingError(
-            f"{policy.name} gave logits that are no numbers (nan or inf). The weights, or an adapter on them, have diverged: "
-            "go back to a checkpoint, or load in float32 if this is float16."
+            f"{policy.name} gave logits that are no numbers (nan or inf). The weights, or an adapter on them, have "
+            "diverged: go back to a checkpoint, or load in float32 if this is float16."
         )
     return token, logprob
 
@@ -247,18 +258,16 @@ def _pick(
     logits: Float[Tensor, "r V"], u: Float[Tensor, " r"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " r"], Float[Tensor, " r"]]:
     if spec.temperature == 0:
-        logp = logits.log_softmax(-1)
         token = logits.argmax(-1, keepdim=True)
-    else:
-        logp = truncate(
-            logits / spec.temperature if spec.temperature != 1 else logits, spec.top_k, spec.top_p
-        ).log_softmax(-1)
-        cdf = logp.exp().cumsum(-1, dtype=u.dtype)
-        mass = cdf[:, -1:]
-        # Strictly below the total, so that the token found has a probability above 0.
-        goal = torch.minimum(u[:, None] * mass, torch.nextafter(mass, torch.zeros_like(mass)))
-        token = torch.searchsorted(cdf, goal, right=True).clamp_max_(logits.shape[-1] - 1)
-    return token[:, 0], logp.gather(-1, token)[:, 0]
+        return token[:, 0], logits.log_softmax(-1).gather(-1, token)[:, 0]
+    scaled = logits if spec.temperature == 1 else logits / spec.temperature
+    p = truncate(scaled, spec.top_k, spec.top_p).softmax(-1)
+    cdf = p.cumsum(-1, dtype=u.dtype)
+    mass = cdf[:, -1:]
+    # Strictly below the total, so that the token found has a probability above 0.
+    goal = torch.minimum(u[:, None] * mass, torch.nextafter(mass, torch.zeros_like(mass)))
+    token = torch.searchsorted(cdf, goal, right=True).clamp_max_(logits.shape[-1] - 1)
+    return token[:, 0], p.gather(-1, token)[:, 0].log()
 
 
 def truncate(logits: Float[Tensor, "r V"], top_k: int, top_p: float) -> Float[Tensor, "r V"]:
