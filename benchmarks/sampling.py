@@ -3,7 +3,7 @@
     python benchmarks/sampling.py [--threads 1] [--repeats 5]
 
 Random Llamas of 1.3 M and 3.0 M parameters on a CPU. "full" has no end-of-turn token: completions have all their
-tokens; "ending" ends each with 5 % at every token, so that dropping finished rows counts. Tokens of the completions only
+tokens; "ending" ends each with 5 % at every token, so that dropping finished rows counts. Only the completions' tokens
 are counted, and both sides return the behaviour log-probs. The two sides alternate; CPU seconds of the process are what
 is compared, because they suffer less from a busy machine than the clock.
 """

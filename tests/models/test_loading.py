@@ -1,0 +1,301 @@
+"""``en.load``: what it opens, and the one sentence for each thing that it cannot open. No network is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers as tf
+
+from earnest.errors import ConfigError, EarnestError, UnknownModel, UnusableModel
+from earnest.models import SampleSpec, list_models, load, places, sample
+from tests.models import tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    out = tmp_path / "tiny-llama"
+    tiny.model().save_pretrained(out)
+    tiny.tokenizer().save_pretrained(out)
+    return out
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_is_the_model_that_was_saved(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    policy = load(folder)
+    assert not any(p.requires_grad for p in policy.model.parameters())
+    assert not any(m.training for m in policy.model.modules())
+    assert policy.fingerprint() == tiny.policy().fingerprint()
+    ids = policy.render([{"role": "user", "content": "hi"}])
+    assert sample(policy, [ids], 2, SampleSpec()) == sample(tiny.policy(), [ids], 2, SampleSpec())
+    assert (policy.name, policy.version) == (str(folder), "local folder")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_relative_and_home_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert load("./tiny-llama").parameters == load(folder).parameters
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load("~/tiny-llama").name.endswith("tiny-llama")
+
+
+def test_the_version_is_the_configs(folder: Path) -> None:
+    edit_config(folder, earnest_version="tiny-7")
+    assert load(folder).version == "tiny-7"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_as_asked(folder: Path, dtype: str) -> None:
+    policy = load(folder, dtype=dtype)  # type: ignore[arg-type]
+    assert {p.dtype for p in policy.model.parameters()} == {getattr(torch, dtype)} == {policy.dtype}
+    assert f"{dtype} on cpu" in policy.describe()
+
+
+def test_auto_is_float32_on_a_cpu_also_for_a_16_bit_checkpoint(tmp_path: Path) -> None:
+    tiny.model().to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert load(tmp_path, device="cpu").dtype == torch.float32
+
+
+class TestDevice:
+    """CUDA and MPS are not on the machines that run these tests: the choice is tested, not the devices."""
+
+    @pytest.mark.parametrize(
+        ("cuda", "mps", "want"),
+        [(True, True, "cuda"), (False, True, "mps"), (True, False, "cuda"), (False, False, "cpu")],
+    )
+    def test_cuda_before_mps_before_cpu(
+        self, monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, want: str
+    ) -> None:
+        from earnest.models.device import choose_device, choose_dtype
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        device, why = choose_device("auto")
+        assert device.type == want
+        assert why
+        assert choose_dtype("auto", device) == (None if want == "cuda" else torch.float32)
+
+    def test_a_device_that_is_not_here(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match="'cuda' is not on this machine; use auto, or one of cpu"):
+            load(folder, device="cuda")
+        with pytest.raises(ConfigError, match="device 'gpu' is none"):
+            load(folder, device="gpu")
+
+    def test_an_unknown_dtype(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match="dtype 'bfloat61' is not known; did you mean 'bfloat16'"):
+            load(folder, dtype="bfloat61")  # type: ignore[arg-type]
+
+    def test_the_choice_is_said(self, folder: Path) -> None:
+        assert "no CUDA or MPS device here" in load(folder).describe()
+
+
+class TestRefused:
+    def test_no_such_folder(self) -> None:
+        with pytest.raises(UnknownModel, match=r"There is no folder './nowhere'; .*nano, smollm2"):
+            load("./nowhere")
+
+    def test_a_file(self, folder: Path) -> None:
+        with pytest.raises(UnknownModel, match="is a file; give the folder"):
+            load(folder / "config.json")
+
+    def test_no_config(self, tmp_path: Path) -> None:
+        with pytest.raises(UnusableModel, match=r"has no config\.json.*en\.load_adapter"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "[]"])
+    def test_a_broken_config(self, folder: Path, text: str) -> None:
+        (folder / "config.json").write_text(text)
+        with pytest.raises(UnusableModel, match=r"config\.json is not"):
+            load(folder)
+
+    def test_pickled_weights(self, folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        with pytest.raises(UnusableModel, match=r"pytorch_model\.bin, a pickle.*save_pretrained"):
+            load(folder)
+
+    def test_no_weights(self, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(UnusableModel, match=r"no weights \(no model\*\.safetensors\)"):
+            load(folder)
+
+    def test_torn_weights(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(UnusableModel, match="cannot be loaded"):
+            load(folder)
+
+    def test_another_kind_of_model(self, tmp_path: Path) -> None:
+        config = tf.T5Config(vocab_size=30, d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4)
+        tf.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+        with pytest.raises(UnusableModel, match="model_type 't5', which is not a causal LM"):
+            load(tmp_path)
+
+    def test_a_body_without_its_head(self, tmp_path: Path) -> None:
+        tiny.model("llama_untied").model.save_pretrained(tmp_path)
+        with pytest.raises(UnusableModel, match="holds a LlamaModel, not a causal LM"):
+            load(tmp_path)
+
+    def test_missing_tensors_are_not_random_numbers(self, folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UnusableModel, match=r"lack 1 tensors .*model\.layers\.1\.mlp\.up_proj\.weight.*random"):
+            load(folder)
+
+    def test_a_tensor_of_another_shape(self, folder: Path) -> None:
+        edit_config(folder, intermediate_size=40)
+        with pytest.raises(UnusableModel):
+            load(folder)
+
+    def test_tensors_of_no_use_are_noted(self, folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors") | {"score.weight": torch.ones(2)}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        assert "1 tensors of the file are unused (first: score.weight)" in load(folder).describe()
+
+    def test_another_models_tokenizer(self, folder: Path) -> None:
+        tokenizer = tiny.tokenizer()
+        tokenizer.add_tokens(["extra"])
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(UnusableModel, match=f"ids up to {tiny.V}, the model's embedding only {tiny.V} rows"):
+            load(folder)
+
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        tiny.model().save_pretrained(tmp_path)
+        with pytest.raises(UnusableModel, match="cannot be loaded"):
+            load(tmp_path)
+
+    def test_code_of_its_own_is_never_run(self, folder: Path, tmp_path: Path) -> None:
+        proof = tmp_path / "it-ran"
+        (folder / "modeling_evil.py").write_text(f"open({str(proof)!r}, 'w')")
+        names = {"AutoConfig": "modeling_evil.C", "AutoModelForCausalLM": "modeling_evil.M"}
+        edit_config(folder, model_type="evil", auto_map=names)
+        with pytest.raises(UnusableModel, match="its own Python code"):
+            load(folder)
+        edit_config(folder, model_type="llama")  # one that transformers has: its own class is used
+        assert load(folder).parameters == tiny.policy().parameters
+        assert not proof.exists()
+
+    def test_each_is_a_value_error(self) -> None:
+        for error in (UnknownModel, UnusableModel):
+            assert issubclass(error, EarnestError)
+            assert issubclass(error, ValueError)
+
+
+class Hub:
+    """A fake hub: ``model_info`` answers or raises; ``snapshot_download`` gives the folder."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any, folder: Path | None) -> None:
+        self.asked: list[Any] = []
+
+        def model_info(_: Any, name: str, **kwargs: Any) -> Any:
+            self.asked.append((name, kwargs))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def snapshot_download(name: str, *, local_files_only: bool = False, **kwargs: Any) -> str:
+            self.asked.append((name, local_files_only, kwargs))
+            if folder is None:
+                raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def info(*names: str) -> Any:
+    siblings = [type("F", (), {"rfilename": n}) for n in names]
+    return type("Info", (), {"sha": "abc123", "siblings": siblings})
+
+
+def response(status: int) -> Any:
+    import httpx
+
+    return httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+
+
+class TestHub:
+    def test_an_id_is_its_snapshot_at_one_revision(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        hub = Hub(monkeypatch, info("config.json", "model.safetensors"), folder)
+        policy = load("org/tiny")
+        assert (policy.name, policy.version) == ("org/tiny", "abc123")
+        assert hub.asked[1][2]["revision"] == "abc123"
+        assert not any(
+            pattern.endswith((".bin", "*")) and "token" not in pattern for pattern in hub.asked[1][2]["allow_patterns"]
+        )
+
+    def test_pickles_are_refused_before_any_download(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = Hub(monkeypatch, info("config.json", "pytorch_model.bin"), None)
+        with pytest.raises(UnusableModel, match=r"pytorch_model\.bin, a pickle"):
+            load("org/old")
+        assert len(hub.asked) == 1
+
+    def test_no_network_and_nothing_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = Hub(monkeypatch, ConnectionError("no route"), None)
+        with pytest.raises(
+            UnknownModel, match=r"'nanoo' is no folder .*cannot be reached \(ConnectionError\).*did you mean 'nano'"
+        ):
+            load("nanoo")
+        assert len(hub.asked) == 2  # asked once: no retries
+
+    def test_no_network_but_cached(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        Hub(monkeypatch, ConnectionError("no route"), folder)
+        policy = load("org/tiny")
+        assert policy.version == folder.name
+        assert "hub not reached (ConnectionError): cached snapshot used" in policy.describe()
+
+    def test_unknown_and_gated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Hub(monkeypatch, huggingface_hub.errors.RepositoryNotFoundError("404", response=response(404)), None)
+        with pytest.raises(UnknownModel, match=r"Hugging Face has no model 'org/none'.*built in: nano, smollm2"):
+            load("org/none")
+        Hub(monkeypatch, huggingface_hub.errors.GatedRepoError("403", response=response(403)), None)
+        with pytest.raises(UnknownModel, match="is gated: accept its terms"):
+            load("org/closed")
+
+    @pytest.mark.parametrize("name", ["", "a/b/c", "../x", "with space", "-x/y"])
+    def test_what_cannot_be_an_id_never_reaches_the_hub(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        hub = Hub(monkeypatch, info(), None)
+        with pytest.raises(EarnestError):
+            load(name)
+        assert not hub.asked
+
+
+def test_parameters_are_counted_from_the_headers(folder: Path) -> None:
+    assert places.count_parameters(folder) == tiny.policy().parameters
+
+
+def test_list_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EARNEST_CACHE", str(tmp_path))
+    models = {m.name: m for m in list_models()}
+    assert list(models) == ["nano", "smollm2"]
+    assert not models["smollm2"].offline
+    assert models["smollm2"].where.startswith(str(tmp_path))
+    assert {m.licence for m in models.values()} == {"Apache-2.0"}
+    assert models["nano"].parameters <= 2_000_000
+
+
+def test_importing_and_listing_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, earnest.models as m; m.list_models(); m.ModelInfo\n"
+        "bad = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules); assert not bad, bad\n"
+        "m.Policy, m.SampleSpec, m.load\n"
+        "bad = {'transformers', 'huggingface_hub'} & set(sys.modules); assert not bad, bad\n"
+        "assert set(m.__all__) <= set(dir(m))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
