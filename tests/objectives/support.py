@@ -31,7 +31,7 @@ def _head(weight: Tensor) -> torch.nn.Linear:
 
 
 class Policy:
-    """Hidden states of the active tokens as the only parameters, a frozen head, and the spectral norms of two modules."""
+    """Hidden states of the active tokens as the only parameters, a frozen head, two spectral norms."""
 
     def __init__(self, batch: Batch, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -67,7 +67,7 @@ class Policy:
 def full_batch(
     seed: int = 0, *, temperature: float = 1.0, holes: bool = True, kick: float = 0.3
 ) -> tuple[Batch, Policy]:
-    """Every role and every signal, off-policy: behaviour, proximal and reference differ from the policy and from each other."""
+    """Every role and signal; behaviour, proximal and reference differ from the policy and from each other."""
     g = torch.Generator().manual_seed(seed + 100)
     prompts = [[1 + r % 3, 2] for r in range(len(ROLES))]
     completions = [torch.randint(0, V, (n,), generator=g).tolist() for n in LENGTHS]
@@ -100,7 +100,7 @@ def full_batch(
 
 
 def examples() -> dict[str, Term]:
-    """One instance of every registered term, set so that it is alive on ``full_batch``: no clip too tight, no barrier too far."""
+    """One instance of every registered term, alive on ``full_batch``: no clip too tight, no barrier too far."""
     special: dict[str, dict[str, Any]] = {
         "gspo": {"clip": 0.5, "clip_high": 0.5},
         "luspo": {"clip": 0.5, "clip_high": 0.5},

@@ -208,8 +208,7 @@ def test_token_level_importance_correction_equals_trls(correction: TruncatedIS) 
     same(case.ours(GRPO(correction=correction), batch), case.theirs("grpo", ratio=theirs))
 
 
-# --- differences on purpose
----------------------------------------------------------------------------------------------
+# --- differences on purpose -----------------------------------------------------------------------------------------
 
 
 def test_trls_cispo_default_clamps_the_ratio_to_epsilon() -> None:
@@ -249,8 +248,7 @@ def test_trls_group_advantages_add_1e_4_to_the_std() -> None:
     assert (theirs - ours).abs().max() > 0.03
 
 
-# --- preferences
---------------------------------------------------------------------------------------------------------
+# --- preferences ----------------------------------------------------------------------------------------------------
 
 
 class Pairs:
@@ -378,8 +376,7 @@ def test_simpo_equals_trls_cpo(smoothing: float) -> None:
     same(pairs.ours(SimPO(beta=2.0, gamma=0.7, smoothing=smoothing)), theirs)
 
 
-# --- self-distillation
---------------------------------------------------------------------------------------------------
+# --- self-distillation ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
@@ -404,7 +401,7 @@ def test_sdpo_equals_trls_loss_utils(alpha: float, tail: str) -> None:
 
 
 def test_trls_clamp_of_the_log_ratio_is_not_ours() -> None:
-    """TRL clamps lp - q to ±20 before the exp, so a token that the policy has all but ruled out keeps a ratio of 2e-9; ours is exact."""
+    """TRL clamps lp - q to ±20, so a token that is all but ruled out keeps a ratio of 2e-9; ours does not."""
     one = torch.ones(1).double()
     theirs = apply_importance_sampling_clipping(one, torch.tensor([-60.0]).double(), torch.tensor([-1.0]).double(), 2.0)
     batch = Batch.from_rows([[1]], [[2]], behaviour=[[-1.0]]).with_signals(

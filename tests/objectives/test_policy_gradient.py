@@ -61,8 +61,7 @@ def run(term: Term, batch: Batch, lp: Tensor) -> tuple[float, list[float], dict[
     return float(result.loss.detach()), grad.tolist(), metrics
 
 
-# --- by hand
-------------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------------------------
 
 
 def test_the_clip_by_hand() -> None:
@@ -93,7 +92,7 @@ def test_asymmetric_and_dual_clip_by_hand() -> None:
 
 
 def test_the_normalisers_by_hand() -> None:
-    """Two rows of 1 and 3 tokens, ρ = 1, A = 1 and 2: token losses -1 | -2 -2 -2, and what each objective divides by."""
+    """Two rows of 1 and 3 tokens, ρ = 1, A = 1 and 2: token losses -1 | -2 -2 -2, and each one's divisor."""
     batch, lp = rows([[1.0], [1.0, 1.0, 1.0]], [1, 2])
     expected = {
         GRPO(): [-1 / 2, *[-2 / 6] * 3],  # 1/S · 1/|y|
@@ -163,8 +162,7 @@ def test_rloo_is_the_log_prob_of_the_whole_completion_against_the_others_mean() 
     assert loss == pytest.approx((0.75 * 2 - 0.75 * 4) / 3)
 
 
-# --- truncated importance sampling
----------------------------------------------------------------------------------------
+# --- truncated importance sampling ----------------------------------------------------------------------------------
 
 
 def _with_gap(weights: list[list[float]], advantages: list[float]) -> tuple[Batch, Tensor]:
@@ -210,8 +208,7 @@ def test_the_correction_says_that_it_ran() -> None:
     assert ran == "grpo × sequence mask importance"
 
 
-# --- laws
----------------------------------------------------------------------------------------------------------------
+# --- laws -----------------------------------------------------------------------------------------------------------
 
 REINFORCE_TWIN: dict[str, dict[str, object]] = {
     "grpo": {"per": "sequence"},
@@ -320,7 +317,7 @@ def test_an_extreme_ratio_is_loud() -> None:
     """exp overflows: the loss is not finite, and the step is refused by name with the numbers that explain it."""
     batch, lp = rows([[1.0], [1.0]], [-1, 1])
     batch = batch.with_signals(behaviour=torch.tensor([-900.0, -2.0]))
-    with pytest.raises(ValueError, match="grpo: the loss is inf.*ratio_max inf"):
+    with pytest.raises(ValueError, match=r"grpo: the loss is inf.*ratio_max inf"):
         run(GRPO(), batch, lp)
 
 

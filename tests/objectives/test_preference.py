@@ -98,8 +98,8 @@ def test_pairs_are_told_by_id_not_by_order() -> None:
     mixed = Batch.from_rows(
         [[1]] * 4, [[2] * len(lp[n]) for n in mixed_names], role=roles, pair=[int(n[1]) for n in mixed_names]
     )
-    a = run(SimPO(), tidy, sum(lp.values(), []))[0]
-    b = run(SimPO(), mixed, sum((lp[n] for n in mixed_names), []))[0]
+    a = run(SimPO(), tidy, [x for v in lp.values() for x in v])[0]
+    b = run(SimPO(), mixed, [x for n in mixed_names for x in lp[n]])[0]
     assert a == pytest.approx(b)
 
 

@@ -34,7 +34,7 @@ def test_values_and_slopes_by_hand() -> None:
 
 
 def expected_gradient(term: ReferenceKL, z: Tensor, z0: Tensor, zq: Tensor) -> Tensor:
-    """E over tokens drawn from the behaviour policy of the term's gradient by the logits: one row a token of the vocabulary."""
+    """E over the behaviour policy's tokens of the term's gradient by the logits: one row for each token."""
     logp, ref, q = z.log_softmax(-1), z0.log_softmax(-1), zq.log_softmax(-1)
     total = torch.zeros_like(z)
     for y in range(V):

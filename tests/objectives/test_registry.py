@@ -36,10 +36,29 @@ from earnest.signals import Batch
 from tests.objectives.support import examples, full_batch
 
 KINDS = sorted(OBJECTIVES)
-EXPECTED = (
-    "bnpo cispo dapo distill dpo dr_grpo entropy entropy_aware grpo gspo kl_barrier luspo reference_kl reinforce rloo "
-    "sapo sdpo sft simpo spectral_cap taid"
-).split()
+EXPECTED = [
+    "bnpo",
+    "cispo",
+    "dapo",
+    "distill",
+    "dpo",
+    "dr_grpo",
+    "entropy",
+    "entropy_aware",
+    "grpo",
+    "gspo",
+    "kl_barrier",
+    "luspo",
+    "reference_kl",
+    "reinforce",
+    "rloo",
+    "sapo",
+    "sdpo",
+    "sft",
+    "simpo",
+    "spectral_cap",
+    "taid",
+]
 
 
 def test_every_channel_of_the_issue_is_registered() -> None:
@@ -283,8 +302,7 @@ def _perturbed(batch: Batch, signal: str) -> Batch:
     return batch.with_signals(**{signal: value - noise(value)})
 
 
-# --- refusals
------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,7 +319,7 @@ def test_a_missing_signal_is_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_missing_roles_are_refused_by_name(kind: str) -> None:
-    batch, policy = full_batch()
+    batch, _ = full_batch()
     term = examples()[kind]
     others = [r for r, role in enumerate(batch.role) if role not in term.roles]
     if others:
@@ -317,7 +335,7 @@ def test_missing_roles_are_refused_by_name(kind: str) -> None:
     [("nan", "not finite"), ("inf", "not finite"), ("shape", "nothing is broadcast|one value an")],
 )
 def test_a_broken_scalar_is_refused_by_name(kind: str, breakage: str, words: str) -> None:
-    """NaN, inf, and a shape that torch would broadcast ([N,1] against [N] gives [N,N]) in each scalar that the term reads."""
+    """NaN, inf, and a shape that torch would broadcast ([N,1] against [N] gives [N,N]) in each scalar it reads."""
     batch, policy = full_batch()
     objective = Objective.of(examples()[kind])
     state = objective.initial_state()
@@ -336,7 +354,7 @@ def test_a_broken_scalar_is_refused_by_name(kind: str, breakage: str, words: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_positive_log_prob_is_refused_by_name(kind: str) -> None:
-    """One review found a loss tested on positive log-probabilities, which cannot occur: they are refused wherever they enter."""
+    """One review found a loss tested on positive log-probabilities, which cannot occur: they are refused."""
     batch, policy = full_batch()
     objective = Objective.of(examples()[kind])
     state = objective.initial_state()
@@ -425,8 +443,7 @@ def test_several_targets_a_position_are_only_for_sft() -> None:
                 Objective.of(term).check(wide)
 
 
-# --- weight 0, idle terms, state
------------------------------------------------------------------------------------------
+# --- weight 0, idle terms, state ------------------------------------------------------------------------------------
 
 
 def test_weight_zero_is_not_computed_and_said() -> None:
@@ -472,8 +489,7 @@ def test_state_lives_under_the_label_and_moves_only_when_the_term_ran() -> None:
     assert objective.next_round(after)["kl_barrier"] == {"round": 1}
 
 
-# --- what people read
-----------------------------------------------------------------------------------------------------
+# --- what people read -----------------------------------------------------------------------------------------------
 
 
 def test_describe_lists_every_term_and_field() -> None:

@@ -57,6 +57,8 @@ class Term:
     roles: ClassVar[tuple[Role, ...]] = ROLES
     laws: ClassVar[frozenset[str]] = frozenset()
     many_targets: ClassVar[bool] = False
+    beyond_step: ClassVar[frozenset[str]] = frozenset()  # fields that act over steps or rounds, not within one step
+    twins: ClassVar[frozenset[tuple[str, str]]] = frozenset()  # modes that share a gradient by definition
 
     name: str | None = None
 
@@ -99,6 +101,13 @@ class Term:
     def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
         """The active tokens that this term reads; it divides by their counts. By default those of its roles."""
         return batch.has_role(self.roles)[batch.row]
+
+    def counts(self, batch: Batch) -> Counts:
+        """What it divides by on this (whole) batch, and how much of its roles' tokens and rows it reads."""
+        mine, eligible = self.tokens(batch), batch.has_role(self.roles)[batch.row]
+        found, all_rows = batch.counts(mine), torch.unique(batch.row[eligible]).numel()
+        share = float(mine.sum()) / max(1.0, float(eligible.sum()))
+        return replace(found, coverage=share, left_out=all_rows - found.sequences)
 
     def idle(self, batch: Batch) -> str | None:
         """Why this batch lawfully gives the term nothing to do (no failed row for a term of failed rows), or None."""
@@ -299,14 +308,15 @@ class Objective:
             if not bool(tokens.any()):
                 idle[label] = w.term.idle(batch) or "this part of the batch has none of its rows"
                 continue
-            whole = counts[label] if counts is not None else batch.counts(tokens)
+            whole = counts[label] if counts is not None else w.term.counts(batch)
             value = w.term.evaluate(View.of(batch, scalars, tokens, whole, state.get(label, {}), label))
             if value.loss.ndim != 0:
                 raise ObjectiveError(f"{label}: a term's loss is one number, got shape {tuple(value.loss.shape)}.")
             if not bool(torch.isfinite(value.loss)):
                 shown = ", ".join(f"{name} {metric.value:.4g}" for name, metric in value.metrics.items())
                 raise ObjectiveError(
-                    f"{label}: the loss is {float(value.loss.detach())}; look at its inputs (extreme ratios, an empty mask): "
+                    f"{label}: the loss is {float(value.loss.detach())}; look at its inputs (extreme ratios, an empty "
+                    "mask): "
                     f"{shown}."
                 )
             values[label] = value
@@ -318,7 +328,7 @@ class Objective:
 
     def counts(self, batch: Batch) -> dict[str, Counts]:
         """What each live term divides by, over this (whole) batch."""
-        return {w.term.label: batch.counts(w.term.tokens(batch)) for w in self.live()}
+        return {w.term.label: w.term.counts(batch) for w in self.live()}
 
     def advance(self, state: Mapping[str, Mapping[str, Any]], values: Mapping[str, Value]) -> dict[str, dict[str, Any]]:
         """Every term's state after an update that saw these (whole-batch) values.

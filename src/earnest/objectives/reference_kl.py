@@ -41,6 +41,8 @@ class ReferenceKL(Term):
     roles: ClassVar[tuple[Role, ...]] = ("rollout",)
     laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "dormant_at_source"})
 
+    twins: ClassVar[frozenset[tuple[str, str]]] = frozenset({("k2", "straight_through")})
+
     estimator: str = setting(
         "k2",
         "k2 has the gradient of the reverse KL, k3 of the forward, straight_through k3's value and k2's gradient",

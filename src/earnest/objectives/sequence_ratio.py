@@ -26,6 +26,9 @@ from earnest.objectives.view import View
 class SequenceRatio(Clipped):
     """The clipped surrogate on the geometric-mean ratio of each sequence."""
 
+    # With one advantage a sequence the token form has the sequence form's gradient, by construction.
+    twins: ClassVar[frozenset[tuple[str, str]]] = frozenset({("sequence", "token")})
+
     clip: float = setting(3e-4, "ε: the sequence ratio is clipped below at 1-ε", above=0.0, at_most=1.0)
     clip_high: float | None = setting(
         4e-4, "ε_high: the sequence ratio is clipped above at 1+ε_high; none: ε", above=0.0, optional=True

@@ -37,6 +37,8 @@ class TAID(TeacherTerm):
     equation: ClassVar[str] = "KL(p_t‖S),  p_t = softmax((1-t)·sg[z_S] + t·z_T)"
     laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "stop_gradient"})
 
+    beyond_step: ClassVar[frozenset[str]] = frozenset({"t_start", "t_end", "rate", "momentum"})
+
     t_start: float = setting(0.4, "t at the first step; 0 is the student itself", above=0.0, at_most=1.0)
     t_end: float = setting(1.0, "t at the end; 1 is the teacher itself", above=0.0, at_most=1.0)
     steps: int = setting(

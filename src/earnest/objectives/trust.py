@@ -90,6 +90,8 @@ class KLBarrier(Term):
     equation: ClassVar[str] = "λ·(1+round)^p·relu(D - τ),  D = agg_t KL(π‖π₀)"
     laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "dormant_at_source"})
 
+    beyond_step: ClassVar[frozenset[str]] = frozenset({"growth", "reference"})
+
     tau: float = setting(
         1.0, "τ: the divergence that is free, in nats; it means something else for each aggregate", at_least=0.0
     )

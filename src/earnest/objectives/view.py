@@ -109,7 +109,7 @@ class View:
                 f"{self.label}: {need} must have shape [L], one value an adapted module, got {list(values.shape)}."
             )
         self._check_values(need, values.detach())
-        return values
+        return values if values.dtype == torch.float64 else values.float()
 
     def _check_values(self, need: Need, values: Tensor) -> None:
         if not bool(torch.isfinite(values).all()):
@@ -128,7 +128,7 @@ class View:
         return self.batch.row[self.index]
 
     @property
-    def weight(self) -> Float[Tensor, " n"]:
+    def weight(self) -> Float[Tensor, "n ..."]:
         return self.batch.token_weight[self.index]
 
     @property
@@ -189,11 +189,11 @@ class View:
 
     # --- reductions to one number, by the whole batch's counts --------------------------------------------------------
 
-    def total(self, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        """Σ w·x."""
+    def total(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, ""]:
+        """Σ w·x, over K targets a position too."""
         return (values * self.weight.to(values.dtype)).sum()
 
-    def token_mean(self, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    def token_mean(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, ""]:
         """Σ w·x / (all weights of the whole batch)."""
         return self.total(values) / self.counts.tokens
 

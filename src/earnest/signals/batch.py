@@ -65,6 +65,8 @@ class Counts:
     tokens: float
     sequences: int
     max_length: int
+    coverage: float = 1.0
+    left_out: int = 0
 
 
 @dataclass(frozen=True, eq=False)
