@@ -18,7 +18,7 @@ pytestmark = pytest.mark.browser
 
 DESK = {"width": 1100, "height": 900}
 PHONE = {"width": 375, "height": 812}
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><b>bold</b>"
+HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=alert(2)><b>bold</b><!-- <script x"
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 
 import pytest
@@ -19,30 +19,28 @@ def test_running_mean_by_hand():
     assert curves.running_mean(pairs, 1) == pairs
 
 
-values = st.floats(-1e6, 1e6, allow_subnormal=False)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=curves.POINTS))
+def test_a_short_series_is_drawn_as_it_is(ys):
+    thin = curves.thin("x", "line", [(float(i), y) for i, y in enumerate(ys)])
+    assert list(thin.y) == ys
+    assert thin.lo == thin.hi == ()
+    assert curves.thinned(len(ys)) == ""
 
 
-@given(st.lists(values, min_size=1, max_size=3 * curves.POINTS))
-def test_thinning_keeps_short_series_and_the_extremes_and_mean_of_long_ones(ys):
-    pairs = [(float(i), y) for i, y in enumerate(ys)]
-    thin = curves.thin("x", "line", pairs)
-    assert len(thin.x) == min(len(ys), curves.POINTS)
+@given(st.integers(curves.POINTS + 1, 5 * curves.POINTS), st.integers(0, 10**6))
+def test_a_long_series_keeps_its_extremes_and_its_mean(count, seed):
+    dice = random.Random(seed)
+    ys = [dice.gauss(0, 1) for _ in range(count)]
+    thin = curves.thin("x", "line", [(float(i), y) for i, y in enumerate(ys)])
+    assert len(thin.x) == len(thin.y) == curves.POINTS
     assert list(thin.x) == sorted(set(thin.x))
-    if len(ys) <= curves.POINTS:
-        assert list(thin.y) == ys
-        assert thin.lo == thin.hi == ()
-        assert curves.thinned(len(ys)) == ""
-    else:
-        assert min(thin.lo) == min(ys)
-        assert max(thin.hi) == max(ys)
-        slack = 1e-9 * max(abs(y) for y in ys)
-        assert all(lo - slack <= y <= hi + slack for lo, y, hi in zip(thin.lo, thin.y, thin.hi, strict=True))
-        sizes = [
-            round((i + 1) * len(ys) / curves.POINTS) - round(i * len(ys) / curves.POINTS) for i in range(curves.POINTS)
-        ]
-        total = math.fsum(size * y for size, y in zip(sizes, thin.y, strict=True))
-        assert total == pytest.approx(math.fsum(ys), rel=1e-9, abs=1e-3)
-        assert f"{len(ys):,} steps drawn as {curves.POINTS} means" in curves.thinned(len(ys))
+    assert (min(thin.lo), max(thin.hi)) == (min(ys), max(ys))
+    assert all(lo - 1e-9 <= y <= hi + 1e-9 for lo, y, hi in zip(thin.lo, thin.y, thin.hi, strict=True))
+    edges = [round(i * count / curves.POINTS) for i in range(curves.POINTS + 1)]
+    for i, (start, end) in enumerate(itertools.pairwise(edges)):
+        assert (thin.lo[i], thin.hi[i]) == (min(ys[start:end]), max(ys[start:end]))
+        assert thin.y[i] == pytest.approx(sum(ys[start:end]) / (end - start))
+    assert f"{count:,} steps drawn as {curves.POINTS} means" in curves.thinned(count)
 
 
 def test_reward_chart_has_every_evaluation_with_its_error_bar(tmp_path):

@@ -17,7 +17,7 @@ from earnest.report import ReportError, load, render, summary, write
 from earnest.report.markup import VOID, Html, duration, el, fixed, number, signed
 from tests.report import folders
 
-HOSTILE = "</script></style><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--"
+HOSTILE = "</script ></style><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!-- <script "
 
 
 class Tree(HTMLParser):
