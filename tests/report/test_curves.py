@@ -103,6 +103,8 @@ def test_every_number_of_a_step_is_a_curve_or_a_constant(tmp_path):
     ]
     still = [("learning rate", 0.001), ("grpo: dropped_tokens", 0.0), ("grader_errors", 0.0), ("micro-batches", 1.0)]
     assert sorted(constant) == sorted(still)
+    colours = {chart.title: chart.series[0].colour for chart in charts}
+    assert [colours[name] for name in ("grpo: ratio_max", "sdpo: covered_mass", "entropy")] == [0, 1, -1]
     norm = charts[0].series[0]
     assert list(norm.y) == [step.grad_norm for step in run.steps]
 
