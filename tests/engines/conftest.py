@@ -14,7 +14,7 @@ from earnest.models.policy import Policy
 from earnest.signals import Batch
 from tests.engines.words import word_tokenizer
 
-VOCABULARY = 53
+VOCABULARY = 131
 
 
 def tiny_policy(dtype: torch.dtype = torch.float64, seed: int = 0) -> Policy:

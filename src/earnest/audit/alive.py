@@ -28,7 +28,7 @@ from earnest.signals.batch import Batch
 STEPS = 2
 
 
-def prove(
+def prove_alive(
     engine: LocalEngine, objective: Objective | Term, batch: Batch, *, progress: Callable[[str], None] | None = None
 ) -> Verdict:
     """Check this training step on this batch; the engine is bit-equal afterwards."""

@@ -18,9 +18,19 @@ Batch = dict[str, Any]
 # Roles whose values are log-probs of single tokens: never above 0.
 LOGPROBS = ("behaviour", "reference", "reference_chosen", "reference_rejected")
 # Roles with one value a token, which must not matter where the loss is not taken.
-PER_TOKEN = ("advantages", "behaviour", "reference", "teacher", "importance", "weights", "values", "returns")
+PER_TOKEN = (
+    "advantages",
+    "behaviour",
+    "reference",
+    "reference_distribution",
+    "teacher",
+    "importance",
+    "weights",
+    "values",
+    "returns",
+)
 # Roles that the gradient must depend on, in the order in which they are tried.
-INPUTS = ("advantages", "rewards", "behaviour", "reference", "reference_chosen", "reference_rejected", "teacher",
+INPUTS = ("advantages", "rewards", "behaviour", "reference", "reference_chosen", "reference_rejected", "reference_distribution", "teacher",
           "importance", "weights", "values", "returns")  # fmt: skip
 
 
@@ -51,7 +61,9 @@ def perturb(
     if where is None:
         where = fit(supervised(step, batch), old)
     noise = noise_like(old, rng)
-    if role in LOGPROBS or (role == "teacher" and _log_like(old)):
+    if role == "advantages":
+        new = advantages_like(step, batch, rng)
+    elif role in LOGPROBS or (role == "teacher" and _log_like(old)):
         new = torch.minimum(old - 0.6 * noise.abs() * torch.sign(noise_like(old, rng)), torch.full_like(old, -1e-3))
     elif role == "importance":
         new = old * torch.exp(0.5 * noise)
@@ -73,15 +85,33 @@ def off_policy(step: Step) -> Batch:
     of both signs. A clip is inert at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be seen."""
     batch: Batch = dict(step.batch)
     rng = generator(step, 5)
-    for role in ("behaviour", "reference", "reference_chosen", "reference_rejected"):
+    for role in ("behaviour", "reference", "reference_chosen", "reference_rejected", "reference_distribution"):
         if role in step.roles:
             batch = perturb(step, batch, role, rng)
     if "advantages" in step.roles:
         key = step.roles["advantages"]
-        old: Tensor = batch[key]
-        spread = torch.sign(noise_like(old, rng)) * (0.3 + noise_like(old, rng).abs())
-        batch[key] = spread.to(old.dtype) if bool((old != 0).any()) else old
+        if bool((batch[key] != 0).any()):
+            batch[key] = advantages_like(step, batch, rng)
     return batch
+
+
+def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
+    """Advantages of both signs, none near 0; one value a row where the batch has one a row."""
+    old: Tensor = batch[step.roles["advantages"]]
+    spread = torch.sign(noise_like(old, rng)) * (0.3 + noise_like(old, rng).abs())
+    on = fit(supervised(step, batch), old)
+    if on is not None and old.ndim == 2:
+        shown = torch.where(on, old, torch.full_like(old, float("nan")))
+        first = torch.nan_to_num(shown, nan=-torch.inf).amax(-1, keepdim=True)
+        if bool(((shown == first) | ~on).all()):  # constant along every row
+            spread = torch.where(on, spread[:, :1].expand_as(old), torch.zeros_like(old))
+    return spread.to(old.dtype)
+
+
+def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
+    """The same batch with every advantage negated: what was clipped on one side is not on the other."""
+    key = step.roles.get("advantages")
+    return None if key is None else {**batch, key: -batch[key]}
 
 
 def permute_rows(step: Step, order: Tensor) -> Batch:

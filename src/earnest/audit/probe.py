@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.step import Loss, Step, StepError
 
@@ -73,15 +74,16 @@ class Probe:
         It is how well this step in this dtype is conditioned; a change that matters must stand well above it.
         """
         if self._floor is None:
-            before = self.gradient()
-            with self.moved(lambda p, noise: p.detach().abs() * torch.finfo(p.dtype).eps * noise.sign()):
-                after = self.gradient()
-            eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
-            low = max(
-                (torch.finfo(b.dtype).eps for b in self.step.model.parameters() if b.is_floating_point()), default=eps
-            )
-            self._floor = max(before.distance(after), self.noise(), 4 * max(eps, low))
+            self._floor = self.resolution(self.step.batch)
         return self._floor
+
+    def resolution(self, batch: Mapping[str, Any]) -> float:
+        """``floor``, measured now and on this batch."""
+        before = self.gradient(batch)
+        with self.moved(lambda p, noise: p.detach().abs() * torch.finfo(p.dtype).eps * noise.sign()):
+            after = self.gradient(batch)
+        eps = max(torch.finfo(p.dtype).eps for p in self.step.model.parameters() if p.is_floating_point())
+        return max(before.distance(after), self.noise(), 4 * eps)
 
     @property
     def tolerance(self) -> float:
@@ -126,6 +128,25 @@ class Probe:
 
         with self.moved(by):
             yield
+
+    def off_policy(self) -> dict[str, Any]:
+        """``edits.off_policy``, with the behaviour policy set around what the policy says now, where that can be asked:
+        whole rows on either side of ratio 1, so that token and sequence ratios both leave their clips both ways."""
+        step, batch = self.step, edits.off_policy(self.step)
+        if step.logprobs is None or "behaviour" not in step.roles:
+            return batch
+        key = step.roles["behaviour"]
+        with seeded(step.seed), torch.no_grad():
+            now = step.logprobs(step.model, fresh(batch)).detach().to(batch[key].dtype).reshape(batch[key].shape)
+        rng = edits.generator(step, 9)
+        rows = torch.arange(len(now), device=now.device, dtype=now.dtype)
+        side = torch.where(rows % 2 == 0, 1.0, -1.0) * 0.4 * 0.1 ** (3 * rows / max(len(now), 2))
+        spread = 10 ** (edits.noise_like(now, rng).clamp(-2, 0.5) - 0.3)  # from ratios of almost 1 to some of 5
+        moved = now + side.reshape(-1, *[1] * (now.ndim - 1)) + spread * edits.noise_like(now, rng)
+        moved = moved.clamp(max=-1e-3)
+        on = edits.fit(edits.supervised(step, batch), now)
+        batch[key] = moved if on is None else torch.where(on, moved, batch[key])
+        return batch
 
     @contextmanager
     def open(self) -> Iterator[Probe]:

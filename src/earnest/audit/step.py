@@ -30,6 +30,7 @@ Role = Literal[
     "advantages",  # [B] or [B, T]
     "behaviour",  # log-probs under the policy that sampled [B, T]
     "reference",  # log-probs (or logits) under the reference policy
+    "reference_distribution",  # the reference's logits or hidden states
     "teacher",  # log-probs, probabilities or logits of a teacher
     "importance",  # a ratio that corrects for the sampler
     "weights",  # per-token or per-row weights
@@ -68,6 +69,7 @@ class Step:
     ``paths``      other functions with the loss's signature that claim to be the same objective
     ``metrics``    metric -> (low, high): the range that it cannot leave
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by design)
+    ``twins``      pairs of an option's modes that share a gradient by definition
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
     """
 
@@ -88,6 +90,7 @@ class Step:
     family: Family | None = None
     value_is_loss: bool | None = None
     rows_interact: bool = False
+    twins: frozenset[tuple[Any, Any]] = frozenset()
     tokenizer: Any = None
     name: str = "the step"
     seed: int = 0

@@ -52,7 +52,8 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     key = step.roles[role]
     silent: list[str] = []
     tried = 0
-    origin = probe.gradient()
+    bases = [b for b in (dict(step.batch), edits.opposite(step, step.batch)) if b is not None]
+    origins = [probe.gradient(b) for b in bases]
     fitting = edits.fit(on, step.batch[key])
     assert fitting is not None
     flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
@@ -62,7 +63,12 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
             only = torch.zeros_like(flat)
             only[row, place] = True
             tried += 1
-            if not any(probe.differs(origin, probe.gradient(changed)) for changed in _changes(probe, role, only)):
+            felt = (
+                probe.differs(origin, probe.gradient(changed))
+                for base, origin in zip(bases, origins, strict=True)
+                for changed in _changes(probe, base, role, only)
+            )
+            if not any(felt):
                 silent.append(f"the {what} one of row {row}")
     yield LAW.finding(
         "every supervised position",
@@ -79,26 +85,26 @@ def _per_token(probe: Probe, role: str, on: Tensor) -> bool:
     return value is not None and edits.fit(on, value) is not None
 
 
-def _changes(probe: Probe, role: str, only: Tensor) -> Iterator[edits.Batch]:
+def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterator[edits.Batch]:
     """Other values for one token, of which at least one must be felt. A clipped token is silent under its own advantage and
     speaks under the opposite one; a ratio just outside its clip comes back inside from one side."""
     step, key = probe.step, probe.step.roles[role]
-    old: Tensor = step.batch[key]
+    old: Tensor = base[key]
     where = only
     while where.ndim < old.ndim:
         where = where[..., None]
     if role == "labels":
         other = old[old >= 0]
         fresh = other[other != old[only][0]]
-        yield {**step.batch, key: torch.where(only, fresh[0] if len(fresh) else old[only][0] + 1, old)}
+        yield {**base, key: torch.where(only, fresh[0] if len(fresh) else old[only][0] + 1, old)}
     elif role == "advantages":
         for new in (torch.where(old == 0, torch.ones_like(old), -old), old + 1):
-            yield {**step.batch, key: torch.where(where, new, old)}
+            yield {**base, key: torch.where(where, new, old)}
     elif role == "behaviour":
         for shift in (-0.05, 0.05, -0.5, 0.5):
-            yield {**step.batch, key: torch.where(where, (old + shift).clamp(max=-1e-4), old)}
+            yield {**base, key: torch.where(where, (old + shift).clamp(max=-1e-4), old)}
     else:
-        yield edits.perturb(step, step.batch, role, edits.generator(step, 77), where=where.expand_as(old))
+        yield edits.perturb(step, base, role, edits.generator(step, 77), where=where.expand_as(old))
 
 
 LAW = Law(

@@ -18,8 +18,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not step.terms:
         yield not_declared("DR", "terms", "terms={metric: knob that weighs it}")
         return
-    batch = edits.off_policy(step)
     with probe.kicked():
+        batch = probe.off_policy()
         for metric, term in step.terms.items():
             knob = term.knob if isinstance(term, Raises) else term
             wanted = +1 if isinstance(term, Raises) else -1

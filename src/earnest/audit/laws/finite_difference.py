@@ -26,14 +26,14 @@ def check(probe: Probe) -> Iterator[Finding]:
             "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, divergences).",
         )  # fmt: skip
         return
-    batch = edits.off_policy(step)
     with probe.kicked():
+        batch = probe.off_policy()
         gradient = probe.gradient(batch)
         size = gradient.norm()
         if size == 0 or not gradient.finite():
             return
         # Along the gradient itself the slope is its norm, the best signal there is against rounding.
-        slopes = [_slope(probe, batch, gradient.parts, size, reach) for reach in (3e-3, 1e-2)]
+        slopes = [_slope(probe, batch, gradient.parts, size, reach) for reach in (3e-5, 3e-4, 3e-3, 1e-2)]
     off = min(abs(s - size) / size for s in slopes)
     room = max(0.05, 4 * probe.tolerance)
     yield LAW.finding(
@@ -70,7 +70,7 @@ LAW = Law(
     name="finite difference",
     sentence="The finite difference of the reported loss agrees with the gradient.",
     needs="value_is_loss=True for policy gradients; SFT, divergences and preferences are taken to be so",
-    how="Central differences along the gradient, from a kicked, off-policy state, at two step lengths.",
+    how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best counts (a clip has corners).",
     traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO): they declare value_is_loss=False.",
     caught="SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients",
     check=check,

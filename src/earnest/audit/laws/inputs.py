@@ -14,8 +14,8 @@ from earnest.audit.verdict import Finding
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    base = edits.off_policy(step)
     with probe.kicked():
+        base = probe.off_policy()
         origin = probe.gradient(base)
         for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
             changed = edits.perturb(step, base, role, edits.generator(step, 100 + salt))

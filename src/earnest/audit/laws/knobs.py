@@ -19,8 +19,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not step.knobs and not step.options:
         yield Finding("KG", "knobs", "none declared", "-", "not declared", "Declare knobs={…} and options={…}.")
         return
-    base = edits.off_policy(step)
     with probe.kicked():
+        base = probe.off_policy()
         origin = probe.gradient(base)
         for knob, value in step.knobs.items():
             yield _knob(probe, base, origin, knob, value)
@@ -37,30 +37,38 @@ def _candidates(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [value + 1, max(1, value // 2), value * 4 + 3]
     if isinstance(value, float):
-        return [0.1, 1.0] if value == 0 else [value * 1.5, value * 0.5, value * 0.1]
+        # A threshold far from where the step stands is felt only when it is crossed, so the last ones go far.
+        return [0.1, 1.0, 100.0] if value == 0 else [value * f for f in (1.5, 0.5, 0.1, 10.0, 100.0, 1000.0)]
     return []
 
 
 def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Finding:
-    tried = []
-    for other in _candidates(value):
-        gradient = probe.gradient(base, {knob: other})
-        tried.append(other)
-        if gradient.finite() and probe.differs(origin, gradient):
-            change = origin.distance(gradient)
-            return LAW.finding(f"knob {knob}", f"{value} → {other} moved the gradient by {change:.2g}", "above 0", True)
+    tried: list[Any] = []
+    for batch in (base, edits.opposite(probe.step, base)):  # one side of a clip acts on one sign of the advantage
+        if batch is None:
+            continue
+        present = origin if batch is base else probe.gradient(batch)
+        for other in _candidates(value):
+            try:
+                gradient = probe.gradient(batch, {knob: other})
+            except ValueError:
+                continue  # the step refuses this value, as it may
+            tried.append(other)
+            if gradient.finite() and probe.differs(present, gradient):
+                moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
+                return LAW.finding(f"knob {knob}", moved, "above 0", True)
     if not tried:
         return Finding(
             "KG",
             f"knob {knob}",
-            f"{value!r} is no number",
+            f"no other legal value of {value!r} was found",
             "-",
             "not declared",
             "Declare it in options, with its modes.",
         )
     return LAW.finding(
         f"knob {knob}",
-        f"{value} → {', '.join(map(str, tried))} left the gradient bit-equal"
+        f"{value} → {', '.join(f'{t:g}' for t in dict.fromkeys(tried))} left the gradient bit-equal"
         if not probe.noise()
         else "no change above the noise",
         "a change",
@@ -71,11 +79,21 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
 
 
 def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes: list[Any]) -> Iterator[Finding]:
-    gradients = {repr(modes[0]): origin} | {repr(m): probe.gradient(base, {option: m}) for m in modes[1:]}
-    same = [f"{a} and {b}" for a, b in combinations(gradients, 2) if not probe.differs(gradients[a], gradients[b])]
+    gradients = {modes[0]: origin}
+    for mode in modes[1:]:
+        try:
+            gradients[mode] = probe.gradient(base, {option: mode})
+        except ValueError:
+            continue  # this mode contradicts another setting, and says so
+    twins = probe.step.twins | {(b, a) for a, b in probe.step.twins}
+    pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
+    same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.differs(gradients[a], gradients[b])]
+    if not pairs:
+        yield Finding("KG", f"option {option}", "no other mode runs here", "-", "not applicable", "")
+        return
     yield LAW.finding(
         f"option {option}",
-        f"{len(modes)} modes, {len(same)} pairs with one gradient",
+        f"{len(gradients)} modes, {len(same)} pairs with one gradient",
         "every mode its own gradient",
         not same,
         f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a branch.",

@@ -19,8 +19,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     if on is None:
         yield not_declared("MI", "masks", 'roles={"mask": …} or {"labels": …}')
         return
-    base = edits.off_policy(step)
     with probe.kicked():
+        base = probe.off_policy()
         origin = probe.gradient(base)
         for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
             fitting = edits.fitting(step, role)

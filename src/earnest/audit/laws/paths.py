@@ -15,8 +15,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not step.paths:
         yield not_declared("DF", "other paths", "paths={name: another function with the loss's signature}")
         return
-    base = edits.off_policy(step)
     with probe.kicked():
+        base = probe.off_policy()
         origin = probe.gradient(base)
         for name, other in step.paths.items():
             theirs = probe.gradient(base, loss=other)

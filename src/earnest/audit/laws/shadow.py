@@ -50,7 +50,7 @@ def _compare(probe: Probe, shadow: nn.Module, batch: edits.Batch, what: str, sha
             theirs, islands = _shadow_gradient(probe, shadow, batch)
         except (RuntimeError, TypeError, ValueError) as error:
             return Finding("F64", what, f"the shadow cannot run ({str(error)[:60]})", "-", "not applicable", "")
-        floor = probe.floor()
+        floor = probe.resolution(batch)
     if not theirs.finite():
         return Finding("F64", what, "the float64 shadow is not finite either", "-", "not applicable", "")
     # Rounding errors of many operations add up; 64 units of this step's own resolution is far below a wrong formula.

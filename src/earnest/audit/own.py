@@ -1,0 +1,341 @@
+"""earnest's own step as a ``Step``: inputs, knobs, options, terms and metrics are read off the engine, none is declared.
+
+The loss below goes hidden states → vocabulary pass → objective with plain autograd all the way. The engine goes through its
+seam (scalars, derivatives, backward, micro-batches). That both have one gradient is itself a law that is checked (DF).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.audit.alive import prove_alive
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
+from earnest.audit.laws import LAWS, paths
+from earnest.audit.probe import Probe
+from earnest.audit.step import Family, Raises, Step
+from earnest.audit.verdict import Finding, Verdict
+from earnest.engines.local import LocalEngine
+from earnest.engines.vocabulary import scalars as vocabulary_scalars
+from earnest.models.policy import Policy
+from earnest.objectives.base import Objective, Term, Weighted
+from earnest.objectives.needs import LogProb, Need, SpectralNorm
+from earnest.objectives.settings import settings
+from earnest.signals.batch import Batch, Reference, Teacher
+from earnest.signals.distributions import FullLogits, Hidden
+
+Data = Mapping[str, Any]
+
+
+def prove(
+    engine: LocalEngine,
+    objective: Objective | Term,
+    batch: Batch,
+    *,
+    quick: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """The laws of a training step, checked on this one; the engine is bit-equal afterwards.
+
+    ``quick`` checks what is alive (every term, every parameter) and leaves the rest of the laws to a full proof.
+    """
+    objective = Objective.of(objective)
+    batch = batch.to(engine.policy.device)
+    verdict = prove_alive(engine, objective, batch, progress=progress)
+    if quick:
+        return verdict
+    step = step_of(engine, objective, batch)
+    probe = Probe(step, progress)
+    findings: list[Finding] = []
+    with probe.open():
+        for law in LAWS:
+            probe.say(f"{law.code} {law.name}")
+            if law.name == "liveness":  # checked above on the engine's real update, guard and clipping included
+                continue
+            if law.name == "paths":
+                findings += _seam(probe, engine, objective, batch, law)
+                continue
+            findings += law.check(probe)
+    return verdict + Verdict(tuple(findings), probe.evaluations)
+
+
+def _seam(probe: Probe, engine: LocalEngine, objective: Objective, batch: Batch, law: Law) -> list[Finding]:
+    """The engine's gradient through its seam, in one piece and in uneven micro-batches, against plain autograd."""
+    direct = probe.gradient()
+    held = engine.micro_tokens
+    findings = []
+    cuts = [("the engine's seam", held)]
+    if not any("batch_local" in w.term.laws for w in objective.live()):
+        cuts.append(("the engine's seam, in micro-batches", max(1, int(batch.length.max()))))
+    for name, size in cuts:
+        engine.micro_tokens = size
+        try:
+            own = Gradient({_inside(engine, n): g for n, g in engine.gradients(batch, objective).items()})
+        finally:
+            engine.micro_tokens = held
+        change = direct.distance(own)
+        findings.append(
+            law.finding(
+                f"path {name}",
+                f"its gradient differs by {change:.2g}",
+                f"≤ {probe.tolerance:.1g}",
+                change <= probe.tolerance,
+                "The engine's gradient is not the loss's own; this is a fault of earnest, please report it.",
+            )
+        )
+    assert law is paths.LAW
+    return findings
+
+
+def _inside(engine: LocalEngine, name: str) -> str:
+    """The model's own name of an adapter parameter."""
+    mine = dict(zip(engine.names, engine.parameters, strict=True))[name]
+    return next(n for n, p in engine.policy.model.named_parameters() if p is mine)
+
+
+def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> Step:
+    """The engine's step on this batch, as the laws see it."""
+    objective = Objective.of(objective)
+    live = list(objective.live())
+    labels = [w.term.label for w in live]
+    gradient_like = [w for w in live if "advantages" in w.term.signals()]
+    others = [w for w in live if w not in gradient_like]
+    data, roles = _data(batch)
+    state = {**objective.initial_state(), **engine.objective_state}
+    read = _read(live, objective.needs(batch, state))
+
+    def loss(model: nn.Module, changed: Data, **knobs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        now = _rebuild(objective, knobs)
+        rows = _batch(batch, changed)
+        if not any(w.weight for w in now.terms):
+            return sum(p.sum() for p in model.parameters() if p.requires_grad) * 0.0, {}  # type: ignore[return-value]
+        needs = now.needs(rows, state)
+        if model is not engine.policy.model and any(isinstance(n, SpectralNorm) for n in needs):
+            raise ValueError("a spectral norm is read from the engine's own adapter")
+        fields = engine._parameter_fields(needs) | _fields(engine, model, rows, needs)
+        result = now.evaluate(rows, fields, state)
+        metrics = {label: value.loss for label, value in result.values.items()}
+        return result.loss, metrics
+
+    def logprobs(model: nn.Module, changed: Data) -> Tensor:
+        rows = _batch(batch, changed)
+        need = LogProb(batch.temperature)
+        flat = _fields(engine, model, rows, [need])[need].values
+        whole = torch.zeros(rows.inputs.shape, dtype=flat.dtype, device=flat.device)
+        return whole.index_put((rows.row, rows.position), flat)
+
+    def student(model: nn.Module, changed: Data) -> Tensor:
+        rows = _batch(batch, changed)
+        states = _policy(engine, model).hidden(rows.inputs)
+        form = batch.teacher.distribution if batch.teacher is not None else None
+        return _policy(engine, model).head.logits(states) if isinstance(form, FullLogits) else states
+
+    stop = any("stop_gradient" in w.term.laws for w in live)
+    plain = batch.teacher is not None and isinstance(batch.teacher.distribution, Hidden | FullLogits)
+    return Step(
+        model=engine.policy.model,
+        loss=loss,
+        batch=data,
+        roles={role: key for role, key in roles.items() if key in read},
+        knobs=_knobs(live),
+        options=_options(live),
+        terms={w.term.label: _weigher(w) for w in others if "stop_gradient" not in w.term.laws}
+        if len(labels) > 1
+        else {},
+        logprobs=logprobs if batch.targets.ndim == 2 else None,
+        student=student if plain and "teacher" in read and len(labels) == 1 else None,
+        family=_family(live),
+        value_is_loss=not stop,
+        twins=frozenset(pair for w in live for pair in w.term.twins),
+        rows_interact=not objective.additive or any("batch_local" in w.term.laws for w in live),
+        name=" + ".join(labels),
+        optimizer=None,
+    )
+
+
+def _weigher(weighted: Weighted) -> str | Raises:
+    return f"{weighted.term.label}.weight"
+
+
+def _family(live: list[Weighted]) -> Family | None:
+    signals = {s for w in live for s in w.term.signals()}
+    if "advantages" in signals:
+        return "policy gradient"
+    if any("chosen" in w.term.roles and "rollout" not in w.term.roles for w in live):
+        return "preference"
+    if "teacher" in signals:
+        return "divergence"
+    return "sft"
+
+
+def _knobs(live: list[Weighted]) -> dict[str, Any]:
+    """Every numeric field of every live term, and its weight where there are several terms."""
+    knobs: dict[str, Any] = {}
+    for w in live:
+        for name, _, what in settings(w.term):
+            value = getattr(w.term, name)
+            if isinstance(value, float) and not what.choices and name not in w.term.beyond_step:
+                knobs[f"{w.term.label}.{name}"] = value
+        if len(live) > 1:
+            knobs[f"{w.term.label}.weight"] = w.weight
+    return knobs
+
+
+def _options(live: list[Weighted]) -> dict[str, tuple[Any, ...]]:
+    """Every field with choices, the present one first; modes that contradict the other fields are left out."""
+    options: dict[str, tuple[Any, ...]] = {}
+    for w in live:
+        for name, _, what in settings(w.term):
+            present = getattr(w.term, name)
+            modes = [present, *(c for c in what.choices if c != present and _legal(w.term, name, c))]
+            if what.choices and len(modes) > 1 and name not in w.term.beyond_step:
+                options[f"{w.term.label}.{name}"] = tuple(modes)
+    return options
+
+
+def _legal(term: Term, name: str, value: Any) -> bool:
+    try:
+        return replace(term, **{name: value}).signals() == term.signals()
+    except ValueError:
+        return False
+
+
+def _rebuild(objective: Objective, knobs: Mapping[str, Any]) -> Objective:
+    terms = []
+    for w in objective.terms:
+        prefix = f"{w.term.label}."
+        changed = {k.removeprefix(prefix): v for k, v in knobs.items() if k.startswith(prefix)}
+        weight = changed.pop("weight", w.weight)
+        own = {k: v for k, v in changed.items() if getattr(w.term, k) != v}
+        terms.append(Weighted(weight, replace(w.term, **own) if own else w.term))
+    return Objective(tuple(terms))
+
+
+# --- a batch as a dict of [R, T, …] tensors, and back ------------------------------------------------------------------
+
+
+def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
+    data: dict[str, Tensor] = {
+        name: getattr(batch, name) for name in ("inputs", "targets", "weight", "length", "group", "pair")
+    }
+    data["row"] = torch.arange(len(batch), device=batch.device)
+    roles = {"ids": "inputs", "labels": "targets", "mask": "weight"}
+    flat: dict[str, Tensor | None] = {
+        "advantages": batch.advantages,
+        "behaviour": batch.behaviour,
+        "proximal": batch.proximal,
+    }
+    if batch.reference is not None:
+        flat["reference"] = batch.reference.logprobs
+        if isinstance(batch.reference.distribution, Hidden):
+            flat["reference_distribution"] = batch.reference.distribution.states
+    if batch.teacher is not None and isinstance(batch.teacher.distribution, Hidden | FullLogits):
+        form = batch.teacher.distribution
+        values = form.states if isinstance(form, Hidden) else form.logits
+        at = torch.arange(batch.active.shape[0], device=batch.device) if batch.teacher.at is None else batch.teacher.at
+        whole = torch.zeros(batch.active.shape[0], values.shape[1], dtype=values.dtype, device=values.device)
+        flat["teacher"] = whole.index_copy(0, at, values)
+    for name, values_ in flat.items():
+        if values_ is not None:
+            whole = torch.zeros(*batch.inputs.shape, *values_.shape[1:], dtype=values_.dtype, device=values_.device)
+            data[name] = whole.index_put((batch.row, batch.position), values_)
+            if name != "proximal":
+                roles[name] = name
+    return data, roles
+
+
+def _read(live: list[Weighted], needs: Sequence[Need]) -> set[str]:
+    """The keys of the batch that these terms really read."""
+    names = {"reference.logprobs": "reference", "reference.distribution": "reference_distribution"}
+    read = {names.get(s, s) for w in live for s in w.term.signals()}
+    if any(not isinstance(n, SpectralNorm) for n in needs):
+        read |= {"inputs", "weight"}
+    return read | ({"targets"} if any(isinstance(n, LogProb) for n in needs) else set())
+
+
+def _batch(original: Batch, data: Data) -> Batch:
+    """The typed batch of these rows. Rows may have been permuted, repeated, cut or added; ``row`` says which they were."""
+    source = data["row"].tolist()
+    weight = data["weight"]
+    on = (weight if weight.ndim == 2 else weight.abs().sum(-1)) != 0
+
+    def flat(name: str) -> Tensor | None:
+        return data[name][on] if name in data else None
+
+    teacher = reference = None
+    if original.teacher is not None:
+        teacher = _teacher(original, data, on, source)
+    if original.reference is not None:
+        states = flat("reference_distribution")
+        form = Hidden(states) if states is not None else original.reference.distribution
+        reference = Reference(flat("reference"), form, original.reference.kind)
+    return Batch(
+        inputs=data["inputs"],
+        targets=data["targets"].clamp_min(0),
+        weight=weight,
+        length=data["length"],
+        role=tuple(original.role[i] for i in source),
+        group=data["group"],
+        pair=_unique_pairs(data["pair"], [original.role[i] for i in source]),
+        policy_version=original.policy_version[data["row"]],
+        advantages=flat("advantages"),
+        behaviour=flat("behaviour"),
+        proximal=flat("proximal"),
+        reference=reference,
+        teacher=teacher,
+        correct=None if original.correct is None else original.correct[data["row"]],
+        temperature=original.temperature,
+        max_length=original.max_length,
+        estimator=original.estimator,
+    )
+
+
+def _teacher(original: Batch, data: Data, on: Tensor, source: list[int]) -> Teacher:
+    assert original.teacher is not None
+    form, at = original.teacher.distribution, original.teacher.at
+    if at is None:
+        covered = on
+    else:
+        grid = torch.zeros(original.inputs.shape, dtype=torch.bool, device=original.device)
+        grid[original.row[at], original.position[at]] = True
+        wide = torch.zeros_like(on)
+        wide[:, : grid.shape[1]] = grid[torch.tensor(source, device=grid.device)][:, : on.shape[1]]
+        covered = on & wide
+    place = covered[on].nonzero()[:, 0]
+    if "teacher" in data:
+        values = data["teacher"][covered]
+        return Teacher(Hidden(values) if isinstance(form, Hidden) else FullLogits(values), place, original.teacher.kind)
+    grid_index = torch.full(original.inputs.shape, -1, dtype=torch.long, device=original.device)
+    tokens = torch.arange(original.active.shape[0], device=original.device) if at is None else at
+    grid_index[original.row[tokens], original.position[tokens]] = torch.arange(len(tokens), device=original.device)
+    wide_index = torch.full(on.shape, -1, dtype=torch.long, device=original.device)
+    wide_index[:, : grid_index.shape[1]] = grid_index[torch.tensor(source, device=original.device)][:, : on.shape[1]]
+    return Teacher(form.take(wide_index[covered]), place, original.teacher.kind)
+
+
+def _unique_pairs(pair: Tensor, role: list[Any]) -> Tensor:
+    """A repeated pair is another pair."""
+    seen: dict[tuple[int, Any], int] = {}
+    step = int(pair.max()) + 1 if len(pair) else 1
+    numbers = []
+    for value, kind in zip(pair.tolist(), role, strict=True):
+        count = seen.get((value, kind), 0)
+        seen[(value, kind)] = count + 1
+        numbers.append(value if value < 0 else value + count * step)
+    return torch.tensor(numbers, device=pair.device)
+
+
+def _policy(engine: LocalEngine, model: nn.Module) -> Policy:
+    return engine.policy if model is engine.policy.model else replace(engine.policy, model=model)
+
+
+def _fields(engine: LocalEngine, model: nn.Module, rows: Batch, needs: Any) -> dict[Any, Any]:
+    policy = _policy(engine, model)
+    hidden = policy.hidden(rows.inputs)[rows.row, rows.position]
+    wanted = [n for n in needs if not isinstance(n, SpectralNorm)]
+    return dict(vocabulary_scalars(hidden, policy.head, rows, wanted)) if wanted else {}
