@@ -69,7 +69,9 @@ def top_k(z: Tensor, k: int, kind: type[TopK] = TopK, ids: Tensor | None = None)
     return kind(ids, logp.gather(-1, ids).to(z.dtype), rest.to(z.dtype))
 
 
-def source(kind: str, M: int, V: int, d: int, *, seed: int = 5, dtype: torch.dtype = torch.float64, k: int = 4) -> Distribution:
+def source(
+    kind: str, M: int, V: int, d: int, *, seed: int = 5, dtype: torch.dtype = torch.float64, k: int = 4
+) -> Distribution:
     if kind == "hidden":
         return Hidden(normal(seed, M, d, dtype=dtype))
     logits = normal(seed, M, V, dtype=dtype, size=2.0)
@@ -78,7 +80,13 @@ def source(kind: str, M: int, V: int, d: int, *, seed: int = 5, dtype: torch.dty
     return top_k(logits, k, ScoredAt if kind == "scored" else TopK)
 
 
-def with_sources(batch: Batch, *, teacher: Distribution | None = None, reference: Distribution | None = None, at: Sequence[int] | None = None) -> Batch:
+def with_sources(
+    batch: Batch,
+    *,
+    teacher: Distribution | None = None,
+    reference: Distribution | None = None,
+    at: Sequence[int] | None = None,
+) -> Batch:
     signals: dict[str, object] = {}
     if teacher is not None:
         signals["teacher"] = Teacher(teacher, None if at is None else torch.tensor(at, dtype=torch.long))
@@ -110,7 +118,13 @@ def plain_needs() -> list[Need]:
     return [LogProb(), LogProb(0.6), Entropy(), Entropy(1.4)]
 
 
-ALL_NEEDS: list[Need] = [*plain_needs(), *divergences("teacher"), *divergences("reference"), SourceEntropy("teacher"), SourceEntropy("reference", 0.5)]
+ALL_NEEDS: list[Need] = [
+    *plain_needs(),
+    *divergences("teacher"),
+    *divergences("reference"),
+    SourceEntropy("teacher"),
+    SourceEntropy("reference", 0.5),
+]
 
 # A spread of them that has every branch: for tests that turn another knob.
 SOME_NEEDS: list[Need] = [
@@ -132,15 +146,27 @@ def upstream(field: Field, seed: int) -> Tensor:
 
 
 def both(
-    hidden: Tensor, head: HeadSpec, batch: Batch, needs: Sequence[Need], *, budget_bytes: int = fused.BUDGET_BYTES, wide_eager: bool = False
+    hidden: Tensor,
+    head: HeadSpec,
+    batch: Batch,
+    needs: Sequence[Need],
+    *,
+    budget_bytes: int = fused.BUDGET_BYTES,
+    wide_eager: bool = False,
 ) -> tuple[dict[Need, Field], dict[Need, Field], list[Tensor], list[Tensor]]:
-    """The eager and the fused fields, and the gradients of one non-uniformly weighted sum by the states and the trained head."""
+    """The eager and the fused fields, and the gradients of one non-uniformly weighted sum by the states and the
+    trained head.
+    """
     answers: list[dict[Need, Field]] = []
     gradients: list[list[Tensor]] = []
     for run in (eager.scalars, lambda *a: fused.scalars(*a, budget_bytes=budget_bytes)):
         states = hidden.clone().requires_grad_()
         fields = run(states, head, batch, needs)
-        loss = sum((f.values * upstream(f, i)).sum() for i, (n, f) in enumerate(fields.items()) if not isinstance(n, SourceEntropy))
+        loss = sum(
+            (f.values * upstream(f, i)).sum()
+            for i, (n, f) in enumerate(fields.items())
+            if not isinstance(n, SourceEntropy)
+        )
         leaves = [states, *(p for p in head.module.parameters() if p.requires_grad)]
         answers.append(fields)
         gradients.append(list(torch.autograd.grad(loss, leaves)))  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""TRL's experimental package warns on import that it may change; the tests here compare with the version that is pinned."""
+"""TRL's experimental package warns on import that it may change; the tests here compare with the version that is
+pinned.
+"""
 
 import os
 

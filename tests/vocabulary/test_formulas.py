@@ -19,7 +19,9 @@ def log(*p: float) -> torch.Tensor:
 
 
 def test_kl_by_hand() -> None:
-    """S = (1/2, 1/2), T = (3/4, 1/4): KL(T‖S) = 3/4·log(3/2) + 1/4·log(1/2); KL(S‖T) = 1/2·log(2/3) + 1/2·log 2 = 1/2·log(4/3)."""
+    """S = (1/2, 1/2), T = (3/4, 1/4): KL(T‖S) = 3/4·log(3/2) + 1/4·log(1/2); KL(S‖T) = 1/2·log(2/3) + 1/2·log 2 =
+    1/2·log(4/3).
+    """
     S, T = log(0.5, 0.5), log(0.75, 0.25)
     forward, slope = formulas.gjs(S, T, 0.0, slope=True)
     assert float(forward) == pytest.approx(0.75 * math.log(1.5) - 0.25 * math.log(2), abs=1e-15)
@@ -44,7 +46,9 @@ def test_jensen_shannon_of_two_disjoint_coins_is_log_2() -> None:
 
 
 def test_gjs_weights_are_not_swapped() -> None:
-    """α = 1/4, S = (1/2, 1/2), T = (1, 0) up to e^-600: M = (5/8, 3/8). Swapped mixture weights would give M = (7/8, 1/8)."""
+    """α = 1/4, S = (1/2, 1/2), T = (1, 0) up to e^-600: M = (5/8, 3/8). Swapped mixture weights would give M = (7/8,
+    1/8).
+    """
     S, T = log(0.5, 0.5), torch.tensor([[0.0, -600.0]], dtype=torch.float64)
     want = 0.25 * math.log(8 / 5) + 0.75 * (0.5 * math.log(0.5 / 0.625) + 0.5 * math.log(0.5 / 0.375))
     assert float(formulas.gjs(S, T, 0.25)[0]) == pytest.approx(want, abs=1e-14)
@@ -73,7 +77,9 @@ def test_against_numpy_and_autograd(alpha: float) -> None:
     z = normal(1, 7, 13, size=3).requires_grad_()
     lt = normal(2, 7, 13, size=3).log_softmax(-1)
     value, slope = formulas.gjs(z.log_softmax(-1), lt, alpha, slope=True)
-    np.testing.assert_allclose(value.detach().numpy(), numpy_gjs(z.detach().softmax(-1).numpy(), lt.exp().numpy(), alpha), rtol=1e-12)
+    np.testing.assert_allclose(
+        value.detach().numpy(), numpy_gjs(z.detach().softmax(-1).numpy(), lt.exp().numpy(), alpha), rtol=1e-12
+    )
     weight = normal(3, 7)
     (grad,) = torch.autograd.grad((value * weight).sum(), z)
     assert slope is not None
@@ -119,7 +125,9 @@ def test_identical_is_exactly_zero(alpha: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_nearly_identical_keeps_its_digits_in_float32(alpha: float) -> None:
-    """Logits 1e-3 apart over 50,000 tokens: about 5e-7·α(1-α) nats, where log S - log M in float32 has an error of 1e-7 itself."""
+    """Logits 1e-3 apart over 50,000 tokens: about 5e-7·α(1-α) nats, where log S - log M in float32 has an error of
+    1e-7 itself.
+    """
     z, move = normal(7, 3, 50_000, size=2), normal(8, 3, 50_000, size=1e-3)
     exact, _ = formulas.gjs(z.log_softmax(-1), (z + move).log_softmax(-1), alpha)
     value, _ = formulas.gjs(z.float().log_softmax(-1), (z + move).float().log_softmax(-1), alpha)
@@ -128,7 +136,10 @@ def test_nearly_identical_keeps_its_digits_in_float32(alpha: float) -> None:
 
 def test_a_teacher_that_rules_a_token_out() -> None:
     """Logit -inf in the teacher: no term where its probability multiplies; infinite, and so loud, in the reverse KL."""
-    ls, lt = normal(9, 1, 4).log_softmax(-1), torch.tensor([[0.0, 0.0, 0.0, -math.inf]], dtype=torch.float64).log_softmax(-1)
+    ls, lt = (
+        normal(9, 1, 4).log_softmax(-1),
+        torch.tensor([[0.0, 0.0, 0.0, -math.inf]], dtype=torch.float64).log_softmax(-1),
+    )
     for alpha in (0.0, 0.1, 0.5, 0.9):
         value, slope = formulas.gjs(ls, lt, alpha, slope=True)
         assert torch.isfinite(value).all() and slope is not None and torch.isfinite(slope).all()
@@ -138,7 +149,9 @@ def test_a_teacher_that_rules_a_token_out() -> None:
 def test_entropy_by_hand_and_by_autograd() -> None:
     value, slope = formulas.entropy(log(0.5, 0.25, 0.25), slope=True)
     assert float(value) == pytest.approx(1.5 * math.log(2), abs=1e-15)
-    assert slope is not None and slope.tolist() == [pytest.approx([-0.25 * math.log(2), math.log(2) / 8, math.log(2) / 8])]
+    assert slope is not None and slope.tolist() == [
+        pytest.approx([-0.25 * math.log(2), math.log(2) / 8, math.log(2) / 8])
+    ]
     z = normal(10, 5, 8, size=4).requires_grad_()
     value, slope = formulas.entropy(z.log_softmax(-1), slope=True)
     (grad,) = torch.autograd.grad(value.sum(), z)
@@ -151,7 +164,9 @@ def test_log1mexp(x: float) -> None:
 
     getcontext().prec = 50
     want = float((1 - Decimal(x).exp()).ln())
-    assert float(formulas.log1mexp(torch.tensor([x], dtype=torch.float64))) == pytest.approx(want, rel=1e-13, abs=1e-300)
+    assert float(formulas.log1mexp(torch.tensor([x], dtype=torch.float64))) == pytest.approx(
+        want, rel=1e-13, abs=1e-300
+    )
 
 
 @given(st.floats(-14, -0.1))

@@ -1,4 +1,5 @@
-"""Against code that others wrote: TRL's generalised JSD and SDPO losses, Liger's chunked losses, values and gradients by the hidden state.
+"""Against code that others wrote: TRL's generalised JSD and SDPO losses, Liger's chunked losses, values and gradients
+by the hidden state.
 
 Where they differ from this pass on purpose, the difference is pinned here.
 """
@@ -59,7 +60,14 @@ def test_trl_generalized_jsd(alpha: float, temperature: float) -> None:
 
     def gkd(z: Tensor) -> Tensor:
         t = teacher_logits()
-        return torch.stack([GKDTrainer.generalized_jsd_loss(z[i][None, None], t[i][None, None], beta=alpha, temperature=temperature, reduction="sum") for i in range(N)])
+        return torch.stack(
+            [
+                GKDTrainer.generalized_jsd_loss(
+                    z[i][None, None], t[i][None, None], beta=alpha, temperature=temperature, reduction="sum"
+                )
+                for i in range(N)
+            ]
+        )
 
     assert_same(ours(Divergence("teacher", alpha, temperature=temperature)), theirs(gkd))
 
@@ -81,11 +89,15 @@ def test_trl_sdpo_top_k(alpha: float, tail: Any, add_tail: bool, k: int) -> None
             z, teacher_logits(), distillation_topk=k, distillation_alpha=alpha, distillation_add_tail=add_tail
         )
 
-    assert_same(ours(Divergence("teacher", alpha, support="student", top_k=k, tail=tail)), theirs(top), rtol=1e-7, atol=1e-9)
+    assert_same(
+        ours(Divergence("teacher", alpha, support="student", top_k=k, tail=tail)), theirs(top), rtol=1e-7, atol=1e-9
+    )
 
 
 def test_trl_clamps_a_small_tail_and_we_do_not() -> None:
-    """TRL makes the tail as log(1 - exp(min(lse, -1e-7))): below 1e-7 it is a constant without gradient. Ours is the remaining logits'."""
+    """TRL makes the tail as log(1 - exp(min(lse, -1e-7))): below 1e-7 it is a constant without gradient. Ours is the
+    remaining logits'.
+    """
     z = torch.tensor([[0.0, -1.0, -40.0, -41.0]], dtype=torch.float64)
     kept = z.log_softmax(-1)[:, :2]
     theirs_tail = loss_utils.add_tail_bucket(kept)[0, -1]
@@ -114,7 +126,9 @@ def test_liger_jsd(alpha: float) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_liger_log_probs(temperature: float) -> None:
     hidden = normal(1, N, d, dtype=torch.float32).requires_grad_()
-    values = _ChunkedSelectiveLogProbFunction.apply(hidden, HEAD.weight.detach().float(), BATCH.token_target, None, temperature, 16)
+    values = _ChunkedSelectiveLogProbFunction.apply(
+        hidden, HEAD.weight.detach().float(), BATCH.token_target, None, temperature, 16
+    )
     (grad,) = torch.autograd.grad((values * WEIGHT.float()).sum(), hidden)
     assert_same((values.detach(), grad), ours(LogProb(temperature)), rtol=1e-4, atol=1e-5)
 

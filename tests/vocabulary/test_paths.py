@@ -36,12 +36,18 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def run(needs: list[Need], *, head: HeadSpec, batch: Any, grad: bool = True, rows: int = 5, module: Any = fused) -> tuple[Watch, dict[Need, Any]]:
+def run(
+    needs: list[Need], *, head: HeadSpec, batch: Any, grad: bool = True, rows: int = 5, module: Any = fused
+) -> tuple[Watch, dict[Need, Any]]:
     hidden = normal(1, N, d).requires_grad_(grad)
     with Watch() as watch:
-        fields = module.scalars(hidden, head, batch, needs, **({"budget_bytes": rows * V * 8 * 2} if module is fused else {}))
+        fields = module.scalars(
+            hidden, head, batch, needs, **({"budget_bytes": rows * V * 8 * 2} if module is fused else {})
+        )
         if grad:
-            torch.autograd.backward([f.values for f in fields.values()], [torch.ones_like(f.values) for f in fields.values()])
+            torch.autograd.backward(
+                [f.values for f in fields.values()], [torch.ones_like(f.values) for f in fields.values()]
+            )
     return watch, fields
 
 
@@ -66,7 +72,9 @@ def test_the_count_decides_and_is_said(needs: list[Need], path: str, products: i
     assert watch.rows == products * N
 
 
-@pytest.mark.parametrize("needs", [[LogProb()], [LogProb(), Entropy(), Divergence("teacher"), SourceEntropy("teacher")]], ids=len)
+@pytest.mark.parametrize(
+    "needs", [[LogProb()], [LogProb(), Entropy(), Divergence("teacher"), SourceEntropy("teacher")]], ids=len
+)
 def test_without_a_gradient_no_derivative_is_made(needs: list[Need]) -> None:
     watch, fields = run(needs, head=make_head(V, d), batch=HIDDEN, grad=False)
     assert watch.rows == N * (1 if len(needs) == 1 else 2)
@@ -127,12 +135,18 @@ def adapted(softcap: float | None) -> tuple[HeadSpec, nn.Parameter, nn.Parameter
 def test_an_adapter_on_the_head_is_obeyed_and_trained(softcap: float | None) -> None:
     head, down, up = adapted(softcap)
     assert not head.plain
-    batch = with_sources(make_batch(N, V), teacher=source("logits", 3, V, d), reference=source("logits", N, V, d), at=[1, 5, 9])
+    batch = with_sources(
+        make_batch(N, V), teacher=source("logits", 3, V, d), reference=source("logits", N, V, d), at=[1, 5, 9]
+    )
     gradients = []
     for module, extra in ((eager, {}), (fused, {"budget_bytes": 5 * V * 8 * 3})):
         hidden = normal(1, N, d).requires_grad_()
         fields = module.scalars(hidden, head, batch, SOME_NEEDS, **extra)
-        loss = sum((f.values * upstream(f, i)).sum() for i, (n, f) in enumerate(fields.items()) if not isinstance(n, SourceEntropy))
+        loss = sum(
+            (f.values * upstream(f, i)).sum()
+            for i, (n, f) in enumerate(fields.items())
+            if not isinstance(n, SourceEntropy)
+        )
         gradients.append(torch.autograd.grad(loss, [hidden, down, up]))  # type: ignore[arg-type]
     assert all(f.ran.endswith("[recompute]") for f in fields.values())
     for got, want in zip(gradients[1], gradients[0], strict=True):
@@ -168,12 +182,17 @@ def test_a_scalar_that_the_loss_does_not_use_costs_no_gradient() -> None:
     for head in (make_head(V, d), make_head(V, d, trained=True)):
         fields = scalars(hidden, head, make_batch(N, V), [LogProb(), Entropy()])
         (got,) = torch.autograd.grad(fields[LogProb()].values.sum(), hidden)
-        (want,) = torch.autograd.grad(eager.scalars(hidden, head, make_batch(N, V), [LogProb()])[LogProb()].values.sum(), hidden)
+        (want,) = torch.autograd.grad(
+            eager.scalars(hidden, head, make_batch(N, V), [LogProb()])[LogProb()].values.sum(), hidden
+        )
         torch.testing.assert_close(got, want)
 
 
 def test_values_do_not_depend_on_the_path_beyond_rounding() -> None:
     needs: list[Need] = [LogProb(), Divergence("teacher", 0.3)]
-    a, b = run(needs, head=make_head(V, d), batch=HIDDEN)[1], run(needs, head=make_head(V, d), batch=HIDDEN, grad=False, rows=7)[1]
+    a, b = (
+        run(needs, head=make_head(V, d), batch=HIDDEN)[1],
+        run(needs, head=make_head(V, d), batch=HIDDEN, grad=False, rows=7)[1],
+    )
     for need in needs:
         torch.testing.assert_close(a[need].values, b[need].values, rtol=1e-12, atol=1e-13)

@@ -1,4 +1,6 @@
-"""The sampled form: its expectation over the whole vocabulary is the exact gradient, and so is that of the K weighted targets."""
+"""The sampled form: its expectation over the whole vocabulary is the exact gradient, and so is that of the K weighted
+targets.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def test_weighted_targets_over_the_whole_vocabulary() -> None:
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_the_divergence_itself_as_advantage_teaches_nothing(alpha: float) -> None:
-    """A reviewed engine used the position's divergence as its advantage: the expected gradient is 0, the right one's is not."""
+    """A reviewed engine used the position's divergence as its advantage: the expected gradient is 0, the right one's
+    is not.
+    """
     z, t = normal(1, 4, V).requires_grad_(), normal(2, 4, V)
     need = Divergence("teacher", alpha)
     value = compare(z, t, need).value
@@ -109,7 +113,9 @@ def test_the_divergence_itself_as_advantage_teaches_nothing(alpha: float) -> Non
 
 
 def test_a_sample_mean_approaches_the_gradient() -> None:
-    """40,000 draws: five standard errors of every entry (a correct program fails about once in 20,000 runs of other seeds)."""
+    """40,000 draws: five standard errors of every entry (a correct program fails about once in 20,000 runs of other
+    seeds).
+    """
     z, t = normal(1, 1, V).requires_grad_(), normal(2, 1, V)
     need = Divergence("teacher", 0.3)
     logp = z.log_softmax(-1)
@@ -125,8 +131,14 @@ def test_a_sample_mean_approaches_the_gradient() -> None:
     [
         (lambda a, n: sampled.advantages(a, a[:2], n), "must agree"),
         (lambda a, n: sampled.advantages(a, a, replace(n, blend=0.5)), "use target_weights"),
-        (lambda a, n: sampled.advantages(a, a, replace(n, support="teacher", tail="renormalise")), "use target_weights"),
-        (lambda a, n: sampled.advantages(a, a, replace(n, alpha=1.0, support="teacher", tail="unnormalised")), "inside"),
+        (
+            lambda a, n: sampled.advantages(a, a, replace(n, support="teacher", tail="renormalise")),
+            "use target_weights",
+        ),
+        (
+            lambda a, n: sampled.advantages(a, a, replace(n, alpha=1.0, support="teacher", tail="unnormalised")),
+            "inside",
+        ),
     ],
 )
 def test_what_has_no_sampled_form_is_refused(call: Any, message: str) -> None:

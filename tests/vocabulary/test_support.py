@@ -65,11 +65,15 @@ def test_the_three_conventions_by_hand() -> None:
 
 
 def test_temperature_reaches_both_sides_by_hand() -> None:
-    """At temperature 1/2 the probabilities are squared and normalised: (.16 .09 .04 .01)/.3 and (.01 .04 .36 .01)/.42."""
+    """At temperature 1/2 the probabilities are squared and normalised: (.16 .09 .04 .01)/.3 and (.01 .04 .36
+    .01)/.42.
+    """
     s, t = [x / 0.3 for x in (0.16, 0.09, 0.04, 0.01)], [x / 0.42 for x in (0.01, 0.04, 0.36, 0.01)]
     assert value(field(S, T, Divergence("teacher", 1.0, temperature=0.5))) == pytest.approx(kl(s, t), abs=1e-14)
     assert value(field(S, T, LogProb(0.5))) == pytest.approx(math.log(0.3), abs=1e-14)  # target 1: .09/.3
-    assert value(field(S, T, SourceEntropy("teacher", 0.5))) == pytest.approx(-sum(x * math.log(x) for x in t), abs=1e-14)
+    assert value(field(S, T, SourceEntropy("teacher", 0.5))) == pytest.approx(
+        -sum(x * math.log(x) for x in t), abs=1e-14
+    )
     top = with_top = top_k(torch.tensor([T], dtype=torch.float64).log(), 2)
     got = field(S, with_top, Divergence("teacher", 1.0, support="teacher", tail="renormalise", temperature=0.5))
     assert value(got) == pytest.approx(kl([0.04 / 0.13, 0.09 / 0.13], [0.9, 0.1]), abs=1e-14)
@@ -78,7 +82,9 @@ def test_temperature_reaches_both_sides_by_hand() -> None:
 
 
 def test_blend_by_hand() -> None:
-    """t = 1/2: p_t ∝ √(S·T). With logits over the vocabulary; on a received top-K over its K + 1 categories, and it says so."""
+    """t = 1/2: p_t ∝ √(S·T). With logits over the vocabulary; on a received top-K over its K + 1 categories, and it
+    says so.
+    """
     raw = [math.sqrt(a * b) for a, b in zip(S, T, strict=True)]
     mix = [x / sum(raw) for x in raw]
     need = Divergence("teacher", 0.0, blend=0.5)
@@ -115,7 +121,11 @@ def test_a_received_top_k_of_the_whole_vocabulary_is_the_full_path() -> None:
     hidden = normal(1, N, d)
     need = Divergence("teacher", 0.3)
     want = scalars(hidden, make_head(V, d), with_sources(make_batch(N, V), teacher=FullLogits(logits)), [need])[need]
-    for asked in (need, Divergence("teacher", 0.3, support="teacher"), Divergence("teacher", 0.3, support="student", top_k=V)):
+    for asked in (
+        need,
+        Divergence("teacher", 0.3, support="teacher"),
+        Divergence("teacher", 0.3, support="student", top_k=V),
+    ):
         got = scalars(hidden, make_head(V, d), with_sources(make_batch(N, V), teacher=top), [asked])[asked]
         torch.testing.assert_close(got.values, want.values)
         assert got.ran == want.ran
@@ -123,13 +133,17 @@ def test_a_received_top_k_of_the_whole_vocabulary_is_the_full_path() -> None:
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_received_and_own_logits_agree(alpha: float) -> None:
-    """The teacher's top-K with a bucket is the same number from FullLogits and from what a service would have sent of them."""
+    """The teacher's top-K with a bucket is the same number from FullLogits and from what a service would have sent of
+    them.
+    """
     logits = normal(5, N, V, size=2)
     hidden, head = normal(1, N, d), make_head(V, d)
     at_hand = Divergence("teacher", alpha, support="teacher", top_k=4)
     want = scalars(hidden, head, with_sources(make_batch(N, V), teacher=FullLogits(logits)), [at_hand])[at_hand].values
     for sent in (4, 7):  # a longer list is cut, and what is cut joins the tail
-        got = scalars(hidden, head, with_sources(make_batch(N, V), teacher=top_k(logits, sent)), [at_hand])[at_hand].values
+        got = scalars(hidden, head, with_sources(make_batch(N, V), teacher=top_k(logits, sent)), [at_hand])[
+            at_hand
+        ].values
         torch.testing.assert_close(got, want)
     students = head.logits(hidden).topk(4, -1).indices
     scored = top_k(logits, 4, ScoredAt, ids=students)
@@ -140,7 +154,9 @@ def test_received_and_own_logits_agree(alpha: float) -> None:
 
 
 def test_the_tail_keeps_its_digits() -> None:
-    """A tail of 1e-7: log(1 - Σp) in float32 would be off by a large part of it, and -inf for the student; log-sum-exp is not."""
+    """A tail of 1e-7: log(1 - Σp) in float32 would be off by a large part of it, and -inf for the student; log-sum-
+    exp is not.
+    """
     z = torch.tensor([[0.0, -1.0, *([-19.6] * 40)]])
     t = torch.tensor([[0.0, -1.0, *([-17.0] * 40)]])
     eye = nn.Linear(42, 42, bias=False).requires_grad_(False)
@@ -165,7 +181,9 @@ def test_a_received_tail_reports_its_error_bound() -> None:
     for tail in ("bucket", "renormalise"):
         need = Divergence("teacher", 0.5, support="teacher", tail=tail)  # type: ignore[arg-type]
         batch = with_sources(make_batch(1, 42), teacher=top)
-        fields[tail] = scalars(normal(1, 1, d, dtype=torch.float32), make_head(42, d, dtype=torch.float32), batch, [need])[need]
+        fields[tail] = scalars(
+            normal(1, 1, d, dtype=torch.float32), make_head(42, d, dtype=torch.float32), batch, [need]
+        )[need]
     assert fields["bucket"].metrics is not None and fields["renormalise"].metrics is not None
     assert 0.01 < fields["bucket"].metrics["tail_error_bound"].value < 1
     assert "tail_error_bound" not in fields["renormalise"].metrics
@@ -195,7 +213,12 @@ LOGITS = FullLogits(normal(5, N, V))
         (LOGITS, Divergence("teacher", support="student"), ObjectiveError, "needs top_k of 1 or more"),
         (LOGITS, Divergence("teacher", support="teacher", top_k=0), ObjectiveError, "needs top_k of 1 or more"),
         (LOGITS, Divergence("teacher", top_k=5), ObjectiveError, "'full' compares all tokens"),
-        (LOGITS, Divergence("teacher", 0.5, support="teacher", top_k=3, tail="unnormalised"), ObjectiveError, "set alpha to 1"),
+        (
+            LOGITS,
+            Divergence("teacher", 0.5, support="teacher", top_k=3, tail="unnormalised"),
+            ObjectiveError,
+            "set alpha to 1",
+        ),
         (FullLogits(normal(5, N, V + 1)), Divergence("teacher"), SignalError, "13 logits a token, the policy 12"),
         (Hidden(normal(5, N, d + 1)), Divergence("teacher"), SignalError, "width 6, the policy's head takes 5"),
         (TOP, Divergence("teacher"), SignalError, "sent 4 of 12 log-probs"),
@@ -203,10 +226,30 @@ LOGITS = FullLogits(normal(5, N, V))
         (TOP, Divergence("teacher", support="teacher", top_k=5), SignalError, "ask for 1…4"),
         (TOP, Divergence("teacher", support="teacher", temperature=0.5), ObjectiveError, "no logits to heat"),
         (TOP, SourceEntropy("teacher", 0.5), ObjectiveError, "no logits to heat"),
-        (ScoredAt(TOP.ids, TOP.logprobs, TOP.tail), Divergence("teacher", support="student", top_k=3), SignalError, "top_k must be 4"),
-        (TopK(TOP.ids + 9, TOP.logprobs, TOP.tail), Divergence("teacher", support="teacher"), SignalError, "outside the policy's vocabulary"),
-        (TopK(TOP.ids * 0, TOP.logprobs, TOP.tail), Divergence("teacher", support="teacher"), SignalError, "same id twice"),
-        (TopK(TOP.ids, TOP.logprobs, TOP.tail.exp()), Divergence("teacher", support="teacher"), SignalError, r"tail must be log\(1 - Σp\)"),
+        (
+            ScoredAt(TOP.ids, TOP.logprobs, TOP.tail),
+            Divergence("teacher", support="student", top_k=3),
+            SignalError,
+            "top_k must be 4",
+        ),
+        (
+            TopK(TOP.ids + 9, TOP.logprobs, TOP.tail),
+            Divergence("teacher", support="teacher"),
+            SignalError,
+            "outside the policy's vocabulary",
+        ),
+        (
+            TopK(TOP.ids * 0, TOP.logprobs, TOP.tail),
+            Divergence("teacher", support="teacher"),
+            SignalError,
+            "same id twice",
+        ),
+        (
+            TopK(TOP.ids, TOP.logprobs, TOP.tail.exp()),
+            Divergence("teacher", support="teacher"),
+            SignalError,
+            r"tail must be log\(1 - Σp\)",
+        ),
         (LOGITS, SpectralNorm(), ObjectiveError, "not a scalar of a token"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -43,7 +43,9 @@ def test_each_need_alone(need: Need) -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head(kind: str, block_rows: int) -> None:
-    batch = with_sources(make_batch(N, V), teacher=source("hidden", len(AT), V, d), reference=source("logits", N, V, d), at=AT)
+    batch = with_sources(
+        make_batch(N, V), teacher=source("hidden", len(AT), V, d), reference=source("logits", N, V, d), at=AT
+    )
     head = make_head(V, d, **HEADS[kind])  # type: ignore[arg-type]
     for needs in ([LogProb(0.7)], [Entropy()], [Divergence("teacher", 0.3), LogProb()], SOME_NEEDS):
         assert_twins(normal(1, N, d), head, batch, needs, budget_bytes=5 * V * 8 * 3)
@@ -51,10 +53,14 @@ def test_every_head(kind: str, block_rows: int) -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head_trained(kind: str, block_rows: int) -> None:
-    """The head's own gradient, weight and bias; a teacher with hidden states is the live policy, through a head held fixed."""
+    """The head's own gradient, weight and bias; a teacher with hidden states is the live policy, through a head held
+    fixed.
+    """
     from dataclasses import replace
 
-    batch = with_sources(make_batch(N, V), teacher=source("hidden", len(AT), V, d), reference=source("logits", N, V, d), at=AT)
+    batch = with_sources(
+        make_batch(N, V), teacher=source("hidden", len(AT), V, d), reference=source("logits", N, V, d), at=AT
+    )
     assert batch.teacher is not None
     batch = batch.with_signals(teacher=replace(batch.teacher, kind="live"))
     head = make_head(V, d, trained=True, **HEADS[kind])  # type: ignore[arg-type]
@@ -68,7 +74,9 @@ def test_every_head_trained(kind: str, block_rows: int) -> None:
 @pytest.mark.parametrize("at", [None, AT, [4], [0, 1, 2, 3]], ids=["all", "some", "one", "front"])
 def test_sources_and_coverage(teacher: str, reference: str, at: list[int] | None) -> None:
     M = N if at is None else len(at)
-    batch = with_sources(make_batch(N, V), teacher=source(teacher, M, V, d), reference=source(reference, N, V, d, seed=6), at=at)
+    batch = with_sources(
+        make_batch(N, V), teacher=source(teacher, M, V, d), reference=source(reference, N, V, d, seed=6), at=at
+    )
     mine = {
         "topk": [Divergence("teacher", a, support="teacher", blend=b) for a in ALPHAS for b in (None, 0.4)]
         + [
@@ -86,12 +94,19 @@ def test_sources_and_coverage(teacher: str, reference: str, at: list[int] | None
 
 @pytest.mark.parametrize("rows", [3, 11])
 def test_all_needs_at_once_in_chunks(rows: int) -> None:
-    batch = with_sources(make_batch(N, V), teacher=source("hidden", len(AT), V, d), reference=source("logits", N, V, d), at=AT)
+    batch = with_sources(
+        make_batch(N, V), teacher=source("hidden", len(AT), V, d), reference=source("logits", N, V, d), at=AT
+    )
     assert_twins(normal(1, N, d), make_head(V, d), batch, ALL_NEEDS, budget_bytes=rows * V * 8 * 3)
 
 
 # The eager twin rounds the same numbers in another order; 16-bit states bring their own error, the same on both sides.
-TOLERANCE = {torch.float64: (1e-9, 1e-11), torch.float32: (2e-4, 2e-6), torch.bfloat16: (2e-2, 1e-4), torch.float16: (3e-3, 1e-5)}
+TOLERANCE = {
+    torch.float64: (1e-9, 1e-11),
+    torch.float32: (2e-4, 2e-6),
+    torch.bfloat16: (2e-2, 1e-4),
+    torch.float16: (3e-3, 1e-5),
+}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -103,8 +118,15 @@ def test_dtypes(dtype: torch.dtype, trained: bool, monkeypatch: pytest.MonkeyPat
     batch = with_sources(make_batch(N, V), teacher=source("logits", len(AT), V, d, dtype=dtype), at=AT)
     head = make_head(V, d, dtype=dtype, bias=True, softcap=6.0, scale=0.9, trained=trained)
     rtol, atol = TOLERANCE[dtype]
-    needs: list[Need] = [LogProb(), Entropy(0.8), Divergence("teacher", 0.3), Divergence("teacher", 0.5, support="student", top_k=4)]
-    fields = assert_twins(normal(1, N, d, dtype=dtype), head, batch, needs, budget_bytes=4 * V * 8 * 2, rtol=rtol, atol=atol)
+    needs: list[Need] = [
+        LogProb(),
+        Entropy(0.8),
+        Divergence("teacher", 0.3),
+        Divergence("teacher", 0.5, support="student", top_k=4),
+    ]
+    fields = assert_twins(
+        normal(1, N, d, dtype=dtype), head, batch, needs, budget_bytes=4 * V * 8 * 2, rtol=rtol, atol=atol
+    )
     assert all(f.values.dtype == (dtype if dtype == torch.float64 else torch.float32) for f in fields.values())
 
 
@@ -132,7 +154,9 @@ def test_one_token(N: int) -> None:
 def test_a_teacher_that_covers_nothing_here() -> None:
     """A micro-batch may have no covered row: its field is empty, and nothing else changes."""
     batch = with_sources(make_batch(N, V), teacher=Hidden(normal(5, 0, d)), at=[])
-    fields = assert_twins(normal(1, N, d), make_head(V, d), batch, [Divergence("teacher"), LogProb(), SourceEntropy("teacher")])
+    fields = assert_twins(
+        normal(1, N, d), make_head(V, d), batch, [Divergence("teacher"), LogProb(), SourceEntropy("teacher")]
+    )
     assert fields[Divergence("teacher")].values.shape == (0,)
 
 
@@ -157,9 +181,17 @@ def test_k_targets_a_position(trained: bool) -> None:
         policy_version=torch.tensor([0, 0]),
     )
     n = R * T - 1
-    batch = with_sources(batch, teacher=source("hidden", 3, V, d) if not trained else source("logits", 3, V, d), at=[0, 5, 8])
+    batch = with_sources(
+        batch, teacher=source("hidden", 3, V, d) if not trained else source("logits", 3, V, d), at=[0, 5, 8]
+    )
     head = make_head(V, d, bias=True, trained=trained)
-    fields = assert_twins(normal(1, n, d), head, batch, [LogProb(), LogProb(0.5), Entropy(), Divergence("teacher")], budget_bytes=4 * V * 8 * 3)
+    fields = assert_twins(
+        normal(1, n, d),
+        head,
+        batch,
+        [LogProb(), LogProb(0.5), Entropy(), Divergence("teacher")],
+        budget_bytes=4 * V * 8 * 3,
+    )
     assert fields[LogProb()].values.shape == (n, K)
     assert fields[LogProb()].ran == "logprob [recompute]"
 
@@ -183,8 +215,14 @@ def test_identical_policies_cost_exactly_nothing(dtype: torch.dtype) -> None:
     """The same hidden states on both sides: value 0 and gradient 0, to the bit, whatever the chunks."""
     hidden = normal(1, N, d, dtype=dtype, size=3).requires_grad_()
     head = make_head(V, d, dtype=dtype, softcap=20.0)
-    batch = with_sources(make_batch(N, V), teacher=Hidden(hidden.detach().clone()), reference=Hidden(hidden.detach().clone()))
-    for needs in ([*divergences("teacher"), Divergence("reference", 1.0)], [Divergence("teacher", 0.3)], [Divergence("reference", 1.0)]):
+    batch = with_sources(
+        make_batch(N, V), teacher=Hidden(hidden.detach().clone()), reference=Hidden(hidden.detach().clone())
+    )
+    for needs in (
+        [*divergences("teacher"), Divergence("reference", 1.0)],
+        [Divergence("teacher", 0.3)],
+        [Divergence("reference", 1.0)],
+    ):
         fields = fused.scalars(hidden, head, batch, needs, budget_bytes=4 * V * 8 * 3)
         values = torch.stack([f.values for f in fields.values()])
         (grad,) = torch.autograd.grad(values, hidden, torch.rand_like(values))
@@ -211,9 +249,15 @@ def test_finite_differences_of_the_shipped_pass() -> None:
     """The fused gradient is the derivative of the fused value: no twin involved."""
     width = 3
     head = make_head(V, width, bias=True, softcap=7.0, scale=0.8)
-    batch = with_sources(make_batch(3, V), teacher=source("hidden", 2, V, width), reference=source("logits", 3, V, width), at=[0, 2])
+    batch = with_sources(
+        make_batch(3, V), teacher=source("hidden", 2, V, width), reference=source("logits", 3, V, width), at=[0, 2]
+    )
     # Without a blend: a blended source holds the student fixed, so its value has another finite difference on purpose.
-    needs = [n for n in SOME_NEEDS if not isinstance(n, SourceEntropy) and not (isinstance(n, Divergence) and n.blend is not None)]
+    needs = [
+        n
+        for n in SOME_NEEDS
+        if not isinstance(n, SourceEntropy) and not (isinstance(n, Divergence) and n.blend is not None)
+    ]
 
     def f(h: torch.Tensor, *only: Need) -> tuple[torch.Tensor, ...]:
         fields = fused.scalars(h, head, batch, only or needs, budget_bytes=2 * V * 8 * 3)
@@ -227,4 +271,11 @@ def test_finite_differences_of_the_shipped_pass() -> None:
 
 def test_full_logits_of_another_dtype() -> None:
     batch = with_sources(make_batch(N, V), teacher=FullLogits(normal(5, N, V, dtype=torch.bfloat16)))
-    assert_twins(normal(1, N, d, dtype=torch.float32), make_head(V, d, dtype=torch.float32), batch, [Divergence("teacher")], rtol=1e-4, atol=1e-6)
+    assert_twins(
+        normal(1, N, d, dtype=torch.float32),
+        make_head(V, d, dtype=torch.float32),
+        batch,
+        [Divergence("teacher")],
+        rtol=1e-4,
+        atol=1e-6,
+    )

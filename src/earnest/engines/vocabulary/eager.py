@@ -1,4 +1,6 @@
-"""The vocabulary pass in plain PyTorch: all logits at once, and autograd. The twin that the fused pass is tested against."""
+"""The vocabulary pass in plain PyTorch: all logits at once, and autograd. The twin that the fused pass is tested
+against.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def logits(states: Float[Tensor, "n d"], head: Head) -> Float[Tensor, "n V"]:
-    """softcap(scale·(h·Wᵀ + bias)), in float32 at least, whatever the model's dtype; through the module where it is more than that."""
+    """softcap(scale·(h·Wᵀ + bias)), in float32 at least, whatever the model's dtype; through the module where it is
+    more than that.
+    """
     dtype = wide(states.dtype)
     if not head.plain:
         return head.logits(states).to(dtype)
-    z = torch.nn.functional.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+    z = torch.nn.functional.linear(
+        states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+    )
     if head.scale is not None:
         z = z * head.scale
     if head.softcap is not None:
@@ -77,5 +83,7 @@ def source_entropy(source: Float[Tensor, "n V"] | TopK, temperature: float) -> t
     with torch.no_grad():
         if isinstance(source, TopK):
             logp = torch.cat([source.logprobs, source.tail[:, None]], -1)
-            return formulas.entropy(logp.to(wide(logp.dtype)))[0], "source_entropy, the tail as one token (a lower bound)"
+            return formulas.entropy(logp.to(wide(logp.dtype)))[
+                0
+            ], "source_entropy, the tail as one token (a lower bound)"
         return formulas.entropy((source / temperature).log_softmax(-1))[0], "source_entropy"

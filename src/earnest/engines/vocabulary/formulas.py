@@ -1,11 +1,11 @@
-"""The divergences between two categorical distributions, each formula once. GKD (arXiv 2306.13649), SDPO (arXiv 2601.20802).
+"""The divergences between two categorical distributions, each formula once (arXiv 2306.13649, arXiv 2601.20802).
 
     GJS_α(S, T) = α·KL(T‖M) + (1-α)·KL(S‖M),   M = (1-α)·S + α·T,   0 < α < 1
     α = 0: KL(T‖S)      α = 1: KL(S‖T)         (defined so; the family itself goes to 0 there)
     normalised: GJS_α / (α(1-α)), which tends to those two as α → 0 and α → 1
 
-Everything is written in δ = log T - log S, so identical distributions cost exactly 0 with a gradient of exactly 0, and a common
-shift of δ (the rounding of a log-sum-exp) cancels to first order. With u = log(M/S) = log1p(α·expm1(δ)):
+Everything is written in δ = log T - log S, so identical distributions cost exactly 0 with a gradient of exactly 0,
+and a common shift of δ (the rounding of a log-sum-exp) cancels to first order. With u = log(M/S) = log1p(α·expm1(δ)):
 
     value  α·ΣT(δ-u) - (1-α)·ΣS·u          slope by the student's logits  (1-α)·S·(ΣS·u - u)
 
@@ -34,7 +34,9 @@ def gjs(
     slope: bool = False,
     out: Scratch = FRESH,
 ) -> Result:
-    """GJS_α of normalised log-probs, differentiable by ``ls``; with ``slope`` also ∂value/∂z where ls = log_softmax(z)."""
+    """GJS_α of normalised log-probs, differentiable by ``ls``; with ``slope`` also ∂value/∂z where ls =
+    log_softmax(z).
+    """
     if alpha == 0:
         return forward_kl(ls, lt, slope=slope, out=out)
     if alpha == 1:
@@ -50,7 +52,8 @@ def gjs(
 
 def log_mixture(ls: Tensor, lt: Tensor, alpha: float, out: Scratch = FRESH) -> tuple[Tensor, Tensor]:
     """δ = log T - log S and u = log(M/S) of the mixture M = (1-α)·S + α·T, exactly 0 where S = T."""
-    # Beyond ±limit the smaller of S and T is no part of M to rounding, so M/S or M/T has its limiting value there already.
+    # Beyond ±limit the smaller of S and T is no part of M to rounding, so M/S or M/T has its limiting value there
+    # already.
     limit = -math.log(torch.finfo(ls.dtype).eps / 2 * min(alpha, 1 - alpha))
     delta = torch.sub(lt, ls, out=out(ls))
     delta = torch.clamp(delta, -limit, limit, out=out.over(delta))
@@ -59,7 +62,9 @@ def log_mixture(ls: Tensor, lt: Tensor, alpha: float, out: Scratch = FRESH) -> t
     return delta, torch.log1p(u, out=out.over(u))
 
 
-def forward_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH) -> Result:
+def forward_kl(
+    ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH
+) -> Result:
     """KL(T‖S) = Σ(T·δ - T + S); the last two sum to 0 and cancel the rounding of the normalisers."""
     delta = torch.sub(lt, ls, out=out(ls))
     # Where the teacher's probability is 0 its term is 0, also for a logit of -inf.
@@ -69,7 +74,9 @@ def forward_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: boo
     return dot(T, delta) + difference.sum(-1), difference if slope else None
 
 
-def reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH) -> Result:
+def reverse_kl(
+    ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False, out: Scratch = FRESH
+) -> Result:
     """KL(S‖T) = Σ(T - S - S·δ). A teacher that gives 0 to a token that the student may say makes it infinite."""
     delta = torch.sub(lt, ls, out=out(ls))
     S, T = torch.exp(ls, out=out(ls)), torch.exp(lt, out=out(lt))
@@ -90,7 +97,8 @@ def dot(a: Float[Tensor, "n C"], b: Float[Tensor, "n C"]) -> Float[Tensor, " n"]
 
 
 def unnormalised_reverse_kl(ls: Float[Tensor, "n C"], lt: Float[Tensor, "n C"], *, slope: bool = False) -> Result:
-    """Σ_K [S·(log S - log T) - S + T] over all categories but the last, which is the bucket of all other tokens: ≥ 0, 0 iff equal on K.
+    """Σ_K [S·(log S - log T) - S + T] over all categories but the last, which is the bucket of all other tokens: ≥ 0,
+    0 iff equal on K.
 
     The bucket has no term of its own, but it moves with the student's normaliser, so it has a slope.
     """
@@ -117,9 +125,11 @@ def log1mexp(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def tail_error_bound(logprobs: Float[Tensor, "n K"], tail: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """A bound on the relative error of a tail mass that was made as 1 - Σp from log-probs of this dtype (or float32, if wider).
+    """A bound on the relative error of a tail mass that was made as 1 - Σp from log-probs of this dtype (or float32,
+    if wider).
 
-    Every log-prob is rounded to eps/2 of its size, so Σp is off by at most eps/2·(1 + Σp·|log p|), and the tail by as much.
+    Every log-prob is rounded to eps/2 of its size, so Σp is off by at most eps/2·(1 + Σp·|log p|), and the tail by as
+    much.
     """
     eps = max(torch.finfo(logprobs.dtype).eps, torch.finfo(torch.float32).eps)
     lp = logprobs.double().clamp(min=-1e4)

@@ -1,13 +1,15 @@
 """The vocabulary pass: every per-token scalar from one sweep over hidden states × head, a chunk of tokens at a time.
 
-No tensor of tokens × vocabulary exists, forward or backward. How the derivative comes about is one of three things, and is said:
+No tensor of tokens × vocabulary exists, forward or backward. How the derivative comes about is one of three things,
+and is said:
 
     values              nobody asked for a derivative
-    forward-derivative  ∂scalar/∂h, one d-vector a token and scalar, is made while the logits are there; backward scales it
-    recompute           backward makes the logits again and pulls all scalars back in one product; also gives the head's gradient
+    forward-derivative  ∂scalar/∂h, one d-vector a token and scalar, is made while the logits are there; backward scales
+    recompute           backward makes the logits again and pulls all scalars back in one product, the head's gradient too
 
-For N tokens, k scalars and s sources that come as hidden states, in products of N·d·V: 1 + k + s against 3 + 2s. A head that
-wants a gradient of its own (trained, or with an adapter) and K targets a token always recompute; otherwise the count decides.
+For N tokens, k scalars and s sources that come as hidden states, in products of N·d·V: 1 + k + s against 3 + 2s. A
+head that wants a gradient of its own (trained, or with an adapter) and K targets a token always recompute; otherwise
+the count decides.
 Shapes: N tokens, M covered ones, n rows of a chunk, d width, V vocabulary.
 """
 
@@ -52,12 +54,12 @@ def scalars(
     trains = torch.is_grad_enabled() and (hidden.requires_grad or bool(factor.leaves))
     if not trains:
         path: Path = "values"
-        found = sweep.values(hidden.detach())
+        found: Mapping[TokenNeed, Found] = sweep.values(hidden.detach())
         values = {need: f.values for need, f in found.items()}
     else:
         path = choose(todo, hidden.shape[0], factor, many_targets=batch.token_target.ndim == 2, plain=head.plain)
         run = _Run(sweep, path)
-        outputs = _Pass.apply(run, hidden, *factor.leaves)  # type: ignore[no-untyped-call]
+        outputs = _Pass.apply(run, hidden, *factor.leaves)
         values = dict(zip(run.needs, outputs, strict=True))
         found = run.found
     return {need: _field(need, values[need], found[need], todo, path) for need in todo.needs}
@@ -67,7 +69,9 @@ def choose(todo: plan.Plan, tokens: int, factor: Product, *, many_targets: bool,
     """The path with fewer products, counted in rows of hidden states × head."""
     if factor.leaves or not plain or (many_targets and any(isinstance(n, LogProb) for n in todo.needs)):
         return "recompute"
-    derivatives = sum(tokens if (at := todo.at(n)) is None else at.shape[0] for n in todo.needs if not isinstance(n, SourceEntropy))
+    derivatives = sum(
+        tokens if (at := todo.at(n)) is None else at.shape[0] for n in todo.needs if not isinstance(n, SourceEntropy)
+    )
     sources = sum(len(c.distribution) for c in todo.sources.values() if isinstance(c.distribution, Hidden))
     return "forward-derivative" if tokens + derivatives + sources <= 3 * tokens + 2 * sources else "recompute"
 
@@ -111,7 +115,9 @@ class _Pass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
-        weights = {n: u for n, u in zip(run.needs, upstream, strict=True) if u is not None and not isinstance(n, SourceEntropy)}
+        weights: dict[TokenNeed, Tensor] = {
+            n: u for n, u in zip(run.needs, upstream, strict=True) if u is not None and not isinstance(n, SourceEntropy)
+        }
         if run.path == "forward-derivative":
             return (None, _scale(dict(zip(ctx.derived, ctx.saved_tensors, strict=True)), weights, ctx.like, run.sweep))
         hidden, *leaves = ctx.saved_tensors
@@ -121,7 +127,10 @@ class _Pass(torch.autograd.Function):
 
 
 def _scale(
-    derived: Mapping[TokenNeed, Tensor], weights: Mapping[TokenNeed, Tensor], like: tuple[torch.Size, torch.dtype], sweep: Sweep
+    derived: Mapping[TokenNeed, Tensor],
+    weights: Mapping[TokenNeed, Tensor],
+    like: tuple[torch.Size, torch.dtype],
+    sweep: Sweep,
 ) -> Float[Tensor, "N d"]:
     """Σ_k weight_k · ∂scalar_k/∂h."""
     shape, dtype = like
@@ -134,5 +143,3 @@ def _scale(
         else:
             total.index_add_(0, at, part * weight)
     return total.to(dtype)
-
-

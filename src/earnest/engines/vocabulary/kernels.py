@@ -89,7 +89,9 @@ def _logprob(
     return Block(value if targets.ndim == 2 else value[:, 0], "logprob", by_logits)
 
 
-def _weighted(slope: Float[Tensor, "b V"] | None, weight: Float[Tensor, " b"] | None, temperature: float) -> Tensor | None:
+def _weighted(
+    slope: Float[Tensor, "b V"] | None, weight: Float[Tensor, " b"] | None, temperature: float
+) -> Tensor | None:
     if slope is None or (weight is None and temperature == 1):
         return slope
     if weight is None:

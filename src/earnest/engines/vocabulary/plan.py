@@ -24,7 +24,9 @@ MASS_SLACK = 0.05
 
 
 class Head(Protocol):
-    """What the pass reads of ``earnest.models.policy.HeadSpec``: z = softcap(scale·(h·Wᵀ + bias)) where the head is ``plain``."""
+    """What the pass reads of ``earnest.models.policy.HeadSpec``: z = softcap(scale·(h·Wᵀ + bias)) where the head is
+    ``plain``.
+    """
 
     @property
     def plain(self) -> bool: ...
@@ -64,7 +66,11 @@ class Plan:
         if student_mass is not None and teacher_mass is not None:
             found["covered_mass"] = Mean.of(student_mass)
             found["covered_mass_source"] = Mean.of(teacher_mass)
-        if isinstance(need, Divergence) and isinstance(top := self.sources[need.source].distribution, TopK) and need.tail != "renormalise":
+        if (
+            isinstance(need, Divergence)
+            and isinstance(top := self.sources[need.source].distribution, TopK)
+            and need.tail != "renormalise"
+        ):
             inside = torch.isfinite(top.tail)
             if bool(inside.any()):
                 found["tail_error_bound"] = Max.of(tail_error_bound(top.logprobs[inside], top.tail[inside]))
@@ -75,9 +81,13 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
     """Refuse what this pass cannot compute exactly as asked; nothing is replaced by something else."""
     vocabulary, width = head.weight.shape[0], hidden.shape[1]
     if hidden.shape[0] != batch.active.shape[0]:
-        raise SignalError(f"{hidden.shape[0]} hidden states for {batch.active.shape[0]} active tokens; give one each, in their order.")
+        raise SignalError(
+            f"{hidden.shape[0]} hidden states for {batch.active.shape[0]} active tokens; give one each, in their order."
+        )
     if head.weight.shape[1] != width:
-        raise SignalError(f"hidden states of width {width} meet a head of width {head.weight.shape[1]}; they belong to two models.")
+        raise SignalError(
+            f"hidden states of width {width} meet a head of width {head.weight.shape[1]}; they belong to two models."
+        )
     sources: dict[Source, Covered] = {}
     kept: list[TokenNeed] = []
     for need in needs:
@@ -91,7 +101,9 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
             if isinstance(need, Divergence):
                 _check_divergence(need, covered.distribution, vocabulary)
             elif isinstance(covered.distribution, TopK) and need.temperature != 1:
-                raise ObjectiveError(f"{need}: a received top-K has no logits to heat; use temperature 1, or a source with logits.")
+                raise ObjectiveError(
+                    f"{need}: a received top-K has no logits to heat; use temperature 1, or a source with logits."
+                )
         kept.append(need)
     targets = batch.token_target
     if kept and int(targets.max()) >= vocabulary:
@@ -105,8 +117,9 @@ def check_trained_head(todo: Plan, batch: Batch) -> None:
         signal = batch.teacher if source == "teacher" else batch.reference
         if isinstance(covered.distribution, Hidden) and signal is not None and signal.kind != "live":
             raise SignalError(
-                f"the {source} ({signal.kind!r}) comes as hidden states, and the policy's head is trained: its logits would follow the "
-                "training. Score it as FullLogits or TopK, or take the head out of the adapter's targets."
+                f"the {source} ({signal.kind!r}) comes as hidden states, and the policy's head is trained: "
+                "its logits would follow the training. Score it as FullLogits or TopK, "
+                "or take the head out of the adapter's targets."
             )
 
 
@@ -117,7 +130,9 @@ def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, wi
     else:
         distribution, at = None if batch.reference is None else batch.reference.distribution, None
     if distribution is None:
-        raise SignalError(f"{need}: the batch carries no distribution of the {need.source}; supply one (earnest.signals).")
+        raise SignalError(
+            f"{need}: the batch carries no distribution of the {need.source}; supply one (earnest.signals)."
+        )
     if isinstance(distribution, FullLogits) and distribution.logits.shape[1] != vocabulary:
         raise SignalError(
             f"{need}: the {need.source} has {distribution.logits.shape[1]} logits a token, the policy {vocabulary}; "
@@ -125,7 +140,8 @@ def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, wi
         )
     if isinstance(distribution, Hidden) and distribution.states.shape[1] != width:
         raise SignalError(
-            f"{need}: the {need.source}'s states have width {distribution.states.shape[1]}, the policy's head takes {width}; "
+            f"{need}: the {need.source}'s states have width {distribution.states.shape[1]}, "
+            f"the policy's head takes {width}; "
             "a source with a head of its own comes as FullLogits or TopK."
         )
     if isinstance(distribution, TopK):
@@ -145,7 +161,9 @@ def _check_top_k(need: Divergence | SourceEntropy, top: TopK, vocabulary: int) -
     total = torch.cat([top.logprobs, top.tail[:, None]], -1).double().exp().sum(-1)
     worst = total[(total - 1).abs().argmax()]
     if not abs(float(worst) - 1) <= MASS_SLACK:
-        raise SignalError(f"{need}: the top {K} and the tail have a total mass of {float(worst):.4g}; tail must be log(1 - Σp).")
+        raise SignalError(
+            f"{need}: the top {K} and the tail have a total mass of {float(worst):.4g}; tail must be log(1 - Σp)."
+        )
 
 
 def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: int) -> None:
@@ -155,7 +173,9 @@ def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: 
         raise ObjectiveError(f"{need}: blend must lie in 0…1 (1 is the source alone).")
     if need.support == "full":
         if need.top_k is not None:
-            raise ObjectiveError(f"{need}: support 'full' compares all tokens; choose support 'student' or 'teacher' for a top-K.")
+            raise ObjectiveError(
+                f"{need}: support 'full' compares all tokens; choose support 'student' or 'teacher' for a top-K."
+            )
         if isinstance(distribution, TopK) and distribution.ids.shape[1] < vocabulary:
             raise SignalError(
                 f"{need}: the {need.source} sent {distribution.ids.shape[1]} of {vocabulary} log-probs; "
@@ -169,15 +189,19 @@ def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: 
             raise ObjectiveError(f"{need}: support {need.support!r} needs top_k of 1 or more.")
         return
     K = distribution.ids.shape[1]
-    if need.support == "student" and not isinstance(distribution, ScoredAt) and K < vocabulary:
+    if need.support == "student" and not isinstance(distribution, ScoredAt) and vocabulary > K:
         raise SignalError(
-            f"{need}: a received top-K has the {need.source}'s own ids, not the student's; supply Hidden or FullLogits, "
+            f"{need}: a received top-K has the {need.source}'s own ids, not the student's; "
+            "supply Hidden or FullLogits, "
             "score the source at the student's ids (ScoredAt), or ask for support='teacher'."
         )
     if need.top_k is not None and not 1 <= need.top_k <= K:
-        raise SignalError(f"{need}: top_k is {need.top_k}, the {need.source} sent {K} log-probs a token; ask for 1…{K}.")
-    if need.support == "student" and need.top_k not in (None, K) and K < vocabulary:
+        raise SignalError(
+            f"{need}: top_k is {need.top_k}, the {need.source} sent {K} log-probs a token; ask for 1…{K}."
+        )
+    if need.support == "student" and need.top_k not in (None, K) and vocabulary > K:
         raise SignalError(f"{need}: the {need.source} was scored at {K} of the student's ids; top_k must be {K}.")
-    if need.temperature != 1 and need.tail != "renormalise" and K < vocabulary:
-        raise ObjectiveError(f"{need}: a received top-K has no logits to heat its tail with; use temperature 1 or tail='renormalise'.")
-
+    if need.temperature != 1 and need.tail != "renormalise" and vocabulary > K:
+        raise ObjectiveError(
+            f"{need}: a received top-K has no logits to heat its tail with; use temperature 1 or tail='renormalise'."
+        )

@@ -3,9 +3,8 @@
     PlainHead    z = softcap(scale·(h·Wᵀ + b)): two matrix products, written into given memory
     ModuleHead   any module (an adapter on the head): through its forward, and back by autograd
 
-Both accumulate in float32 (float64 for float64 states). A 16-bit weight is widened a slice of the vocabulary at a time, so that
-neither a wide copy of the head nor 16-bit logits ever exist.
-Shapes: n rows, d width, V vocabulary.
+Both accumulate in float32 (float64 for float64 states). A 16-bit weight is widened a slice of the vocabulary at a
+time, so that neither a wide copy of the head nor 16-bit logits ever exist. Shapes: n rows, d width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ class Product(Protocol):
         """Turn ∂/∂z into what ``pull`` takes, in place."""
         ...
 
-    def pull(self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None) -> Float[Tensor, "n d"]:
+    def pull(
+        self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None
+    ) -> Float[Tensor, "n d"]:
         """The derivative by the states; those by ``leaves`` are added to ``into``."""
         ...
 
@@ -70,7 +71,9 @@ class PlainHead:
         if self.softcap is not None:
             slope.addcmul_(slope * z, z, value=-1 / self.softcap**2)
 
-    def pull(self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None) -> Float[Tensor, "n d"]:
+    def pull(
+        self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None
+    ) -> Float[Tensor, "n d"]:
         out = torch.zeros(slope.shape[0], self.weight.shape[1], dtype=self.dtype, device=slope.device)
         for part, weight in self._slices():
             out.addmm_(slope[:, part], weight, alpha=self.scale)
@@ -115,7 +118,9 @@ class ModuleHead:
     def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
         """Nothing: autograd goes through the scale and the cap."""
 
-    def pull(self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None) -> Float[Tensor, "n d"]:
+    def pull(
+        self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None
+    ) -> Float[Tensor, "n d"]:
         states = states.detach().requires_grad_()
         leaves = self.leaves if into is not None else ()
         with torch.enable_grad():

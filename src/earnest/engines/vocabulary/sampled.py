@@ -1,14 +1,15 @@
 """A divergence for an engine that never shows its logits: as one advantage a sampled token, or as weights on K targets.
 
-    A(y) = -∂D/∂S(y), up to a baseline:   GJS_α  (1-α)·log(M(y)/S(y))     normalised  log(M/S)/α     α = 1  log T - log S     α = 0  T/S
+    A(y) = -∂D/∂S(y), up to a baseline
+           GJS_α  (1-α)·log(M(y)/S(y))     normalised  log(M/S)/α     α = 1  log T - log S     α = 0  T/S
     E_{y~S}[A(y)·∇log S(y)] = -∇D         (the law; checked over the whole vocabulary)
 
     w_k = -∂D/∂log S_k = S_k·(A_k - A_tail), so that Σ_k w_k·∇log S_k = -∇D exactly, the tail included
 
-The weights are the exact form: ``cross_entropy`` with K targets a position then has the local engine's gradient. The advantage is
-for engines that take one number a token, and is right on average. The divergence of a position is never its own advantage: a
-number that does not depend on y has an expected gradient of 0.
-Shapes: N tokens, K kept ones a token.
+The weights are the exact form: ``cross_entropy`` with K targets a position then has the local engine's gradient. The
+advantage is for engines that take one number a token, and is right on average. The divergence of a position is never
+its own advantage: a number that does not depend on y has an expected gradient of 0. Shapes: N tokens, K kept ones a
+token.
 """
 
 from __future__ import annotations
@@ -33,15 +34,22 @@ def advantages(
 ) -> Float[Tensor, " N"]:
     """The sampled form of ``need``, from exact log-probs of the sampled tokens at the need's temperature.
 
-    For a top-K with a bucket, a token outside the K takes its bucket's log-masses. ``inside`` says which tokens are among the K; only
-    the unnormalised form asks for it (outside it has nothing to say). A renormalised top-K has no such form: use ``target_weights``.
+    For a top-K with a bucket, a token outside the K takes its bucket's log-masses. ``inside`` says which tokens are
+    among the K; only the unnormalised form asks for it (outside it has nothing to say). A renormalised top-K has no
+    such form: use ``target_weights``.
     """
     if student.shape != source.shape:
-        raise SignalError(f"log-probs of shape {tuple(student.shape)} and {tuple(source.shape)} must agree, one each a sampled token.")
+        raise SignalError(
+            f"log-probs of shape {tuple(student.shape)} and {tuple(source.shape)} must agree, one each a sampled token."
+        )
     if need.blend is not None:
-        raise ObjectiveError(f"{need}: a blended source has a normaliser over the whole vocabulary; use target_weights.")
+        raise ObjectiveError(
+            f"{need}: a blended source has a normaliser over the whole vocabulary; use target_weights."
+        )
     if need.support != "full" and need.tail == "renormalise":
-        raise ObjectiveError(f"{need}: renormalised over K tokens it is no function of the sampled token alone; use target_weights.")
+        raise ObjectiveError(
+            f"{need}: renormalised over K tokens it is no function of the sampled token alone; use target_weights."
+        )
     value = _advantage(student, source, need)
     if need.support != "full" and need.tail == "unnormalised":
         if inside is None:
@@ -51,7 +59,9 @@ def advantages(
 
 
 def target_weights(student: TopK, source: TopK, need: Divergence) -> Float[Tensor, "N K"]:
-    """Weights w[N, K] for the K targets ``student.ids``: the gradient of Σ w·log S is -∇D exactly. Both at the need's temperature 1."""
+    """Weights w[N, K] for the K targets ``student.ids``: the gradient of Σ w·log S is -∇D exactly. Both at the need's
+    temperature 1.
+    """
     if student.ids.shape != source.ids.shape or not torch.equal(student.ids, source.ids):
         raise SignalError("the student and the source must be scored at the same ids, in the same order.")
     if need.temperature != 1:

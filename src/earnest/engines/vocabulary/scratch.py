@@ -1,7 +1,8 @@
 """Memory that elementwise work writes into.
 
-A fresh tensor of a megabyte costs more in page faults than the exponentials that fill it. So the formulas name an ``out`` for
-every intermediate result: a reused buffer in the fused pass, ``None`` (a fresh tensor, which autograd can follow) elsewhere.
+A fresh tensor of a megabyte costs more in page faults than the exponentials that fill it. So the formulas name an
+``out`` for every intermediate result: a reused buffer in the fused pass, ``None`` (a fresh tensor, which autograd can
+follow) elsewhere.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ from earnest.signals.distributions import TopK
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A divergence on n tokens: its value, what ran, and (with ``slope``) its derivative by the compared categories' logits."""
+    """A divergence on n tokens: its value, what ran, and (with ``slope``) its derivative by the compared categories'
+    logits.
+    """
 
     value: Float[Tensor, " n"]
     ran: str
@@ -37,7 +39,8 @@ class Comparison:
     teacher_mass: Float[Tensor, " n"] | None = None
 
     def by_logits(self, z: Float[Tensor, "n V"], out: Scratch = FRESH) -> Float[Tensor, "n V"]:
-        """∂value/∂z: a category's derivative reaches its token; the bucket's is shared out by softmax of the remaining logits.
+        """∂value/∂z: a category's derivative reaches its token; the bucket's is shared out by softmax of the
+        remaining logits.
 
         ``z`` are the logits at the temperature that was compared; so is the derivative.
         """
@@ -55,11 +58,18 @@ class Comparison:
 
 
 def compare(
-    z: Float[Tensor, "n V"], source: Float[Tensor, "n V"] | TopK, need: Divergence, *, slope: bool = False, out: Scratch = FRESH
+    z: Float[Tensor, "n V"],
+    source: Float[Tensor, "n V"] | TopK,
+    need: Divergence,
+    *,
+    slope: bool = False,
+    out: Scratch = FRESH,
 ) -> Comparison:
-    """The divergence ``need`` between the student's logits, already divided by the temperature, and a source. Checked by ``plan``.
+    """The divergence ``need`` between the student's logits, already divided by the temperature, and a source. Checked
+    by ``plan``.
 
-    Differentiable by ``z``; the source is a constant, also where it was blended with the student (TAID, arXiv 2501.16937).
+    Differentiable by ``z``; the source is a constant, also where it was blended with the student (TAID, arXiv
+    2501.16937).
     """
     V = z.shape[1]
     if isinstance(source, TopK) and source.ids.shape[1] == V:
@@ -89,7 +99,8 @@ def compare(
         student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
     if isinstance(source, TopK) and need.blend is not None:
         teacher = blended(student, teacher, need.blend)
-        said = f", blend {need.blend:.4g} of the log-probs on the support{'' if need.tail == 'renormalise' else ' and tail'}, renormalised"
+        where = "support" if need.tail == "renormalise" else "support and tail"
+        said = f", blend {need.blend:.4g} of the log-probs on the {where}, renormalised"
     if need.tail == "unnormalised":
         value, slopes = formulas.unnormalised_reverse_kl(student, teacher, slope=slope)
         name = "unnormalised_reverse_kl"
@@ -102,7 +113,9 @@ def compare(
 
 
 def blended(student: Float[Tensor, "n C"], teacher: Float[Tensor, "n C"], share: float) -> Float[Tensor, "n C"]:
-    """TAID's teacher where only category log-probs are at hand: softmax((1-t)·log S + t·log T), the student held fixed."""
+    """TAID's teacher where only category log-probs are at hand: softmax((1-t)·log S + t·log T), the student held
+    fixed.
+    """
     return torch.lerp(student.detach(), teacher, share).log_softmax(-1)
 
 

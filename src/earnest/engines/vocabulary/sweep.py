@@ -1,13 +1,13 @@
 """The loop over chunks of tokens: logits once a chunk, all needs on them, block by block.
 
-A *chunk* is as many rows as the memory budget holds logits for: the matrix products want many rows. A *block* is as many rows as
-a processor's cache holds: the elementwise work wants few. Derivatives overwrite logits that nobody reads any more.
-Shapes: N tokens, M covered ones, n rows of a chunk, b of a block, d width, V vocabulary.
+A *chunk* is as many rows as the memory budget holds logits for: the matrix products want many rows. A *block* is as
+many rows as a processor's cache holds: the elementwise work wants few. Derivatives overwrite logits that nobody reads
+any more. Shapes: N tokens, M covered ones, n rows of a chunk, b of a block, d width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +56,9 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The rows of a chunk that a source covers: ``place`` among the source's tokens, ``local`` within the chunk (None: all of it)."""
+    """The rows of a chunk that a source covers: ``place`` among the source's tokens, ``local`` within the chunk
+    (None: all of it).
+    """
 
     place: slice
     local: Int[Tensor, " m"] | None
@@ -70,12 +72,19 @@ class Sweep:
     """One plan on one head; ``values``, ``derive`` and ``pull`` are the three ways through."""
 
     def __init__(
-        self, todo: Plan, product: Product, targets: Int[Tensor, " N"] | Int[Tensor, "N K"], *, vocabulary: int, budget_bytes: int
+        self,
+        todo: Plan,
+        product: Product,
+        targets: Int[Tensor, " N"] | Int[Tensor, "N K"],
+        *,
+        vocabulary: int,
+        budget_bytes: int,
     ) -> None:
         self.todo, self.product, self.targets, self.V = todo, product, targets, vocabulary
         self.dtype = product.dtype
         self.budget_bytes = budget_bytes
-        # Needs that read a source first, source by source; what needs the policy's logits alone comes last and may overwrite them.
+        # Needs that read a source first, source by source; what needs the policy's logits alone comes last and may
+        # overwrite them.
         order: tuple[Source | None, ...] = ("teacher", "reference", None)
         self.groups = {s: [n for n in todo.needs if _source(n) == s] for s in order}
         self.groups = {s: needs for s, needs in self.groups.items() if needs}
@@ -93,9 +102,13 @@ class Sweep:
     def derive(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
         """All scalars, and of each its derivative by the hidden state."""
         found = self._empty()
-        sloped = [n for needs in self.groups.values() for n in needs if not isinstance(n, SourceEntropy)]
+        sloped: list[TokenNeed] = [
+            n for needs in self.groups.values() for n in needs if not isinstance(n, SourceEntropy)
+        ]
         for need in sloped:
-            found[need].by_hidden = torch.empty(found[need].values.shape[0], hidden.shape[1], dtype=self.dtype, device=hidden.device)
+            found[need].by_hidden = torch.empty(
+                found[need].values.shape[0], hidden.shape[1], dtype=self.dtype, device=hidden.device
+            )
         homes = {n: self._home(n, sloped) for n in sloped}
         blocks = 1 + max(self._source_blocks(), int("source" in homes.values())) + int("spare" in homes.values())
         for chunk in self._chunks(hidden, blocks=blocks):
@@ -114,7 +127,9 @@ class Sweep:
                         by_hidden[rows.place] = self.product.pull(states, home, None)
         return found
 
-    def pull(self, hidden: Float[Tensor, "N d"], weights: Mapping[TokenNeed, Tensor], into: list[Tensor]) -> Float[Tensor, "N d"]:
+    def pull(
+        self, hidden: Float[Tensor, "N d"], weights: Mapping[TokenNeed, Tensor], into: list[Tensor]
+    ) -> Float[Tensor, "N d"]:
         """Σ_k weight_k · ∂scalar_k/∂h; the head's own derivatives are added to ``into``."""
         by_hidden = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
         groups = {s: mine for s, needs in self.groups.items() if (mine := [n for n in needs if n in weights])}
@@ -152,14 +167,16 @@ class Sweep:
             yield _Chunk(start, stop, z[: stop - start], spare)
 
     def _memory(self, chunk: _Chunk, home: str, rows: _Rows) -> Float[Tensor, "m V"]:
-        """Memory for one row of slopes a covered row: the source's or the policy's own logits, or a block beside them."""
+        """Memory for one row of slopes a covered row: the source's or the policy's own logits, or a block beside
+        them.
+        """
         if home == "own":
             return chunk.z
         if home not in chunk.spare:
             chunk.spare[home] = torch.empty_like(chunk.z)
         return chunk.spare[home][: len(rows)]
 
-    def _home(self, need: TokenNeed, sloped: list[TokenNeed]) -> str:
+    def _home(self, need: TokenNeed, sloped: Sequence[TokenNeed]) -> str:
         """Where a need's slopes may be written: over logits that no later need reads."""
         source = _source(need)
         later = sloped[sloped.index(need) + 1 :]
@@ -191,7 +208,9 @@ class Sweep:
         covered = self.todo.sources[source]
         place, local = slice(chunk.start, chunk.stop), None
         if covered.at is not None:
-            bounds = torch.searchsorted(covered.at, torch.tensor([chunk.start, chunk.stop], device=covered.at.device)).tolist()
+            bounds = torch.searchsorted(
+                covered.at, torch.tensor([chunk.start, chunk.stop], device=covered.at.device)
+            ).tolist()
             place = slice(*bounds)
             if place.stop - place.start < chunk.stop - chunk.start:
                 local = covered.at[place] - chunk.start
