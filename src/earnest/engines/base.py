@@ -98,11 +98,15 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step was worth, and what really ran."""
+    """What one step was worth, and what really ran.
+
+    ``skipped`` have weight 0; ``idle`` are live terms that this batch gave nothing to do, each with the reason.
+    """
 
     loss: float
     terms: Mapping[str, TermReport]
     skipped: tuple[str, ...]
+    idle: Mapping[str, str]
     update: UpdateReport
     passes: str
     micro_batches: int

@@ -183,8 +183,12 @@ class LocalEngine:
         loss, values, passes, parts = self._accumulate(batch, objective)
         update = self.update()
         terms = {}
+        idle = objective.idle(batch)
         for weighted in objective.live():
-            label, value = weighted.term.label, values[weighted.term.label]
+            label = weighted.term.label
+            if label in idle:
+                continue
+            value = values[label]
             worth = float(value.loss.detach())
             numbers = {name: metric.value for name, metric in value.metrics.items()}
             norm, share = measured.get(label, (None, None))
@@ -194,6 +198,7 @@ class LocalEngine:
             loss=loss,
             terms=terms,
             skipped=objective.skipped,
+            idle=idle,
             update=update,
             passes=passes,
             micro_batches=len(parts),
@@ -215,7 +220,10 @@ class LocalEngine:
     def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
         """For every live term: the norm of its weighted gradient, and that norm's part of the sum of norms."""
         norms = {}
+        idle = objective.idle(batch)
         for weighted in objective.live():
+            if weighted.term.label in idle:
+                continue
             own = self.gradients(batch, Objective((weighted,)))
             norms[weighted.term.label] = float(
                 torch.stack([g.double().square().sum() for g in own.values()]).sum().sqrt()

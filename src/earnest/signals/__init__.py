@@ -13,3 +13,14 @@ from earnest.signals.distributions import Distribution as Distribution
 from earnest.signals.distributions import FullLogits as FullLogits
 from earnest.signals.distributions import Hidden as Hidden
 from earnest.signals.distributions import TopK as TopK
+from earnest.signals.ema import EMATeacher as EMATeacher
+from earnest.signals.lessons import Lesson as Lesson
+from earnest.signals.lessons import lessons as lessons
+from earnest.signals.lessons import strip_thinking as strip_thinking
+from earnest.signals.reference import with_reference as with_reference
+from earnest.signals.teachers import TEACHERS as TEACHERS
+from earnest.signals.teachers import BaseTeacher as BaseTeacher
+from earnest.signals.teachers import LiveTeacher as LiveTeacher
+from earnest.signals.teachers import TeacherPolicy as TeacherPolicy
+from earnest.signals.teachers import TrustRegionTeacher as TrustRegionTeacher
+from earnest.signals.teachers import with_teacher as with_teacher
