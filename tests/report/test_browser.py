@@ -66,6 +66,14 @@ def test_it_draws_short_and_long_runs(browser, tmp_path, steps):
         assert (bands > 0) == (steps > 400)
 
 
+def test_a_run_that_has_only_begun_is_a_page_too(browser, tmp_path):
+    folders.write_json(tmp_path / "run.json", folders.header(40, status="running", steps_done=0))
+    with opened(browser, write(tmp_path), viewport=PHONE) as watched:
+        assert_drawn(watched, charts=0)
+        assert watched.page.get_by_text("No step is recorded yet.").is_visible()
+        assert watched.page.locator("#theme").inner_text() == "theme: auto"
+
+
 def test_hovering_shows_the_recorded_values_in_every_chart(browser, page):
     """The cursor snaps to a step; each readout then says what metrics.jsonl says for that very step."""
     steps = {step.step: step for step in load(page.parent).steps}

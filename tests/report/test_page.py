@@ -174,6 +174,20 @@ def test_a_broken_law_stands_at_the_top_and_in_the_verdict(tmp_path):
     assert page.index('class="notices"') < page.index('id="reward"')
 
 
+def test_the_reason_of_a_failure_is_told_once(tmp_path):
+    """A failed check stands in run.json, events.log and the verdict: the top of the page says it once, in full."""
+    detail = "The term sdpo adds nothing to the gradient: it trains nothing."
+    reason = f"the training step breaks a law:\n  GL on term sdpo: 0, expected above 0. {detail}"
+    folder = folders.make(tmp_path, fail=True, status="failed", reason=reason, steps_done=0)
+    (folder / "events.log").write_text(f"2026-01-02T03:05:25Z error failed: {' '.join(reason.split())}\n")
+    top = Tree(render(load(folder))).text.split("Mean reward")[0]
+    assert "The run failed after 0 of 60 steps (the training step breaks a law)." in top
+    assert top.count(detail) == 1
+    folders.write_json(folder / "verdict.json", folders.verdict())
+    top = Tree(render(load(folder))).text.split("Mean reward")[0]
+    assert top.count(detail) == 1, "where no check tells it, the event does"
+
+
 def test_an_unfinished_run_does_not_call_its_last_measurement_after(tmp_path):
     text = Tree(render(load(folders.make(tmp_path, status="interrupted", reason="SIGINT", steps_done=30)))).text
     assert "so far" in text

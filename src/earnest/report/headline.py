@@ -5,7 +5,9 @@ from __future__ import annotations
 from earnest.report.blocks import badge
 from earnest.report.laws import tally
 from earnest.report.markup import Html, duration, el, fixed, signed
-from earnest.report.record import Change, Run
+from earnest.report.record import Change, Run, Status
+
+TONES: dict[Status, str] = {"finished": "good", "running": "warn", "interrupted": "warn", "failed": "bad"}
 
 
 def headline(run: Run) -> Html:
@@ -13,7 +15,7 @@ def headline(run: Run) -> Html:
     model = f"{header.model} {header.model_version}".strip()
     done = f"{header.steps_done:,}"
     facts = {
-        "status": badge(header.status, "good" if header.status == "finished" else "warn"),
+        "status": badge(header.status, TONES[header.status]),
         "verdict": tally(run.verdict.checks if run.verdict is not None else ()),
         "seed": str(header.seed),
         "steps": done if header.steps_done == header.steps else f"{done} of {header.steps:,}",
@@ -71,7 +73,8 @@ def _measure(kind: str, name: str, value: float | None, se: float | None) -> Htm
 def notices(run: Run) -> Html | None:
     """Broken laws, what is missing, and every warning and error, at the top where nobody can miss them."""
     broken = [check for check in run.verdict.checks if check.outcome == "fails"] if run.verdict else []
-    loud = [event for event in run.events if event.level != "info"]
+    said = _reason_said(run, bool(broken))
+    loud = [event for event in run.events if event.level != "info" and not (said and said in event.text)]
     items = [
         *(el("li", el("b", "broken"), f": {c.law} on {c.subject}. {c.detail}", class_="bad") for c in broken),
         *(el("li", gap) for gap in run.gaps),
@@ -80,3 +83,10 @@ def notices(run: Run) -> Html | None:
     if not items:
         return None
     return el("aside", el("h2", "Worth knowing"), el("ul", *items), class_="notices", aria_label="Worth knowing")
+
+
+def _reason_said(run: Run, broken: bool) -> str:
+    """Why the run ended, as events.log has it, where gaps and broken laws already say all of it; else nothing."""
+    reason = run.header.reason or ""
+    whole = broken or len(reason.splitlines()) == 1
+    return " ".join(reason.split()) if whole and run.header.status in ("failed", "interrupted") else ""

@@ -246,7 +246,8 @@ def _unfinished(run: Run) -> list[str]:
     """What an unfinished run has not got to, one sentence each."""
     header, gaps = run.header, []
     done = f"{header.steps_done} of {header.steps} steps"
-    why = f" ({header.reason.rstrip('.')})" if header.reason else ""
+    first = header.reason.strip().splitlines()[0].rstrip(" .:") if header.reason and header.reason.strip() else ""
+    why = f" ({first})" if first else ""
     if header.status == "interrupted":
         gaps.append(f"The run was interrupted after {done}{why}; it can be resumed.")
     elif header.status == "failed":
