@@ -220,7 +220,7 @@ def training(case: Case) -> None:
     for _ in range(6):
         optimizer.zero_grad()
         loss = case.loss(model)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     _need(min(losses[1:]) < losses[0], f"the loss does not fall: {losses[0]:.4f} → {losses[-1]:.4f}")
@@ -313,7 +313,7 @@ def saving(case: Case) -> None:
         other = case.model()
         with torch.no_grad():
             path = next(iter(adapter.slots))
-            other.get_submodule(path).weight.mul_(1.5)  # type: ignore[union-attr,operator]
+            other.get_submodule(path).weight.mul_(1.5)  # type: ignore[operator]
         try:
             load_adapter(other, folder)
         except AdapterError:
@@ -323,7 +323,7 @@ def saving(case: Case) -> None:
 
 
 def stacking(case: Case) -> None:
-    """On a frozen LoRA: the identity again; each alone with the other off; the history gets no gradient; any detach order."""
+    """On a frozen LoRA: the identity again; each alone with the other off; no gradient below; any detach order."""
     model = case.model()
     history = attach(model, get_variant("lora", rank=2), targets=case.targets, seed=5)
     kick(history, seed=11)

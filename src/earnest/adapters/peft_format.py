@@ -194,4 +194,4 @@ def read_peft(
         layer: Layer = layer_of(path, known[path])
         given = {k: v.to(layer.device).float() for k, v in groups[path].items()}
         out[path] = variant.from_peft(layer, given, {k: v.to(layer.device).float() for k, v in shared.items()})
-    return variant, out
+    return variant.as_read(), out

@@ -151,6 +151,10 @@ class Variant:
         """The layer's tensors from PEFT's (keyed by suffix)."""
         raise TypeError(f"variant {self.name} is not read from PEFT's format")
 
+    def as_read(self) -> Variant:
+        """What an adapter read from PEFT's format is from then on."""
+        return self
+
     def peft_suffixes(self) -> Sequence[str]:
         """Key suffixes that PEFT writes for one module."""
         return ()

@@ -107,6 +107,9 @@ class _PeftSeries(OFT):
 
     terms: int = 5
 
+    def as_read(self) -> Variant:
+        return OFT(self.block)
+
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
         q = tensors["oft_R.weight"]
         full = skew(q, self.block)

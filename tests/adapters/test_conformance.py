@@ -1,0 +1,71 @@
+"""The conformance table as one parametrised test; its power is proved in test_mutants.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from earnest.adapters import conformance
+from earnest.adapters.conformance import CHECKS, DTYPES, MODELS, SUBJECTS, Case, compiling
+from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
+
+# On nano (the largest of the three) the checks that a bigger, trained model could fail where the tiny ones do not.
+NANO_CHECKS = ("identity", "gradients", "training", "merging")
+
+
+def subject(label: str):
+    name, settings = SUBJECTS[label]
+    return get_variant(name, **settings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_table(label: str, model: str, dtype: str) -> None:
+    case = Case(subject(label), MODELS[model], DTYPES[dtype])
+    for check in CHECKS.values():
+        check(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_table_on_nano(label: str, dtype: str) -> None:
+    case = Case(subject(label), MODELS["nano"], DTYPES[dtype])
+    for name in NANO_CHECKS:
+        CHECKS[name](case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_table_on_nano_in_full(label: str) -> None:
+    for dtype in DTYPES.values():
+        case = Case(subject(label), MODELS["nano"], dtype)
+        for check in CHECKS.values():
+            check(case)
+
+
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_compiles_into_one_graph(label: str) -> None:
+    compiling(Case(subject(label), MODELS["llama"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_compiles_into_one_graph_on_conv1d_and_bf16(label: str) -> None:
+    compiling(Case(subject(label), MODELS["gpt2"]))
+    compiling(Case(subject(label), MODELS["llama"], DTYPES["bf16"]))
+
+
+def test_every_variant_has_a_row() -> None:
+    load_builtin()
+    assert {name for name, _ in SUBJECTS.values()} == {
+        n for n, c in VARIANTS.items() if c.__module__.startswith("earnest")
+    }
+
+
+def test_the_printed_table_names_every_column_and_says_ok() -> None:
+    rows = list(conformance.run(["ia3", "lora"], models=["llama"], dtypes=["fp32"]))
+    text = conformance.table(rows)
+    for column in conformance.COLUMNS:
+        assert column in text.splitlines()[0]
+    assert [r.verdict for r in rows] == ["ok", "ok"]
+    assert "| lora | peft LoraConfig | 896 | bit-exact | all but A | fp32 | low-rank | ok |" in text

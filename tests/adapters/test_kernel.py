@@ -1,0 +1,137 @@
+"""The low-rank core against plain autograd, and what it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from earnest.adapters import HRA, AntiPaSTO, DoRA, LoRA, VeRA, attach
+from earnest.adapters.kernel import Factors, low_rank
+
+
+def plain(y: Tensor, x: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
+    return y + s * (x @ a.T) @ b.T
+
+
+@given(
+    lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    m=st.integers(1, 6),
+    n=st.integers(1, 6),
+    k=st.integers(1, 5),
+    s=st.floats(-3, 3).filter(lambda v: abs(v) > 1e-3),
+    needs=st.lists(st.booleans(), min_size=4, max_size=4).filter(any),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=80)
+def test_value_and_gradients(lead, m, n, k, s, needs, seed) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    shapes = ((*lead, m), (*lead, n), (k, n), (m, k))
+    tensors = [
+        torch.randn(sh, generator=rng, dtype=torch.float64).requires_grad_(q)
+        for sh, q in zip(shapes, needs, strict=True)
+    ]
+    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    upstream = torch.randn(*lead, m, generator=rng, dtype=torch.float64)  # not uniform
+    got = low_rank(tensors[0], tensors[1], Factors(tensors[2], tensors[3], s))
+    want = plain(*copies, s)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    got.backward(upstream)
+    want.backward(upstream)
+    for a, b in zip(tensors, copies, strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_hand_worked() -> None:
+    # x = (1, 2), A = (3, 4): h = 11. B = (1, −1)ᵀ, s = 2: Δ = (22, −22). With g = (1, 10): u = s·g·B = −18, dA = −18·x.
+    x, a = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[3.0, 4.0]], requires_grad=True)
+    b, y = torch.tensor([[1.0], [-1.0]], requires_grad=True), torch.zeros(1, 2)
+    out = low_rank(y, x, Factors(a, b, 2.0))
+    assert out.tolist() == [[22.0, -22.0]]
+    out.backward(torch.tensor([[1.0, 10.0]]))
+    assert a.grad is not None and a.grad.tolist() == [[-18.0, -36.0]]
+    assert b.grad is not None and b.grad.tolist() == [[22.0], [220.0]]
+    assert x.grad is not None and x.grad.tolist() == [[-54.0, -72.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("core", ["diagonal", "blocks"])
+def test_core_equals_its_dense_form(core: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    middle = torch.randn((6,) if core == "diagonal" else (2, 3, 3), generator=rng)
+    f = Factors(torch.randn(6, 5, generator=rng), torch.randn(4, 6, generator=rng), 0.5, middle)
+    x = torch.randn(3, 7, 5, generator=rng).to(dtype)
+    got = low_rank(torch.zeros(3, 7, 4, dtype=dtype), x, f)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.3
+    torch.testing.assert_close(got.float(), x.float() @ f.dense().T, rtol=0, atol=tolerance)
+
+
+def test_second_derivatives_raise_instead_of_being_wrong() -> None:
+    x, a, b = (torch.randn(2, 2, requires_grad=True) for _ in range(3))
+    out = low_rank(torch.zeros(2, 2), x, Factors(a, b)).pow(2).sum()
+    (g,) = torch.autograd.grad(out, a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_per_sample_gradients_by_vmap() -> None:
+    x, a, b = torch.randn(5, 3), torch.randn(2, 3), torch.randn(4, 2)
+
+    def loss(b: Tensor, row: Tensor) -> Tensor:
+        return low_rank(torch.zeros(1, 4), row[None], Factors(a, b, 1.5)).pow(2).sum()
+
+    with torch.enable_grad():
+        got = torch.func.vmap(torch.func.grad(loss), (None, 0))(b.requires_grad_(), x)
+    for i in range(5):
+        (want,) = torch.autograd.grad(loss(b, x[i]), b)
+        torch.testing.assert_close(got[i], want)
+
+
+def saved_bytes(layer: nn.Module, x: Tensor) -> int:
+    """Bytes of distinct tensors kept for backward, parameters and buffers left out."""
+    own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = layer(x)
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+TOKENS, WIDTH, RANK = 64, 128, 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_keeps_x_in_the_base_dtype_and_h_and_nothing_more(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).to(dtype)
+    attach(model, LoRA(RANK), targets=["0"])
+    x = torch.randn(TOKENS, WIDTH, dtype=dtype)
+    size = x.element_size()
+    assert saved_bytes(model, x) == TOKENS * WIDTH * size + TOKENS * RANK * size
+
+
+def test_frozen_bases_keep_h_only() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    attach(model, AntiPaSTO(rank=RANK, block=0), targets=["0"])
+    few = 4 * RANK * 4  # the r-vectors of the gain
+    assert saved_bytes(model, torch.randn(TOKENS, WIDTH)) <= TOKENS * RANK * 4 + few
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    attach(model, VeRA(RANK), targets=["0"])
+    assert saved_bytes(model, torch.randn(TOKENS, WIDTH)) <= TOKENS * RANK * 4 + 3 * WIDTH * RANK * 4
+
+
+def test_dora_and_hra_keep_no_weight_sized_tensor() -> None:
+    for variant in (DoRA(RANK), HRA(RANK)):
+        model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+        attach(model, variant, targets=["0"])
+        assert saved_bytes(model, torch.randn(4, 1024)) < 1024 * 1024 * 4
