@@ -2,7 +2,7 @@
 
     python benchmarks/import_time.py [--repeats 7]
 
-Each is a fresh process; the best of the repeats is the cost, the median shows the noise, and the CPU seconds are what it
+Each is a fresh process; the best of the repeats is the cost, the median shows the noise, the CPU seconds are what it
 would take on a machine that does nothing else. The bounds are the project's:
 0.3 s over torch, 0.5 s for the help. Nothing fails here; tests/meta/test_import_cost.py tests the cause, not the time.
 """
