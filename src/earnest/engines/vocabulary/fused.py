@@ -5,7 +5,7 @@ and is said:
 
     values              nobody asked for a derivative
     forward-derivative  ∂scalar/∂h, one d-vector a token and scalar, is made while the logits are there; backward scales
-    recompute           backward makes the logits again and pulls all scalars back in one product, the head's gradient too
+    recompute           backward makes the logits again and pulls all scalars back in one product, and the head's
 
 For N tokens, k scalars and s sources that come as hidden states, in products of N·d·V: 1 + k + s against 3 + 2s. A
 head that wants a gradient of its own (trained, or with an adapter) and K targets a token always recompute; otherwise

@@ -115,9 +115,9 @@ class Sweep:
             for source, needs in self.groups.items():
                 rows = self._rows(chunk, source)
                 for need in needs:
-                    if need not in homes:
+                    if need not in homes or not len(rows):
                         self._each_block(chunk, rows, need, found[need], slope=False)
-                    elif len(rows):
+                    else:
                         home = self._memory(chunk, homes[need], rows)
                         self._each_block(chunk, rows, need, found[need], slope=True, sink=_writer(home))
                         states = hidden[chunk.start : chunk.stop]
@@ -237,7 +237,8 @@ class Sweep:
         sink: Callable[[slice, Tensor], None] | None = None,
         weight: Tensor | None = None,
     ) -> None:
-        for start in range(0, len(rows), self._block_rows):
+        # A source that covers no row here still runs, on nothing: what ran is said by what ran.
+        for start in range(0, max(1, len(rows)), self._block_rows):
             part = slice(start, min(len(rows), start + self._block_rows))
             self._scratch.clear()
             z = chunk.z[part] if rows.local is None else chunk.z[rows.local[part]]
