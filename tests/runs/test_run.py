@@ -14,6 +14,7 @@ from rich.console import Console
 
 from earnest import report
 from earnest.audit import LawBroken
+from earnest.audit.alive import prove_alive
 from earnest.config import RunConfig
 from earnest.config.schema import Strict
 from earnest.errors import CheckpointError, ConfigError, EarnestError
@@ -21,7 +22,7 @@ from earnest.runs import check, start
 from earnest.runs.collect import Source, demonstrate
 from earnest.runs.errors import RunStopped
 from earnest.runs.evaluate import evaluate, gain, standard_error
-from earnest.runs.loop import probe
+from earnest.runs.loop import probe_batch
 from earnest.runs.progress import Bars
 from earnest.runs.seeds import derive
 from earnest.runs.setup import build
@@ -231,7 +232,8 @@ def test_sft_learns_its_demonstrations(tmp_path: Path, make_config: Make, quiet:
     more = (
         "task=sort",
         "objective=[{kind: sft}]",
-        "steps=12",
+        "steps=16",
+        "sampling.prompts_per_step=16",
         "optimizer.lr=3e-2",
         "eval.every=0",
         "adapter.targets=all-linear",
@@ -260,7 +262,7 @@ def test_truncated_importance_gets_the_trainers_own_logprobs(tmp_path: Path, mak
 
 
 def test_the_standard_error_is_over_prompts() -> None:
-    """means .5, 1, 0, .5: sd = sqrt((0 + .25 + .25 + 0)/3) = .40825, over √4 = .20412. A prompt's samples are one draw."""
+    """means .5, 1, 0, .5: sd = sqrt((0 + .25 + .25 + 0)/3) = .40825, over √4 = .20412."""
     assert standard_error([0.5, 1.0, 0.0, 0.5]) == pytest.approx(0.2041241)
     assert standard_error([0.5]) is None
     gained, se = gain([0.0, 0.5, 0.5], [0.5, 1.0, 1.0])
@@ -290,7 +292,7 @@ def test_held_out_prompts_are_held_out(make_config: Make) -> None:
 def test_the_probe_leaves_no_trace(make_config: Make) -> None:
     setup = build(make_config(), say_nothing)
     before = {k: v.clone() for k, v in setup.adapter.state_dict().items()}
-    assert probe(setup).holds
+    assert prove_alive(setup.engine, setup.objective, probe_batch(setup)).holds
     assert all(torch.equal(before[k], v) for k, v in setup.adapter.state_dict().items())
     assert setup.engine.version == 0 and not setup.engine.optimizer.state
 

@@ -62,7 +62,7 @@ def recipe(place: Path, model: Path, **changes: object) -> Path:
         "adapter": {"kind": "lora", "rank": 2, "targets": ["q_proj", "v_proj"]},
         "objective": [{"kind": "grpo"}],
         "optimizer": {"kind": "adamw", "lr": 1e-2},
-        "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 16},
+        "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 12},
         "steps": 4,
         "eval": {"every": 2, "prompts": 3, "samples": 2},
         "checkpoint": {"every": 2, "keep": 2},

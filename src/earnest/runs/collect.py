@@ -1,4 +1,4 @@
-"""The rows of a step: rollouts that are sampled and graded, demonstrations from the task's right answers, or both.
+"""The rows of a step: graded rollouts, demonstrations from the task's right answers, preference pairs of rollouts.
 
 Which of them a step has is decided by the objective: by the roles that its live terms read.
 """
@@ -17,7 +17,7 @@ from earnest.models import Policy, SampleSpec
 from earnest.objectives import Objective
 from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup
-from earnest.signals import ROLES, Batch, Role, with_advantages
+from earnest.signals import ROLES, Batch, Role, pairs_of, with_advantages
 from earnest.tasks import Grade, Prompt, PromptStream, Task, grade_all
 
 
@@ -63,11 +63,6 @@ class Source:
     def __init__(self, setup: Setup, purpose: str = "train", position: int = 0) -> None:
         self.setup, self.purpose = setup, purpose
         self.roles = roles_of(setup.objective)
-        if unknown := self.roles - {"rollout", "demonstration"}:
-            raise ConfigError(
-                f"objective: a run supplies rollouts and demonstrations, a term reads {' and '.join(sorted(unknown))}; "
-                "train on preference pairs through the Python interface (Batch.from_rows with pair=)."
-            )
         self.stream = PromptStream(setup.task, derive(setup.config.seed, purpose) % 2**31, position=position)
 
     def next(self, step: int) -> Collected:
@@ -75,30 +70,42 @@ class Source:
         setup, config = self.setup, self.setup.config
         prompts = self.stream.next(config.sampling.prompts_per_step)
         attempts: list[Attempt] = []
-        if "rollout" in self.roles:
+        if self.roles & {"rollout", "chosen", "rejected"}:
             seed = derive(config.seed, f"{self.purpose} sampling", step)
             attempts = attempt(setup, prompts, config.sampling.completions_per_prompt, seed)
         shown = [demonstrate(setup.policy, setup.task, p) for p in prompts] if "demonstration" in self.roles else []
-        roles: list[Role] = [*("rollout" for _ in attempts), *("demonstration" for _ in shown)]
+        pairs = prefer(attempts) if self.roles & {"chosen", "rejected"} else []
+        again = [attempts[i] for couple in pairs for i in couple]  # a pair's rows: the better answer, then the worse
+        kinds: tuple[tuple[Role, ...], ...] = (("rollout",), ("demonstration",), ("chosen", "rejected"))
+        sizes = (len(attempts), len(shown), len(pairs))
+        roles = [role for kind, size in zip(kinds, sizes, strict=True) for role in kind * size]
         # A demonstration was sampled by nobody: its behaviour is filled with 0, which no term reads.
         behaviour = [list(a.rollout.logprobs) for a in attempts] + [[0.0] * len(answer) for _, answer in shown]
+        behaviour += [list(a.rollout.logprobs) for a in again]
+        others = len(shown) + len(again)
         batch = Batch.from_rows(
-            [a.rollout.prompt for a in attempts] + [tuple(prompt) for prompt, _ in shown],
-            [a.rollout.tokens for a in attempts] + [tuple(answer) for _, answer in shown],
+            [a.rollout.prompt for a in attempts] + [tuple(p) for p, _ in shown] + [a.rollout.prompt for a in again],
+            [a.rollout.tokens for a in attempts] + [tuple(x) for _, x in shown] + [a.rollout.tokens for a in again],
             role=roles,
-            group=[a.rollout.prompt_index for a in attempts] + list(range(len(prompts), len(prompts) + len(shown))),
-            policy_version=[a.rollout.policy_version for a in attempts] + [setup.engine.version] * len(shown),
+            group=[a.rollout.prompt_index for a in attempts] + list(range(len(prompts), len(prompts) + others)),
+            pair=[-1] * (len(attempts) + len(shown)) + [p for p in range(len(pairs)) for _ in range(2)],
+            policy_version=[a.rollout.policy_version for a in attempts] + [setup.engine.version] * others,
             behaviour=behaviour if attempts else None,
-            correct=[a.grade.correct for a in attempts] + [True] * len(shown),
+            correct=[a.grade.correct for a in attempts] + [True] * len(shown) + [a.grade.correct for a in again],
             temperature=config.sampling.temperature,
             max_length=config.sampling.max_new_tokens,
             pad=setup.policy.pad_id,
             device=setup.policy.device,
-        )
+        ).with_signals(sought=tuple(sorted(self.roles)))
         metrics = describe(attempts)
         if attempts:
             batch = with_advantages(batch, [a.grade.reward for a in attempts], config.advantages)
         return Collected(batch, tuple(attempts), metrics)
+
+
+def prefer(attempts: Sequence[Attempt]) -> list[tuple[int, int]]:
+    """Preference pairs among the completions of each prompt: the best answer over the worst, where they differ."""
+    return pairs_of([a.grade.reward for a in attempts], [a.rollout.prompt_index for a in attempts])
 
 
 def demonstrate(policy: Policy, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:

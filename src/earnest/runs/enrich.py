@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from earnest.data import reprompt
+from earnest.runs.collect import Collected
+from earnest.runs.setup import Setup
+from earnest.signals import Batch, lessons, with_reference, with_teacher
+from earnest.signals.reference import wanted_signals
 
-from earnest.engines import LocalEngine
-from earnest.engines.base import LogProbsWanted
-from earnest.objectives import Objective
-from earnest.signals import Batch
 
-
-def with_signals(engine: LocalEngine, batch: Batch, objective: Objective) -> Batch:
-    """The batch with the trainer's own log-probs at sampling time, where a term corrects for the sampler's.
+def with_signals(setup: Setup, collected: Collected) -> Batch:
+    """The batch with references, the trainer's own log-probs and a teacher, where a live term reads them.
 
     A signal that is still missing is reported by the objective's check, with the term's name.
     """
-    wanted = {signal for w in objective.live() for signal in w.term.signals()}
-    if "proximal" in wanted and batch.proximal is None:
-        found = engine.score(batch, LogProbsWanted(batch.temperature))
-        assert isinstance(found, Tensor)
-        batch = batch.with_signals(proximal=found)
+    batch = with_reference(setup.engine, collected.batch, setup.objective)
+    if "teacher" in wanted_signals(setup.objective) and batch.teacher is None:
+        batch = with_teacher(setup.engine, batch, told_prompts(setup, collected), setup.teacher)
     return batch
+
+
+def told_prompts(setup: Setup, collected: Collected) -> list[list[int] | None]:
+    """For each row the prompt of its self-teacher: told a sibling's success and the grader's feedback, or None.
+
+    Rollouts are the batch's first rows; the others (demonstrations, pairs) are taught by nobody.
+    """
+    attempts = collected.attempts
+    made = lessons(
+        [a.text for a in attempts],
+        [a.grade.correct for a in attempts],
+        [a.grade.feedback for a in attempts],
+        [a.rollout.prompt_index for a in attempts],
+    )
+    told: list[list[int] | None] = [
+        None if lesson is None else setup.policy.render(reprompt(a.prompt.messages, lesson.solution, lesson.feedback))
+        for a, lesson in zip(attempts, made, strict=True)
+    ]
+    return told + [None] * (len(collected.batch) - len(attempts))

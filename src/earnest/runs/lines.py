@@ -39,6 +39,7 @@ def trained(line: dict[str, Any], report: StepReport, lr: float) -> dict[str, An
         "loss": report.loss,
         "terms": terms,
         "skipped": list(report.skipped),
+        "idle": dict(report.idle),
         "grad_norm": report.update.gradient_norm,
         "update_norm": report.update.update_norm,
         "lr": lr,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from earnest.audit import Verdict, prove
+from earnest.audit.alive import prove_alive
 from earnest.errors import EarnestError
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.collect import Source, sample_record
@@ -27,6 +27,7 @@ from earnest.runs.progress import Show
 from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup
 from earnest.runs.stopping import Stopper
+from earnest.signals import Batch
 
 PROBE_TRIES = 8
 
@@ -115,7 +116,7 @@ class Loop:
         torch.manual_seed(derive(config.seed, "step", step))
         started = time.perf_counter()
         collected = self.source.next(step)
-        batch = with_signals(engine, collected.batch, objective)
+        batch = with_signals(self.setup, collected)
         sampled = time.perf_counter()
         live = [w.term.label for w in objective.live()]
         shares = len(live) > 1 and config.shares_every > 0 and step % config.shares_every == 0
@@ -146,7 +147,7 @@ class Loop:
             return
         started = time.perf_counter()
         self.show.note("checking the training step")
-        verdict = probe(self.setup)
+        verdict = prove_alive(self.setup.engine, self.setup.objective, probe_batch(self.setup))
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 
@@ -181,16 +182,20 @@ class Loop:
         self.run.event("error" if status == "failed" else "warning", f"{status}: {reason}")
 
 
-def probe(setup: Setup) -> Verdict:
-    """Prove the step on prompts of its own, so that training's data order stays; the engine is bit-equal afterwards.
+def probe_batch(setup: Setup) -> Batch:
+    """A batch to prove the step on, from prompts of its own, so that training's data order stays.
 
-    The first batch that has something to learn from is taken: where all completions of every prompt are worth the
-    same, no policy gradient is alive, and that says nothing about the step.
+    Where all completions of a prompt are worth the same, no policy gradient is alive, and that says nothing about the
+    step: such rows are left out, and a batch that has no others is drawn again.
     """
     source = Source(setup, "check")
     for attempt in range(PROBE_TRIES):
-        batch = with_signals(setup.engine, source.next(attempt).batch, setup.objective)
-        told_apart = batch.advantages is None or bool((batch.advantages != 0).any())
-        if told_apart and not setup.objective.idle(batch):
+        batch = with_signals(setup, source.next(attempt))
+        if batch.advantages is not None:
+            idle = batch.has_role(("rollout",))
+            idle[batch.row[batch.advantages != 0]] = False
+            telling = (~idle).nonzero()[:, 0]
+            batch = batch.rows(telling) if len(telling) else batch
+        if not setup.objective.idle(batch) and (batch.advantages is None or bool(batch.advantages.any())):
             break
-    return prove(setup.engine, setup.objective, batch)
+    return batch

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 
 from earnest import report
-from earnest.audit import Verdict
+from earnest.audit import Verdict, prove
 from earnest.config import RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
 from earnest.runs import environment
 from earnest.runs.evaluate import gain
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
-from earnest.runs.loop import Loop, probe
+from earnest.runs.loop import Loop, probe_batch
 from earnest.runs.progress import show_on
 from earnest.runs.setup import Setup, build
 
@@ -72,7 +72,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
 def check(config: RunConfig, console: Console | None = None) -> Verdict:
     """Prove the step of a config without training it; nothing is written."""
     console = console or Console()
-    return probe(build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False)))
+    setup = build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False))
+    return prove(setup.engine, setup.objective, probe_batch(setup))
 
 
 def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,8 @@ from earnest.errors import ConfigError
 from earnest.models import Policy, load
 from earnest.objectives import Objective
 from earnest.runs.seeds import derive
+from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
+from earnest.signals.reference import wanted_signals
 from earnest.tasks import PromptStream, Task, get_task
 
 CALIBRATION_PROMPTS = 64
@@ -29,6 +31,7 @@ class Setup:
     adapter: Adapter
     engine: LocalEngine
     objective: Objective
+    teacher: TeacherPolicy = field(default_factory=LiveTeacher)
 
     def describe(self) -> dict[str, object]:
         """The part of run.json that says what this run is."""
@@ -71,11 +74,17 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         calibration=calibration,
         seed=config.seed,
     )
+    teacher = config.teacher.build(adapter)
+    if config.teacher.kind != "live" and "teacher" not in wanted_signals(objective):
+        raise ConfigError(
+            f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
+        )
     engine = LocalEngine(
         policy,
         adapter,
         config.optimizer.build(),
+        outer=teacher if isinstance(teacher, EMATeacher) else None,
         max_grad_norm=config.optimizer.max_grad_norm,
         micro_tokens=config.micro_tokens,
     )
-    return Setup(config, task, policy, adapter, engine, objective)
+    return Setup(config, task, policy, adapter, engine, objective, teacher)
