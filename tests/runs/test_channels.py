@@ -32,9 +32,13 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("teacher", [{"kind": "live"}, {"kind": "base"}, {"kind": "ema", "mix": 0.3}, {"kind": "trust_region"}])
+@pytest.mark.parametrize(
+    "teacher", [{"kind": "live"}, {"kind": "base"}, {"kind": "ema", "mix": 0.3}, {"kind": "trust_region"}]
+)
 def test_all_channels_run_with_every_teacher(tmp_path: Path, model: Path, teacher: dict) -> None:
-    path = recipe(tmp_path / "r.yaml", model, objective=ALL, teacher=teacher, steps=2, out=str(tmp_path / "out"), check=False)
+    path = recipe(
+        tmp_path / "r.yaml", model, objective=ALL, teacher=teacher, steps=2, out=str(tmp_path / "out"), check=False
+    )
     start("test", load_file(path), Console(quiet=True))
     (first, last) = lines(tmp_path / "out")
     assert set(first["terms"]) | set(first["idle"]) == {t["kind"] for t in ALL}
@@ -47,7 +51,11 @@ def test_an_ema_teacher_resumes_bit_for_bit(tmp_path: Path, model: Path) -> None
     """The average is part of the checkpoint: two steps and a resume for two more equal four."""
     shared = {"objective": ALL[:2], "teacher": {"kind": "ema"}, "check": False, "steps": 4}
     start("test", load_file(recipe(tmp_path / "a.yaml", model, out=str(tmp_path / "a"), **shared)), Console(quiet=True))
-    start("test", load_file(recipe(tmp_path / "b.yaml", model, out=str(tmp_path / "b"), **shared | {"steps": 2})), Console(quiet=True))
+    start(
+        "test",
+        load_file(recipe(tmp_path / "b.yaml", model, out=str(tmp_path / "b"), **shared | {"steps": 2})),
+        Console(quiet=True),
+    )
     resume(tmp_path / "b", ["steps=4"], Console(quiet=True))
     a, b = lines(tmp_path / "a"), lines(tmp_path / "b")
     assert [x["terms"]["sdpo"]["loss"] for x in a] == [x["terms"]["sdpo"]["loss"] for x in b]

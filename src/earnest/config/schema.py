@@ -113,6 +113,39 @@ class OptimizerConfig(Kinded):
         return sorted({f.name for optimizer in _optimizers().values() for f in dataclass_fields(optimizer)})
 
 
+class TeacherConfig(Strict):
+    """Who teaches where a term reads a teacher: the policy told a sibling's success and the grader's feedback."""
+
+    kind: Literal["live", "base", "ema", "trust_region"] = Field(
+        "live",
+        description="the policy now, without its adapter, with the average of its updates, or between the first two",
+    )
+    mix: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="ema: share of the new ΔW in each update (none: 0.05); trust_region: share of live (none: 0.5)",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> TeacherConfig:
+        if self.mix is not None and self.kind in ("live", "base"):
+            raise ConfigError(
+                f"teacher.mix: has no meaning for {self.kind!r}; use 'ema' or 'trust_region', or leave it out"
+            )
+        return self
+
+    def build(self, adapter: Any) -> Any:
+        """The teacher on this adapter."""
+        from earnest.signals import BaseTeacher, EMATeacher, LiveTeacher, TrustRegionTeacher
+
+        if self.kind == "ema":
+            return EMATeacher(adapter, rate=0.05 if self.mix is None else self.mix)
+        if self.kind == "trust_region":
+            return TrustRegionTeacher(mix=0.5 if self.mix is None else self.mix)
+        return LiveTeacher() if self.kind == "live" else BaseTeacher()
+
+
 class SamplingConfig(Strict):
     """Where the rows of a step come from."""
 
@@ -158,6 +191,7 @@ class RunConfig(Strict):
     advantages: Literal["group", "batch", "none", "leave_one_out"] = Field(
         "group", description="how rewards become advantages"
     )
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")

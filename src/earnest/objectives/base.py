@@ -111,7 +111,13 @@ class Term:
 
     def idle(self, batch: Batch) -> str | None:
         """Why this batch lawfully gives the term nothing to do (no failed row for a term of failed rows), or None."""
-        return None
+        return self.unfound(batch)
+
+    def unfound(self, batch: Batch) -> str | None:
+        """That its rows were looked for and not found, or None: rows that nobody looked for are an error (check)."""
+        if bool(batch.has_role(self.roles)[batch.row].any()) or not set(self.roles) & set(batch.sought):
+            return None
+        return f"no {' or '.join(self.roles)} row was found for this batch"
 
     def initial_state(self) -> dict[str, Any]:
         """State that lives from step to step and in the checkpoint (JSON-able); most terms have none."""
@@ -127,6 +133,8 @@ class Term:
 
     def check(self, batch: Batch) -> None:
         """Raise where this batch lacks what the term needs. Called before anything is computed."""
+        if self.unfound(batch) is not None:
+            return
         if not bool(batch.has_role(self.roles)[batch.row].any()):
             present = sorted(set(batch.role))
             raise SignalError(

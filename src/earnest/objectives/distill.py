@@ -128,7 +128,11 @@ class SDPO(Distill):
     def idle(self, batch: Batch) -> str | None:
         if bool(self.tokens(batch).any()):
             return None
-        return super().idle(batch) if self.route == "all" else f"no {self.route} rollout has a teacher"
+        return (
+            super().idle(batch)
+            if self.route == "all"
+            else self.unfound(batch) or f"no {self.route} rollout has a teacher"
+        )
 
     def evaluate(self, view: View) -> Value:
         found = self.per_token(view)

@@ -49,7 +49,9 @@ class PolicyGradient(Term):
         return super().tokens(batch) & routed(batch, self.route)
 
     def idle(self, batch: Batch) -> str | None:
-        return None if bool(self.tokens(batch).any()) else f"no rollout is {self.route}"
+        if self.route == "all" or bool(self.tokens(batch).any()):
+            return self.unfound(batch)
+        return self.unfound(batch) or f"no rollout is {self.route}"
 
     def logprobs(self, view: View) -> Float[Tensor, " n"]:
         return view.scalar(LogProb(view.batch.temperature))

@@ -81,7 +81,9 @@ class TeacherTerm(Term):
         return super().tokens(batch) & covered(batch)
 
     def idle(self, batch: Batch) -> str | None:
-        return None if bool(self.tokens(batch).any()) else "the teacher covers none of its tokens"
+        return (
+            None if bool(self.tokens(batch).any()) else self.unfound(batch) or "the teacher covers none of its tokens"
+        )
 
     def divergence(self, batch: Batch, alpha: float, normalised: bool = False) -> Divergence:
         """The need on this term's support."""

@@ -17,6 +17,7 @@ from earnest.signals.ema import EMATeacher as EMATeacher
 from earnest.signals.lessons import Lesson as Lesson
 from earnest.signals.lessons import lessons as lessons
 from earnest.signals.lessons import strip_thinking as strip_thinking
+from earnest.signals.pairs import pairs_of as pairs_of
 from earnest.signals.reference import with_reference as with_reference
 from earnest.signals.teachers import TEACHERS as TEACHERS
 from earnest.signals.teachers import BaseTeacher as BaseTeacher

@@ -75,7 +75,8 @@ class Batch:
 
     ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that
     time: they differ where sampler and trainer are two programs. ``estimator`` names what made the advantages,
-    ``max_length`` is the longest completion that sampling allowed.
+    ``sought`` the roles that its maker looked for, found or not; ``max_length`` is the longest completion that
+    sampling allowed.
     """
 
     inputs: Int[Tensor, "R T"]
@@ -95,6 +96,7 @@ class Batch:
     temperature: float = 1.0
     max_length: int | None = None
     estimator: str = "given"
+    sought: tuple[Role, ...] = ()
 
     def __post_init__(self) -> None:
         R, T = self.inputs.shape
