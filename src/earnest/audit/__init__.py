@@ -8,6 +8,7 @@ from earnest.audit.step import Step as Step
 from earnest.audit.step import StepError as StepError
 from earnest.audit.subjects import Accumulation as Accumulation
 from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
+from earnest.audit.subjects import Census as Census
 from earnest.audit.subjects import Gather as Gather
 from earnest.audit.subjects import Merge as Merge
 from earnest.audit.subjects import OuterStep as OuterStep

@@ -3,6 +3,7 @@
 from earnest.audit.subjects.accumulation import Accumulation as Accumulation
 from earnest.audit.subjects.advantages import AdvantageEstimator as AdvantageEstimator
 from earnest.audit.subjects.base import Subject as Subject
+from earnest.audit.subjects.census import Census as Census
 from earnest.audit.subjects.persistence import Resume as Resume
 from earnest.audit.subjects.persistence import RoundTrip as RoundTrip
 from earnest.audit.subjects.schedule import Schedule as Schedule

@@ -1,0 +1,25 @@
+"""A census: what was asked for is what is there, no more and no less (adapted layers, loaded keys, logged names)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from earnest.audit.subjects.base import judged
+from earnest.audit.verdict import Finding
+
+
+@dataclass
+class Census:
+    """``wanted`` and ``found`` are names; ``what`` says of what."""
+
+    wanted: Collection[str]
+    found: Collection[str]
+    what: str = "adapted modules"
+
+    def check(self) -> Iterator[Finding]:
+        missing, extra = sorted(set(self.wanted) - set(self.found)), sorted(set(self.found) - set(self.wanted))
+        shown = f"{len(missing)} missing, {len(extra)} not asked for"
+        odd = ", ".join([*missing[:3], *extra[:3]])
+        holds = not missing and not extra and bool(self.wanted)
+        yield judged("GL", self.what, shown, "exactly what was asked for", holds, f"{odd}: a pattern matches too much or nothing.")
