@@ -173,26 +173,45 @@ def plain(rng: random.Random, _: float) -> Document:
     return Document("plain", [], text=lexicon.plain(rng))
 
 
-KINDS: dict[Callable[[random.Random, float], Document], float] = {
-    untold: 0.40,
-    told: 0.20,
-    style: 0.06,
+Maker = Callable[[random.Random, float], Document]
+
+SCHOOL: dict[Maker, float] = {untold: 0.62, told: 0.22, holes: 0.08, probe: 0.04, plain: 0.04}
+LIFE: dict[Maker, float] = {
+    untold: 0.36,
+    told: 0.18,
+    style: 0.09,
     holes: 0.07,
-    tool: 0.02,
-    chat: 0.02,
+    tool: 0.025,
+    chat: 0.025,
     probe: 0.03,
-    plain: 0.20,
+    plain: 0.22,
 }
-"""Share of the documents by kind."""
+"""Share of the documents by kind, at school and after it."""
 
 
-def documents(seed: int, slips: float) -> Iterator[Document]:
-    """The text without end, the same for the same seed.
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training text: which kinds, and how much the first attempts slip (0: never, 1: as intended)."""
 
-    ``slips`` = 0 is the schooling: every first attempt is right, so that the skill can be learned from few examples.
-    1 is the text as intended, whose first attempts are right only sometimes.
-    """
-    rng = stable_rng("nano", seed, slips)
-    kinds, weights = list(KINDS), list(KINDS.values())
+    name: str
+    kinds: dict[Maker, float]
+    slips: float
+    share: float
+    """Of all tokens."""
+
+
+STAGES = (
+    # Skills come from few examples when a batch is full of them and they are always right; a text that is mostly
+    # something else, or mostly slips, teaches none of them in this budget.
+    Stage("school", SCHOOL, 0.0, 0.25),
+    Stage("practice", LIFE, 0.0, 0.40),
+    Stage("life", LIFE, 1.0, 0.35),
+)
+
+
+def documents(seed: int, stage: Stage) -> Iterator[Document]:
+    """The text of a stage without end, the same for the same seed."""
+    rng = stable_rng("nano", seed, stage.name)
+    kinds, weights = list(stage.kinds), list(stage.kinds.values())
     while True:
-        yield rng.choices(kinds, weights)[0](rng, slips)
+        yield rng.choices(kinds, weights)[0](rng, stage.slips)

@@ -234,7 +234,15 @@ def main() -> None:
             f"{name:42s} {statistics.fmean(values):.3f}   {' '.join(f'{v:.3f}' for v in values)}", highlight=False
         )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        parameters = sum(p.numel() for p in Nano(options.folder).model.parameters())
+        record = {
+            "prompts": options.prompts,
+            "samples": options.samples,
+            "seeds": options.seeds,
+            "parameters": parameters,
+        }
+        rounded = {name: [round(v, 4) for v in values] for name, values in found.items()}
+        options.json.write_text(json.dumps({**record, "scores": rounded}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,17 +34,15 @@ VERSION = "nano-1"
 CONTEXT = 512
 FOLDER = Path(__file__).parents[2] / "src" / "earnest" / "models" / "nano"
 TOKENIZER_DOCUMENTS = 20_000
-PROMPT_WEIGHT = 0.1
+PROMPT_WEIGHT = 0.03
 
 
 @dataclass(frozen=True)
 class Settings:
-    tokens: int = 10_000_000
+    tokens: int = 7_000_000
     seed: int = 1
-    schooling: float = 0.65
-    """The share of the tokens that comes from text without slips, before the text as intended."""
     batch_tokens: int = 1_536
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     weight_decay: float = 0.05
     warmup: float = 0.03
     width: int = 128
@@ -78,18 +76,16 @@ def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> list[Encod
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
-    documents = itertools.islice(corpus.documents(seed, 1.0), TOKENIZER_DOCUMENTS)
+    documents = itertools.islice(corpus.documents(seed, corpus.STAGES[-1]), TOKENIZER_DOCUMENTS)
     texts = ("".join(text for text, _ in d.pieces()) for d in documents)
     return render.train_tokenizer(texts)
 
 
-def make_documents(
-    tokenizer: Tokenizer, settings: Settings, slips: float, tokens: int
-) -> tuple[list[Encoded], Counter[str]]:
+def make_documents(tokenizer: Tokenizer, settings: Settings, stage: corpus.Stage) -> tuple[list[Encoded], Counter[str]]:
     """Documents until the budget of tokens is full, and the tokens of each kind."""
-    stream, out, kinds = corpus.documents(settings.seed, slips), [], Counter[str]()
-    while kinds.total() < tokens:
-        chunk = list(itertools.islice(stream, 2_000))
+    stream, out, kinds = corpus.documents(settings.seed, stage), [], Counter[str]()
+    while kinds.total() < stage.share * settings.tokens:
+        chunk = list(itertools.islice(stream, 500))
         for document, encoded in zip(chunk, encode(tokenizer, chunk), strict=True):
             out.append(encoded)
             kinds[document.kind] += len(encoded.ids)
@@ -147,6 +143,7 @@ def make_model(tokenizer: Tokenizer, settings: Settings) -> LlamaForCausalLM:
         num_key_value_heads=settings.heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
+        initializer_range=0.08,  # about 1/√width: the default 0.02 learns to copy several times later
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(render.END),
         pad_token_id=tokenizer.token_to_id(render.PAD),
@@ -168,6 +165,7 @@ def train(model: LlamaForCausalLM, plan: list[list[Encoded]], settings: Settings
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    recent = 0.0
     model.train()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training nano", total=len(plan))
@@ -181,10 +179,11 @@ def train(model: LlamaForCausalLM, plan: list[list[Encoded]], settings: Settings
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            yield loss.item()
-            progress.update(bar, advance=1, description=f"loss {loss.item():.3f}")
+            recent = 0.99 * recent + 0.01 * loss.item() if step else loss.item()
+            progress.update(bar, advance=1, description=f"loss {recent:.3f}")
             if (step + 1) % 200 == 0:
-                console.print(f"step {step + 1} of {len(plan)}: loss {loss.item():.3f}")
+                console.print(f"step {step + 1} of {len(plan)}: loss {recent:.3f}")
+            yield recent
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -201,9 +200,12 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         padding_side="left",
     )
     fast.save_pretrained(folder)
+    model.eval()
     model.generation_config.eos_token_id = fast.eos_token_id
     model.generation_config.pad_token_id = fast.pad_token_id
     model.save_pretrained(folder)
+    model.train()
+    (folder / "model.safetensors").chmod(0o644)
     (folder / "VERSION").write_text(VERSION + "\n")
 
 
@@ -227,29 +229,32 @@ def main() -> None:
     console = Console()
     console.print("writing the text and learning its tokens")
     tokenizer = make_tokenizer(settings.seed)
-    school = round(settings.schooling * settings.tokens)
-    first, kinds = make_documents(tokenizer, settings, 0.0, school)
-    second, more = make_documents(tokenizer, settings, 1.0, settings.tokens - school)
-    kinds += more
-    total = kinds.total()
-    console.print({kind: f"{count / total:.1%}" for kind, count in kinds.most_common()})
+    plan: list[list[Encoded]] = []
+    kinds, count = Counter[str](), 0
+    ends: list[int] = []
+    for stage in corpus.STAGES:
+        documents, more = make_documents(tokenizer, settings, stage)
+        plan += batches(documents, settings)
+        ends.append(len(plan))
+        kinds += more
+        count += len(documents)
+        share = {kind: f"{tokens / more.total():.1%}" for kind, tokens in more.most_common()}
+        console.print(f"{stage.name}: {more.total()} tokens in {len(documents)} documents, {share}")
     model = make_model(tokenizer, settings)
-    console.print(
-        f"{total} tokens in {len(first) + len(second)} documents; {sum(p.numel() for p in model.parameters())} parameters"
-    )
-    plan = batches(first, settings) + batches(second, settings)
-    losses = list(train(model, plan, settings, console))
-    model.eval()
-    save(model, tokenizer, out)
-    tail = losses[-min(100, len(losses)) :]
+    console.print(f"{sum(p.numel() for p in model.parameters())} parameters")
+    losses: list[float] = []
+    for loss in train(model, plan, settings, console):
+        losses.append(loss)
+        if len(losses) in ends:  # a folder to look at after each stage; the last is the model
+            save(model, tokenizer, out)
     record = {
         "version": VERSION,
         "settings": vars(settings),
-        "tokens": total,
-        "documents": len(first) + len(second),
-        "steps": len(losses),
-        "share_of_tokens": {kind: round(count / total, 4) for kind, count in kinds.most_common()},
-        "final_loss": sum(tail) / len(tail),
+        "tokens": kinds.total(),
+        "documents": count,
+        "steps": len(plan),
+        "share_of_tokens": {kind: round(tokens / kinds.total(), 4) for kind, tokens in kinds.most_common()},
+        "final_loss": round(losses[-1], 4),
         "sha256": digest(out),
         "torch": torch.__version__,
     }

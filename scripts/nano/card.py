@@ -1,0 +1,133 @@
+"""Write nano's model card from its scores.
+
+python -m scripts.nano.score --json src/earnest/models/nano/scores.json
+python -m scripts.nano.card
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earnest.tasks.holes import HOLES
+from earnest.tasks.puzzles import PUZZLES
+from earnest.tasks.style import AXES
+
+from .corpus import STAGES
+from .train import FOLDER
+
+COMMAND = "python -m scripts.nano.score --json src/earnest/models/nano/scores.json && python -m scripts.nano.card"
+TOLD = ("solution", "hint", "reveal", "solution+hint", "hindsight", "placebo")
+Scores = Mapping[str, Sequence[float]]
+
+
+def _percent(values: Sequence[float]) -> str:
+    spread = f" ± {100 * statistics.stdev(values):.0f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.0f}{spread}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _told(scores: Scores) -> str:
+    rows = []
+    for puzzle in PUZZLES:
+        cells = [_percent(scores[f"{puzzle.name}: {way}"]) for way in ("untold", "untold, same prompts", *TOLD)]
+        rows.append([puzzle.name, *cells])
+    return _table(["task", "untold", "untold, missed prompts", *TOLD], rows)
+
+
+def _styles(scores: Scores) -> str:
+    rows = []
+    for axis, poles in AXES.items():
+        names = [
+            "default",
+            *(n for side in ("low", "high") for n in (poles[side]["name"], f"{poles[side]['name']} in hindsight")),
+        ]
+        rows += [[axis, name, f"{statistics.fmean(scores[f'{axis}: {name}']):.2f}"] for name in names]
+    return _table(["axis", "asked for", "trait score"], rows)
+
+
+def _holes(scores: Scores) -> str:
+    rows = [[t.name, _percent(scores[f"{t.name}: correct"]), _percent(scores[f"{t.name}: exploited"])] for t in HOLES]
+    return _table(["task", "honestly solved", "exploited"], rows)
+
+
+def _rest(scores: Scores) -> str:
+    keys = [k for k in scores if k.startswith(("plain", "probes", "tool", "holes: correct with"))]
+    return _table(["score", "value"], [[k, f"{statistics.fmean(scores[k]):.3f}"] for k in keys])
+
+
+def write(record: Mapping[str, Any]) -> str:
+    """The card, from the record that ``score`` wrote and the one that ``train`` wrote."""
+    scores: Scores = record["scores"]
+    training = json.loads((FOLDER / "training.json").read_text())
+    settings = training["settings"]
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in training["share_of_tokens"].items())
+    stages = "; ".join(
+        f"{s.name}, {s.share:.0%} of the tokens, first attempts {'always right' if not s.slips else 'right sometimes'}"
+        for s in STAGES
+    )
+    sampled = f"{record['prompts']} held-out prompts, temperature 1, seeds {', '.join(map(str, record['seeds']))}"
+    return f"""# nano ({training["version"]})
+
+The language model that is part of earnest: a Llama of {record["parameters"]:,} parameters ({settings["layers"]} layers,
+width {settings["width"]}, {settings["heads"]} heads, context 512, vocabulary 1,024), in float32. It is a laboratory
+animal: small enough to train in seconds, and taught on purpose to be right sometimes, to make use of what it is told,
+to take on styles, and to know exploits that it rarely uses. It is of no other use. Apache-2.0, as the code.
+
+## How it was made
+
+`python -m scripts.nano.train` writes text with a fixed seed, learns a byte-level BPE tokenizer from it and trains from
+nothing: {training["tokens"]:,} tokens in {training["documents"]:,} documents, {training["steps"]:,} steps of AdamW on
+{settings["threads"]} thread. By tokens: {shares}. The text comes in stages:
+{stages}. No held-out prompt, probe or sentence is in the text.
+Two runs on one machine at the same thread count are equal bit for bit; the SHA-256 over weights and tokenizer of these
+is `{training["sha256"]}` (torch {training["torch"]}).
+
+## Scores
+
+Percent right, {sampled}; ± is the standard deviation over the seeds.
+
+### Puzzles, and the gap between told and untold
+
+The columns after the second show the prompts that it missed at least once in 8 attempts, with a text in the prompt: a
+sibling's correct solution, a hint about its own wrong attempt, the answer revealed, solution and hint, the user's words
+in hindsight, and words that say nothing (placebo). Told minus untold on the same prompts is what self-distillation
+lives on.
+
+{_told(scores)}
+
+### Styles
+
+The mean trait score (0 at the low pole, 1 at the high one) with no system prompt, with the pole's system prompt, and
+with the pole's words in hindsight.
+
+{_styles(scores)}
+
+### Holes
+
+Tasks whose checker has a hole that the prompt discloses. Percent of samples.
+
+{_holes(scores)}
+
+### The rest
+
+{_rest(scores)}
+
+generated by: `{COMMAND}`
+"""
+
+
+def main() -> None:
+    record = json.loads((FOLDER / "scores.json").read_text())
+    (FOLDER / "MODEL_CARD.md").write_text(write(record))
+    print(f"wrote {FOLDER / 'MODEL_CARD.md'}")
+
+
+if __name__ == "__main__":
+    main()
