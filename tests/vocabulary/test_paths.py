@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from earnest.engines.vocabulary import eager, fused, scalars
+from earnest.engines.vocabulary import backward, eager, fused, scalars
 from earnest.models.head import HeadSpec
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, SourceEntropy
 from earnest.signals.batch import Reference, Teacher
@@ -196,3 +196,29 @@ def test_values_do_not_depend_on_the_path_beyond_rounding() -> None:
     )
     for need in needs:
         torch.testing.assert_close(a[need].values, b[need].values, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_known_weights_are_pulled_back_in_one_product(trained: bool) -> None:
+    """A caller that knows the loss's derivative by every scalar gets the same gradient, with 2 + s products for five
+    scalars.
+    """
+    head = make_head(V, d, bias=True, softcap=6.0, trained=trained)
+    batch = with_sources(make_batch(N, V), teacher=source("logits" if trained else "hidden", 3, V, d), at=[1, 5, 9])
+    needs: list[Need] = [LogProb(), Entropy(), LogProb(0.5), Divergence("teacher", 0.3), Divergence("teacher", 1.0)]
+    body = normal(2, d, d).requires_grad_()  # what the states are made from
+    leaves = [body, *(p for p in head.module.parameters() if p.requires_grad)]
+
+    def states() -> Tensor:
+        return normal(1, N, d) @ body
+
+    fields = scalars(states(), head, batch, needs)
+    weights = {need: upstream(field, i) for i, (need, field) in enumerate(fields.items())}
+    want = torch.autograd.grad([f.values for f in fields.values()], leaves, list(weights.values()))
+    hidden = states()
+    with Watch() as watch:
+        backward(hidden, head, batch, weights, budget_bytes=5 * V * 8 * 3)
+    for leaf, gradient in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-10)
+    if not trained:
+        assert watch.rows <= 2 * N + 3 + 2 * d  # the rest is the body's own product

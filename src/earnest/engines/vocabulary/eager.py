@@ -51,20 +51,24 @@ def scalars(hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Seque
 def _field(need: TokenNeed, z: Float[Tensor, "N V"], head: Head, batch: Batch, todo: plan.Plan) -> Field:
     if isinstance(need, LogProb):
         target = batch.token_target
-        logp = (z / need.temperature).log_softmax(-1)
+        logp = _heated(z, need.temperature).log_softmax(-1)
         values = logp.gather(-1, target if target.ndim == 2 else target[:, None])
         return Field(values if target.ndim == 2 else values[:, 0], None, "logprob [eager]", {})
     if isinstance(need, Entropy):
-        return Field(formulas.entropy((z / need.temperature).log_softmax(-1))[0], None, "entropy [eager]", {})
+        return Field(formulas.entropy(_heated(z, need.temperature).log_softmax(-1))[0], None, "entropy [eager]", {})
     covered = todo.sources[need.source]
     source = _source(covered, head, z.dtype)
     if isinstance(need, Divergence):
         mine = z if covered.at is None else z[covered.at]
-        found = compare(mine / need.temperature, source, need)
+        found = compare(_heated(mine, need.temperature), source, need)
         metrics = todo.metrics(need, found.student_mass, found.teacher_mass)
         return Field(found.value, covered.at, f"{found.ran} [eager]", metrics)
     values, ran = source_entropy(source, need.temperature)
     return Field(values, covered.at, f"{ran} [eager]", {})
+
+
+def _heated(z: Float[Tensor, "n V"], temperature: float) -> Float[Tensor, "n V"]:
+    return z if temperature == 1 else z / temperature
 
 
 def _source(covered: Covered, head: Head, dtype: torch.dtype) -> Float[Tensor, "M V"] | TopK:
@@ -86,4 +90,4 @@ def source_entropy(source: Float[Tensor, "n V"] | TopK, temperature: float) -> t
             return formulas.entropy(logp.to(wide(logp.dtype)))[
                 0
             ], "source_entropy, the tail as one token (a lower bound)"
-        return formulas.entropy((source / temperature).log_softmax(-1))[0], "source_entropy"
+        return formulas.entropy(_heated(source, temperature).log_softmax(-1))[0], "source_entropy"

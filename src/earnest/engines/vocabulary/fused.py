@@ -65,6 +65,33 @@ def scalars(
     return {need: _field(need, values[need], found[need], todo, path) for need in todo.needs}
 
 
+def backward(
+    hidden: Float[Tensor, "N d"],
+    head: Head,
+    batch: Batch,
+    weights: Mapping[Need, Tensor],
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> None:
+    """Add Σ weights·∂scalars/∂· to the gradients of what ``hidden`` and the head were made from.
+
+    For a caller that has the loss's derivative by every scalar already: 2 + s products, however many scalars there are.
+    """
+    todo = plan.make(list(weights), batch, head, hidden)
+    factor = product.of(head, hidden.dtype)
+    if factor.leaves:
+        plan.check_trained_head(todo, batch)
+    sweep = Sweep(todo, factor, batch.token_target, vocabulary=head.weight.shape[0], budget_bytes=budget_bytes)
+    into = [torch.zeros(t.shape, dtype=sweep.dtype, device=t.device) for t in factor.leaves]
+    known: dict[TokenNeed, Tensor] = {
+        need: weights[need].detach() for need in todo.needs if not isinstance(need, SourceEntropy)
+    }
+    by_hidden = sweep.pull(hidden.detach(), known, into)
+    pairs = [(hidden, by_hidden), *zip(factor.leaves, into, strict=True)]
+    wanted = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
+    torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
+
+
 def choose(todo: plan.Plan, tokens: int, factor: Product, *, many_targets: bool, plain: bool) -> Path:
     """The path with fewer products, counted in rows of hidden states × head."""
     if factor.leaves or not plain or (many_targets and any(isinstance(n, LogProb) for n in todo.needs)):
