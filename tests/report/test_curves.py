@@ -89,7 +89,7 @@ def test_shares_are_drawn_only_where_they_were_measured(tmp_path):
 
 def test_every_number_of_a_step_is_a_curve_or_a_constant(tmp_path):
     run = load(folders.make(tmp_path))
-    charts, constant = curves.metric_charts(run)
+    charts, still = curves.metric_charts(run)
     assert [chart.title for chart in charts] == [
         "gradient norm",
         "update norm",
@@ -101,12 +101,25 @@ def test_every_number_of_a_step_is_a_curve_or_a_constant(tmp_path):
         "seconds: sample",
         "seconds: train",
     ]
-    still = [("learning rate", 0.001), ("grpo: dropped_tokens", 0.0), ("grader_errors", 0.0), ("micro-batches", 1.0)]
-    assert sorted(constant) == sorted(still)
+    never = [("learning rate", 0.001), ("grpo: dropped_tokens", 0.0), ("grader_errors", 0.0), ("micro-batches", 1.0)]
+    assert sorted((one.title, one.value) for one in still if one.exact) == sorted(never)
+    assert all(one.exact for one in still)
     colours = {chart.title: chart.series[0].colour for chart in charts}
     assert [colours[name] for name in ("grpo: ratio_max", "sdpo: covered_mass", "entropy")] == [0, 1, -1]
     norm = charts[0].series[0]
     assert list(norm.y) == [step.grad_norm for step in run.steps]
+
+
+def test_rounding_is_not_drawn_as_if_it_were_movement(tmp_path):
+    """A ratio of 1 ± 1e−7 filled a whole chart; 1 ± 1e−3 is movement, and so is anything around 0."""
+    folder = folders.make(tmp_path, steps=3)
+    rows = [folders.step_line(step, 3, random.Random(step)) for step in (1, 2, 3)]
+    for row in rows:
+        row["metrics"] = {"ratio": 1 + 1e-7 * row["step"], "kl": 1e-9 * row["step"], "moves": 1 + 1e-3 * row["step"]}
+    folders.write_lines(folder / "metrics.jsonl", rows)
+    charts, still = curves.metric_charts(load(folder))
+    assert [(one.title, one.exact) for one in still if one.title == "ratio"] == [("ratio", False)]
+    assert {"kl", "moves"} <= {chart.title for chart in charts}
 
 
 def test_two_metrics_of_one_name_stay_apart(tmp_path):

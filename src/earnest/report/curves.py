@@ -251,17 +251,31 @@ def metric_points(run: Run) -> list[Named]:
     return list(found.values())
 
 
-def metric_charts(run: Run) -> tuple[list[Chart], list[tuple[str, float]]]:
+STILL = 1e-4
+"""What moves by less than this part of its size is called still: a drawing would magnify rounding."""
+
+
+@dataclass(frozen=True)
+class Still:
+    """A number that never changed (``exact``), or only by rounding."""
+
+    title: str
+    value: float
+    exact: bool
+
+
+def metric_charts(run: Run) -> tuple[list[Chart], list[Still]]:
     """Charts of what moves, and the values of what never did (a flat line says less than its number)."""
     charts: list[Chart] = []
-    constant: list[tuple[str, float]] = []
+    still: list[Still] = []
     for index, one in enumerate(metric_points(run)):
-        values = {value for _, value in one.pairs}
-        if len(values) == 1 and len(one.pairs) > 1:
-            constant.append((one.title, values.pop()))
+        values = [value for _, value in one.pairs]
+        low, high = min(values), max(values)
+        if len(values) > 1 and high - low <= STILL * max(abs(low), abs(high)):
+            still.append(Still(one.title, values[-1], low == high))
         elif chart := small(f"metric.{index}", one.title, one.pairs, one.colour):
             charts.append(chart)
-    return charts, constant
+    return charts, still
 
 
 def small(key: str, title: str, pairs: Points, colour: int) -> Chart | None:

@@ -12,7 +12,6 @@ TONES: dict[Status, str] = {"finished": "good", "running": "warn", "interrupted"
 
 def headline(run: Run) -> Html:
     header = run.header
-    model = f"{header.model} {header.model_version}".strip()
     done = f"{header.steps_done:,}"
     facts = {
         "status": badge(header.status, TONES[header.status]),
@@ -27,7 +26,7 @@ def headline(run: Run) -> Html:
     return el(
         "header",
         el("p", "earnest run", el("span", " · ", class_="soft"), header.recipe, class_="kicker"),
-        el("h1", header.task, el("span", " on ", class_="soft"), model),
+        el("h1", header.task, el("span", " on ", class_="soft"), header.policy),
         _result(run.change, header.status == "finished"),
         el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in facts.items()), class_="facts"),
         class_="headline",

@@ -57,14 +57,13 @@ def render(run: Run) -> str:
     ]
     style, script = _asset("page.css"), _asset("page.js")
     data = _json({chart.key: chart.data() for chart in _unique([*reward_charts, *term_charts, *update_charts])})
-    model = f"{run.header.model} {run.header.model_version}".strip()
     head = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{run.header.task} on {model} · earnest"),
+        el("title", f"{run.header.task} on {run.header.policy} · earnest"),
         el("style", Html(style)),
     )
     page = el(

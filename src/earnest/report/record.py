@@ -42,6 +42,12 @@ class Header:
     steps_done: int
     seconds: float
 
+    @property
+    def policy(self) -> str:
+        """The model and its version; a folder's last part where it was loaded from a path."""
+        name = Path(self.model).name if Path(self.model).is_absolute() else self.model
+        return f"{name} {self.model_version}".strip()
+
 
 @dataclass(frozen=True)
 class TermValue:

@@ -98,11 +98,16 @@ def _grid(charts: Sequence[Chart]) -> Html | None:
 
 def update(run: Run) -> tuple[Html | None, list[Chart]]:
     """Gradient and update norm, clip fraction, and every other number that moved."""
-    charts, constant = curves.metric_charts(run)
-    if not charts and not constant:
+    charts, still = curves.metric_charts(run)
+    if not charts and not still:
         return None, []
-    still = ", ".join(f"{name} {number(value)}" for name, value in constant)
-    return section("update", "The update", _grid(charts), note(f"Never changed: {still}." if still else "")), charts
+    never = ", ".join(f"{one.title} {number(one.value)}" for one in still if one.exact)
+    hardly = ", ".join(f"{one.title} {number(one.value)}" for one in still if not one.exact)
+    notes = [
+        note(f"Never changed: {never}." if never else ""),
+        note(f"Changed by less than {number(curves.STILL)} of their size: {hardly}." if hardly else ""),
+    ]
+    return section("update", "The update", _grid(charts), *notes), charts
 
 
 def events(run: Run) -> Html | None:

@@ -6,7 +6,7 @@
   let cursor = null; // a step, or null
 
   // ── numbers ────────────────────────────────────────────────────────────────────────────────────────────────────
-  const minus = (text) => text.replace("-", "−");
+  const minus = (text) => text.replaceAll("-", "−");
   function format(value) {
     const size = Math.abs(value);
     if (value === 0) return "0";
@@ -16,6 +16,13 @@
     }
     if (Number.isInteger(value)) return minus(value.toLocaleString("en-US"));
     return minus(Number(value.toPrecision(4)).toLocaleString("en-US", { maximumFractionDigits: 8 }));
+  }
+  function axis(marks) {
+    // Marks of one axis with the same decimals, as many as tell them apart.
+    const step = marks.length > 1 ? Math.abs(marks[1] - marks[0]) : 0;
+    const decimals = step ? Math.max(0, -Math.floor(Math.log10(step * 1.0001))) : 0;
+    if (!step || decimals > 6 || step >= 1e6) return marks.map(format);
+    return marks.map((mark) => minus(mark.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })));
   }
   const percent = (value) => Math.round(100 * value) + " %";
 
@@ -90,7 +97,8 @@
     const write = chart.share ? percent : format;
     const direct = large ? series.filter((one) => one.style !== "faint") : []; // a faint series comes with its mean
     const cut = (text) => (text.length > 16 ? text.slice(0, 15) + "…" : text);
-    const left = 8 + 6.6 * Math.max(...yTicks.map((t) => write(t).length));
+    const yNames = chart.share ? yTicks.map(percent) : axis(yTicks);
+    const left = 8 + 6.6 * Math.max(...yNames.map((name) => name.length));
     const right = direct.length ? 14 + 7 * Math.max(...direct.map((one) => cut(one.label).length)) : 10;
     const top = 8, bottom = height - 22;
     const all = series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]);
@@ -103,10 +111,10 @@
 
     box.replaceChildren();
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true", focusable: "false" }, box);
-    for (const t of yTicks) {
+    yTicks.forEach((t, i) => {
       svg("line", { class: "gridline", x1: left, x2: width - right, y1: fix(py(t)), y2: fix(py(t)) }, root);
-      svg("text", { x: left - 7, y: fix(py(t) + 4), "text-anchor": "end" }, root, write(t));
-    }
+      svg("text", { x: left - 7, y: fix(py(t) + 4), "text-anchor": "end" }, root, yNames[i]);
+    });
     svg("line", { class: "axis", x1: left, x2: width - right, y1: bottom, y2: bottom }, root);
     const xTicks = ticks(Math.ceil(first), Math.floor(last), Math.max(3, Math.floor((width - left - right) / 110)), true);
     xTicks.forEach((t, i) => {
