@@ -107,6 +107,14 @@ def distill_loss(model: nn.Module, batch: Mapping[str, Any], alpha: float, tempe
     return (divergence * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def sequence_logprobs(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    sides = []
+    for side in ("chosen", "rejected"):
+        row = {"ids": batch[side], "attention": batch[f"{side}_attention"]}
+        sides.append((logprobs(model, row) * batch[f"{side}_mask"]).sum(-1))
+    return sides[0], sides[1]
+
+
 def dpo_loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     """−log σ(β[(lp_c − ref_c) − (lp_r − ref_r)])."""
     sides = {}
@@ -197,7 +205,10 @@ def dpo_step(loss: Any = dpo_loss, dtype: torch.dtype = torch.float32, seed: int
             "rejected": "rejected",
             "reference_chosen": "ref_chosen",
             "reference_rejected": "ref_rejected",
+            "chosen_mask": "chosen_mask",
+            "rejected_mask": "rejected_mask",
         },
+        logprobs=sequence_logprobs,
         knobs={"beta": 0.1},
         metrics={"accuracy": (0.0, 1.0)},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),

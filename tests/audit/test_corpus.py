@@ -20,7 +20,9 @@ def test_all_thirty_rows_are_here() -> None:
 def test_the_defect_is_seen(defect: Defect) -> None:
     verdict = audit(defect.broken())
     seen = {f.law for f in verdict.failures}
-    assert seen & defect.laws, f"{defect.what}: failures of {seen or 'no law'}, expected one of {set(defect.laws)}\n{verdict}"
+    assert seen & defect.laws, (
+        f"{defect.what}: failures of {seen or 'no law'}, expected one of {set(defect.laws)}\n{verdict}"
+    )
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=NAMES)

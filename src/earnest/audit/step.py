@@ -39,6 +39,8 @@ Role = Literal[
     "returns",  # targets of a critic
     "chosen",  # token ids of the preferred answers
     "rejected",  # token ids of the others
+    "chosen_mask",  # 1 where the preferred answer's tokens are [P, T]
+    "rejected_mask",  # … and the other's
     "reference_chosen",  # reference log-probs of the preferred answers
     "reference_rejected",  # … and of the others
     "group",  # which prompt a row belongs to [B]
@@ -63,7 +65,8 @@ class Raises:
 class Step:
     """What there is, in the user's own words. Everything beyond model, loss and batch is optional.
 
-    ``logprobs``   fn(model, batch) -> log-probs like ``behaviour``: switches on the on-policy laws
+    ``logprobs``   fn(model, batch) -> log-probs like ``behaviour``: switches on the on-policy laws; for preferences
+                   a pair of tensors [P], the sequence log-probs (or averages) that are compared
     ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form: identical must cost 0
     ``reference``  fn() -> what the reference policy says now: it must not move when the policy does
     ``paths``      other functions with the loss's signature that claim to be the same objective

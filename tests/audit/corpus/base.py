@@ -24,7 +24,9 @@ class Defect:
 DEFECTS: list[Defect] = []
 
 
-def defect(id: str, what: str, laws: str, mended: Callable[[], Thing]) -> Callable[[Callable[[], Thing]], Callable[[], Thing]]:
+def defect(
+    id: str, what: str, laws: str, mended: Callable[[], Thing]
+) -> Callable[[Callable[[], Thing]], Callable[[], Thing]]:
     def add(broken: Callable[[], Thing]) -> Callable[[], Thing]:
         DEFECTS.append(Defect(id, what, frozenset(laws.split()), broken, mended))
         return broken

@@ -75,7 +75,12 @@ def _() -> Step:
     return expert_step(True, twice=True)
 
 
-@defect("10", "an all-ones attention mask switches packing off: documents attend each other", "MI", lambda: sft_step(packed=True))
+@defect(
+    "10",
+    "an all-ones attention mask switches packing off: documents attend each other",
+    "MI",
+    lambda: sft_step(packed=True),
+)
 def _() -> Step:
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         return sft_loss(model, {**batch, "documents": None})
@@ -164,13 +169,18 @@ def reference_step(switched: bool) -> Step:
     )
 
 
-@defect("16", "the adapter is injected in place: the reference is the adapted model", "IG LAW", lambda: reference_step(True))
+@defect(
+    "16", "the adapter is injected in place: the reference is the adapted model", "IG LAW", lambda: reference_step(True)
+)
 def _() -> Step:
     return reference_step(False)
 
 
-@defect("17", "disable_adapter() is called and not entered: the reference answers with the policy", "IG", lambda: reference_step(True))
+@defect(
+    "17",
+    "disable_adapter() is called and not entered: the reference answers with the policy",
+    "IG",
+    lambda: reference_step(True),
+)
 def _() -> Step:
     return reference_step(False)
-
-

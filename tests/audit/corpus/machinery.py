@@ -37,7 +37,12 @@ def centred(rewards: Tensor, groups: Tensor) -> Tensor:
     return rewards - group_mean(rewards, groups)
 
 
-@defect("4a", "one sample a prompt: every advantage is 0 and nothing is learned", "GL SE", lambda: AdvantageEstimator(centred, "equal"))
+@defect(
+    "4a",
+    "one sample a prompt: every advantage is 0 and nothing is learned",
+    "GL SE",
+    lambda: AdvantageEstimator(centred, "equal"),
+)
 def _() -> AdvantageEstimator:
     return AdvantageEstimator(centred, "equal", groups=6, size=1)
 
@@ -74,7 +79,12 @@ def _() -> Accumulation:
     return accumulation("mean of means")
 
 
-@defect("13", "gradients are cleared at every forward_backward: only the last request trains", "SE", lambda: accumulation("right"))
+@defect(
+    "13",
+    "gradients are cleared at every forward_backward: only the last request trains",
+    "SE",
+    lambda: accumulation("right"),
+)
 def _() -> Accumulation:
     return accumulation("cleared")
 
@@ -156,7 +166,9 @@ def slot_step(zero_a: bool) -> Step:
     model = LowRank(zero_a)
     step = sft_step()
     trained = [p for p in model.parameters() if p.requires_grad]
-    return Step(model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=torch.optim.AdamW(trained, lr=1e-2))
+    return Step(
+        model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=torch.optim.AdamW(trained, lr=1e-2)
+    )
 
 
 @defect("20", "a cleared adapter slot is reused with A = B = 0: no gradient, for ever", "GL", lambda: slot_step(False))
@@ -190,10 +202,17 @@ def checkpoint_step(reentrant: bool) -> Step:
     model = Checkpointed(reentrant)
     step = sft_step()
     trained = [p for p in model.parameters() if p.requires_grad]
-    return Step(model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=torch.optim.AdamW(trained, lr=1e-2))
+    return Step(
+        model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=torch.optim.AdamW(trained, lr=1e-2)
+    )
 
 
-@defect("21", "reentrant checkpointing without input gradients: checkpointed layers get none", "GL DF", lambda: checkpoint_step(False))
+@defect(
+    "21",
+    "reentrant checkpointing without input gradients: checkpointed layers get none",
+    "GL DF",
+    lambda: checkpoint_step(False),
+)
 def _() -> Step:
     return checkpoint_step(True)
 
@@ -240,7 +259,12 @@ def gate_step(dtype: torch.dtype) -> Step:
     return Step(model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=optimizer)
 
 
-@defect("24", "a bf16 gate at 1.0: the update rounds back and the parameter never moves", "GL F64", lambda: gate_step(torch.float32))
+@defect(
+    "24",
+    "a bf16 gate at 1.0: the update rounds back and the parameter never moves",
+    "GL F64",
+    lambda: gate_step(torch.float32),
+)
 def _() -> Step:
     return gate_step(torch.bfloat16)
 
@@ -266,7 +290,10 @@ class Run:
 
     def save(self, folder: Path) -> None:
         state = self.optimizer.state_dict()["state"][0]
-        save_file({"w": self.w.detach(), "place": torch.tensor(self.place), **{f"adam.{k}": v for k, v in state.items()}}, folder / "s")
+        save_file(
+            {"w": self.w.detach(), "place": torch.tensor(self.place), **{f"adam.{k}": v for k, v in state.items()}},
+            folder / "s",
+        )
 
     def load(self, folder: Path, *, moments: bool = True, stream: bool = True) -> None:
         saved = load_file(folder / "s")
@@ -281,7 +308,9 @@ class Run:
 
 
 def resume(**forgets: bool) -> Resume:
-    return Resume(Run, lambda r, n: r.go(n), lambda r, f: r.save(f), lambda r, f: r.load(f, **forgets), lambda r: r.w.detach())
+    return Resume(
+        Run, lambda r, n: r.go(n), lambda r, f: r.save(f), lambda r, f: r.load(f, **forgets), lambda r: r.w.detach()
+    )
 
 
 @defect("25a", "a resume starts with fresh optimizer moments", "RT", resume)
@@ -303,7 +332,12 @@ def rates(total: int, ranks: int, per_rank: bool = False) -> list[float]:
     return found
 
 
-@defect("26", "the scheduler is stepped num_processes times an update", "MR SE", lambda: Schedule(rates, peak=1.0, final=0.0))
+@defect(
+    "26",
+    "the scheduler is stepped num_processes times an update",
+    "MR SE",
+    lambda: Schedule(rates, peak=1.0, final=0.0),
+)
 def _() -> Schedule:
     return Schedule(lambda t, r: rates(t, r, per_rank=True), peak=1.0, final=0.0)
 
@@ -328,7 +362,12 @@ def gather(values: list[Tensor], aliased: bool) -> list[Tensor]:
     return slots
 
 
-@defect("29", "all_gather into [t] * world_size: every rank's slot is one tensor", "RT SE", lambda: Gather(lambda v: gather(v, False)))
+@defect(
+    "29",
+    "all_gather into [t] * world_size: every rank's slot is one tensor",
+    "RT SE",
+    lambda: Gather(lambda v: gather(v, False)),
+)
 def _() -> Gather:
     return Gather(lambda v: gather(v, True))
 
@@ -342,7 +381,9 @@ class Reflected(nn.Module):
         half = torch.randn(2, 23, generator=torch.Generator().manual_seed(3))
         self.u = nn.Parameter(half.repeat_interleave(2, 0))
 
-    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None, reverse: bool = False) -> Tensor:
+    def forward(
+        self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None, reverse: bool = False
+    ) -> Tensor:
         y = self.base(ids, attention, documents)
         for u in self.u.flip(0) if reverse else self.u:
             y = y - 2 * (y @ u)[..., None] * u / (u @ u)
@@ -373,6 +414,8 @@ def reflection_step(reverse: bool) -> Step:
     )
 
 
-@defect("30", "reflections are applied in reverse order; the paired birth hides it", "MU DF", lambda: reflection_step(False))
+@defect(
+    "30", "reflections are applied in reverse order; the paired birth hides it", "MU DF", lambda: reflection_step(False)
+)
 def _() -> Step:
     return reflection_step(True)

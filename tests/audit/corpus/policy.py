@@ -40,7 +40,12 @@ def _() -> Step:
     return policy_step(loss)
 
 
-@defect("2", "the log-ratio is zeros_like: the ratio is the constant 1 and the policy gradient 0", "IG KG LAW GL MR", policy_step)
+@defect(
+    "2",
+    "the log-ratio is zeros_like: the ratio is the constant 1 and the policy gradient 0",
+    "IG KG LAW GL MR",
+    policy_step,
+)
 def _() -> Step:
     def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Out:
         lp, mask, _, a = parts(model, batch)
@@ -93,7 +98,12 @@ def named_step(obeys: bool) -> Step:
     )
 
 
-@defect("6", "the requested loss is never passed on: everything trains with cross-entropy", "KG IG", lambda: named_step(True))
+@defect(
+    "6",
+    "the requested loss is never passed on: everything trains with cross-entropy",
+    "KG IG",
+    lambda: named_step(True),
+)
 def _() -> Step:
     return named_step(False)
 
@@ -125,7 +135,12 @@ def fused_step(reads_it: bool) -> Step:
     )  # fmt: skip
 
 
-@defect("7", "the fused loss has no argument for the sampler's ratio: the correction is absent", "DF IG", lambda: fused_step(True))
+@defect(
+    "7",
+    "the fused loss has no argument for the sampler's ratio: the correction is absent",
+    "DF IG",
+    lambda: fused_step(True),
+)
 def _() -> Step:
     return fused_step(False)
 
@@ -178,7 +193,9 @@ def critic_step(undo_first: bool) -> Step:
     )
 
 
-@defect("9", "values meet the mask before the dynamic batch's permutation is undone", "DF SE MI", lambda: critic_step(True))
+@defect(
+    "9", "values meet the mask before the dynamic batch's permutation is undone", "DF SE MI", lambda: critic_step(True)
+)
 def _() -> Step:
     return critic_step(False)
 
@@ -212,7 +229,9 @@ def tempered_step(applied: bool) -> Step:
     )
 
 
-@defect("18", "the sampling temperature is not applied when log-probs are recomputed", "LAW MR", lambda: tempered_step(True))
+@defect(
+    "18", "the sampling temperature is not applied when log-probs are recomputed", "LAW MR", lambda: tempered_step(True)
+)
 def _() -> Step:
     return tempered_step(False)
 
@@ -225,5 +244,3 @@ def _() -> Step:
         return value, {**metrics, "approx_kl": -(ratio * batch["mask"]).sum() / batch["mask"].sum()}
 
     return policy_step(loss)
-
-

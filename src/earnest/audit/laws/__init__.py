@@ -2,6 +2,8 @@
 
 from earnest.audit.law import Law
 from earnest.audit.laws import (
+    at_reference,
+    clipping,
     coverage,
     direction,
     finite_difference,
@@ -24,6 +26,8 @@ LAWS: tuple[Law, ...] = tuple(
         inputs,
         knobs,
         on_policy,
+        clipping,
+        at_reference,
         identical,
         splits,
         masks,

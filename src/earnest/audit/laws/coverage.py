@@ -33,6 +33,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     )
     if share > 0:
         yield from _every_position(probe, on)
+        yield from _no_peeking(probe, on)
 
 
 def _decoded(probe: Probe, on: Tensor) -> str:
@@ -77,6 +78,31 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
         not silent,
         f"{', '.join(silent[:4])} is in the mask and not in the gradient: the last (end-of-turn) token is cut off by a shift or masked "
         "because its id equals the padding's.",
+    )
+
+
+def _no_peeking(probe: Probe, on: Tensor) -> Iterator[Finding]:
+    """A row's last supervised label is predicted from what stands before it: its own input token must not matter."""
+    step = probe.step
+    ids, labels = step.value("ids"), step.value("labels")
+    if ids is None or labels is None or ids.shape != labels.shape or not bool((labels == ids)[on].all()):
+        return  # only where labels stand at their own place; shifted ones are told apart by nothing
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    last = torch.where(on, places, -1).amax(-1, keepdim=True)
+    shown = step.value("attention")
+    final = torch.where(shown != 0, places, -1).amax(-1, keepdim=True) if shown is not None else places[:, -1:]
+    at_end = (places == last) & (last == final)
+    if not bool(at_end.any()):
+        return
+    other = ids.roll(1, dims=0) if len(ids) > 1 else ids.roll(1, dims=-1)
+    changed = {**step.batch, step.roles["ids"]: torch.where(at_end, other, ids)}
+    change = probe.gradient().distance(probe.gradient(changed))
+    yield LAW.finding(
+        "no label is seen before it is predicted",
+        f"changing the rows' last input moved the gradient by {change:.2g}",
+        f"≤ {probe.tolerance:.1g}",
+        change <= probe.tolerance,
+        "The token that is to be predicted is in the input that predicts it: logits and labels are shifted against each other.",
     )
 
 

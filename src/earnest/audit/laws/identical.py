@@ -6,11 +6,14 @@ chosen = rejected, token by token →  gradient 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from earnest.audit import edits
+from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.on_policy import quiet_knobs
 from earnest.audit.probe import Probe, fresh, seeded
@@ -58,6 +61,32 @@ def _teacher(probe: Probe) -> Iterator[Finding]:
         "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not special-cased), or a softmax "
         "runs over an axis of length 1.",
     )
+    yield from _bounded(probe, key)
+
+
+def _bounded(probe: Probe, key: str) -> Iterator[Finding]:
+    """GJS_α ≤ H(α): swapped outer weights break it, at any α but ½."""
+    step = probe.step
+    knob = next((k for k in ("alpha", "beta", "jsd_beta", "jsd_alpha") if isinstance(step.knobs.get(k), float)), None)
+    if knob is None or not 0 < float(step.knobs[knob]) < 1 or step.batch[key].ndim < 3:
+        return
+    alpha = 0.1
+    entropy = -alpha * math.log(alpha) - (1 - alpha) * math.log(1 - alpha)
+    far = torch.full_like(step.batch[key], -40.0)
+    lowest = step.batch[key].argmin(-1, keepdim=True)
+    far = far.scatter(-1, lowest, 40.0)
+    twice = probe.gradient(edits.repeat_rows(step)).best_scale(probe.gradient())
+    if abs(twice - 1) > 0.01:
+        return  # a sum, not a mean: its bound depends on how many tokens there are
+    value = float(probe.evaluate({**step.batch, key: far}, {knob: alpha})[0].detach())
+    yield LAW.finding(
+        f"bound at {knob} = {alpha}",
+        f"{value:.3g} for a teacher far away",
+        f"≤ H({alpha}) = {entropy:.3g}, above 0",
+        0 < value <= entropy * 1.01,
+        "A generalised Jensen–Shannon divergence cannot exceed the binary entropy of its weight: the mixture's weights are swapped "
+        "against the outer ones, a factor is lost, or it is another divergence than its setting says.",
+    )
 
 
 def _pair(probe: Probe) -> Iterator[Finding]:
@@ -93,6 +122,49 @@ def _pair(probe: Probe) -> Iterator[Finding]:
         "A pair whose two answers are one text has nothing to prefer, yet it pulls: roles are mixed up, one side is masked or "
         "normalised differently, or another term is in the loss.",
     )
+    yield from _margin(probe)
+
+
+def _margin(probe: Probe) -> Iterator[Finding]:
+    """Descending the loss must widen the margin; and at the reference every pair pulls alike."""
+    step = probe.step
+    if step.logprobs is None:
+        yield not_declared("DR", "the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
+        return
+    with probe.kicked():
+        wider = _margin_gradient(probe, step.batch)
+        cosine = -probe.gradient().dot(wider) / max(probe.gradient().norm() * wider.norm(), 1e-300)
+        yield LAW.finding(
+            "descending widens the margin",
+            f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)",
+            "above 0",
+            cosine > 0.05,
+            "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.",
+        )
+        if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
+            return
+        with seeded(step.seed), torch.no_grad():
+            chosen, rejected = step.logprobs(step.model, fresh(step.batch))
+        keys = step.roles["reference_chosen"], step.roles["reference_rejected"]
+        at = {**step.batch, keys[0]: chosen.detach(), keys[1]: rejected.detach()}
+        gradient = probe.gradient(at)
+    alike = abs(gradient.dot(wider)) / max(gradient.norm() * wider.norm(), 1e-300)
+    yield LAW.finding(
+        "at the reference every pair pulls alike",
+        f"cosine {alike:.3f} between ∇L and the plain sum over pairs",
+        "1",
+        alike > 1 - max(probe.tolerance, 1e-2),
+        "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the reference enters "
+        "with the wrong sign, on the wrong side, or normalised differently.",
+    )
+
+
+def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
+    assert probe.step.logprobs is not None
+    with seeded(probe.step.seed), torch.enable_grad():
+        chosen, rejected = probe.step.logprobs(probe.step.model, fresh(batch))
+    found = torch.autograd.grad((chosen - rejected).sum(), list(probe.parameters.values()), allow_unused=True)
+    return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 
 LAW = Law(

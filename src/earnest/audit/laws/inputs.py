@@ -24,6 +24,9 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield _must_matter(probe, "mask", origin.distance(probe.gradient(_thin_mask(probe, base))))
         if "labels" in step.roles:
             yield _must_matter(probe, "labels", origin.distance(probe.gradient(_other_labels(probe, base))))
+        for role in ("ids", "attention", "chosen", "rejected"):
+            if (changed := _other_context(probe, base, role)) is not None:
+                yield _must_matter(probe, role, origin.distance(probe.gradient(changed)))
     if step.reference is None:
         if "reference" in step.roles or "reference_chosen" in step.roles:
             yield not_declared("IG", "the reference policy", "reference=lambda: …, what the reference says now,")
@@ -60,6 +63,34 @@ def _other_labels(probe: Probe, batch: edits.Batch) -> edits.Batch:
         labels >= 0, labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1), labels
     )
     return {**batch, key: torch.where((labels >= 0) & (rolled < 0), labels, rolled)}
+
+
+def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch | None:
+    """Other tokens, or fewer visible ones, in front of the first supervised position (anywhere if that is unknown)."""
+    step = probe.step
+    value = step.value(role)
+    if value is None or value.ndim != 2:
+        return None
+    if role == "attention":
+        seen = value != 0
+        hidden = seen & (seen.cumsum(-1) % 2 == 1) & (seen.cumsum(-1) < seen.sum(-1, keepdim=True))
+        return (
+            {**batch, step.roles[role]: torch.where(hidden, torch.zeros_like(value), value)}
+            if bool(hidden.any())
+            else None
+        )
+    shown = step.value("attention")
+    real = shown != 0 if shown is not None and shown.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
+    on = step.value(f"{role}_mask") if role in ("chosen", "rejected") else edits.supervised(step, batch)
+    if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
+        # Only the context: a token that is a target as well would be felt through the target alone.
+        target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
+        context = real & (target.cumsum(-1) == 0)
+        real = context if bool(context.any()) else real
+    return {
+        **batch,
+        step.roles[role]: torch.where(real, value.roll(1, dims=0) if len(value) > 1 else value.roll(1, -1), value),
+    }
 
 
 def _reference_stays(probe: Probe) -> Finding:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
+from earnest.audit.laws.clipping import clip_range
 from earnest.audit.laws.on_policy import on_policy
-from earnest.audit.probe import Probe
+from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
 
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both are one.
@@ -88,6 +92,7 @@ def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
 
 
 def _unchanged(probe: Probe) -> Iterator[Finding]:
+    yield from _recomputed(probe)
     _, found = probe.evaluate(on_policy(probe))
     for name, value in found.items():
         expected = UNCHANGED.get(name.lower().rsplit("/", 1)[-1])
@@ -99,6 +104,55 @@ def _unchanged(probe: Probe) -> Iterator[Finding]:
             f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are recomputed differently "
             "(temperature, shift), or the metric is another quantity under this name.",
         )  # fmt: skip
+
+
+def _recomputed(probe: Probe) -> Iterator[Finding]:
+    """A KL or ratio between the two policies has few definitions; the logged number must be one of them."""
+    step = probe.step
+    assert step.logprobs is not None
+    batch = probe.off_policy()
+    with seeded(step.seed), torch.no_grad():
+        now = step.logprobs(step.model, fresh(batch)).double()
+    gap = now - batch[step.roles["behaviour"]].double().reshape(now.shape)
+    on = edits.fit(edits.supervised(step, batch), now)
+    mask = torch.ones_like(gap) if on is None else on.double()
+    forms = {
+        "kl": [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap],
+        "ratio": [gap.exp()],
+        "clip": _clipped(probe, gap, batch),
+    }
+    for name, value in probe.evaluate(batch)[1].items():
+        short = name.lower().rsplit("/", 1)[-1]
+        kind = "ratio" if UNCHANGED.get(short) == 1.0 else "kl" if short.endswith("_kl") else "clip"
+        if short not in UNCHANGED or not forms[kind]:
+            continue
+        known = [m for form in forms[kind] for m in _means(form, mask)]
+        near = min(known, key=lambda k: abs(k - value))
+        yield LAW.finding(
+            f"metric {name}, recomputed",
+            f"{value:.4g}, the nearest definition gives {near:.4g}",
+            "one of them",
+            abs(value - near) <= max(2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2),
+            f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a normaliser is off.",
+        )
+
+
+def _clipped(probe: Probe, gap: Tensor, batch: edits.Batch) -> list[Tensor]:
+    """Tokens outside the clip range, on either side, or only where the clip acts on their advantage."""
+    low, high = clip_range(probe)
+    if low is None or high is None or "advantages" not in probe.step.roles:
+        return []
+    a = batch[probe.step.roles["advantages"]].double()
+    a = a[..., None] if a.ndim < gap.ndim else a
+    above, below = gap.exp() > 1 + high, gap.exp() < 1 - low
+    acting = (above & (a > 0)) | (below & (a < 0))
+    return [t.double() for t in (above | below, acting, above, below)]
+
+
+def _means(values: Tensor, mask: Tensor) -> list[float]:
+    rows = mask.sum(-1) > 0
+    by_row = (values * mask).sum(-1)[rows] / mask.sum(-1)[rows]
+    return [float((values * mask).sum() / mask.sum()), float(by_row.mean()), float((values * mask).sum())]
 
 
 LAW = Law(

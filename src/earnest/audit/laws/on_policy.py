@@ -43,6 +43,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         batch = on_policy(probe)
         yield from _linear(probe, batch, quiet)
         yield from _reinforce(probe, batch, quiet)
+        yield _raises_what_was_better(probe, batch, quiet)
         yield from _inert_clip(probe, batch, quiet)
 
 
@@ -169,6 +170,29 @@ def _rebuilt(probe: Probe, now: Tensor, slope: Tensor, advantages: Tensor, where
     surrogate = -(c.detach() * a.detach() * now).sum()
     found = torch.autograd.grad(surrogate, list(probe.parameters.values()), allow_unused=True, retain_graph=True)
     return Gradient(dict(zip(probe.parameters, found, strict=True)))
+
+
+def _raises_what_was_better(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Finding:
+    """Along -∇L the sum of A·lp over supervised tokens must rise: the sign that no other law sees."""
+    step = probe.step
+    assert step.logprobs is not None
+    down = probe.gradient(batch, quiet)
+    with seeded(step.seed), torch.enable_grad():
+        now = step.logprobs(step.model, fresh(batch))
+    a: Tensor = batch[step.roles["advantages"]]
+    on = edits.fit(edits.supervised(step, batch), now)
+    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
+    score = ((a[..., None] if a.ndim < now.ndim else a) * mask * now).sum()
+    found = torch.autograd.grad(score, list(probe.parameters.values()), allow_unused=True)
+    up = Gradient(dict(zip(probe.parameters, found, strict=True)))
+    cosine = -down.dot(up) / max(down.norm() * up.norm(), 1e-300)
+    return LAW.finding(
+        "descending raises what was better",
+        f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp",
+        "above 0",
+        cosine > 0.05,
+        "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with other rows.",
+    )
 
 
 def _clips(probe: Probe) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding

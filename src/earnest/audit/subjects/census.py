@@ -22,4 +22,11 @@ class Census:
         shown = f"{len(missing)} missing, {len(extra)} not asked for"
         odd = ", ".join([*missing[:3], *extra[:3]])
         holds = not missing and not extra and bool(self.wanted)
-        yield judged("GL", self.what, shown, "exactly what was asked for", holds, f"{odd}: a pattern matches too much or nothing.")
+        yield judged(
+            "GL",
+            self.what,
+            shown,
+            "exactly what was asked for",
+            holds,
+            f"{odd}: a pattern matches too much or nothing.",
+        )

@@ -1,0 +1,73 @@
+"""LAW, penalties: at the reference a KL penalty is 0 and pulls nowhere.
+
+lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is no loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.step import Raises
+from earnest.audit.verdict import Finding
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    named = {m: t for m, t in step.terms.items() if isinstance(t, str) and _about_the_reference(m)}
+    if not named or "reference" not in step.roles:
+        return
+    if step.logprobs is None:
+        yield not_declared("LAW", "a penalty at the reference", "logprobs=lambda model, batch: …")
+        return
+    key = step.roles["reference"]
+    with probe.kicked():
+        away = probe.off_policy()
+        with seeded(step.seed), torch.no_grad():
+            now = step.logprobs(step.model, fresh(away))
+        if now.shape != away[key].shape:
+            return
+        at = {**away, key: now.detach().to(away[key].dtype)}
+        for metric, knob in named.items():
+            assert not isinstance(knob, Raises)
+            weight = float(step.knobs[knob]) or 1.0
+            usual = _own(probe, away, knob, weight)
+            here = _own(probe, at, knob, weight)
+            value = probe.evaluate(at)[1].get(metric, 0.0)
+            room = max(probe.tolerance, 1e-3)
+            yield LAW.finding(
+                f"term {metric} at the reference",
+                f"value {value:.2g}, own gradient {here / max(usual, 1e-300):.2g} of the usual",
+                "0 and 0",
+                abs(value) <= room and here <= room * max(usual, 1e-300),
+                f"Where the policy equals the reference, {metric} must be 0 and pull nowhere. It does not: the estimator's formula is "
+                "off, or it is k1, whose gradient has no reference in it.",
+            )
+
+
+def _about_the_reference(metric: str) -> bool:
+    name = metric.lower()
+    return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
+
+
+def _own(probe: Probe, batch: edits.Batch, knob: str, weight: float) -> float:
+    # A larger weight lets the term stand clear of the rest's rounding.
+    heavy = 10 * weight
+    return probe.gradient(batch, {knob: heavy}).minus(probe.gradient(batch, {knob: 0.0})).norm() / heavy
+
+
+LAW = Law(
+    code="LAW",
+    name="at the reference",
+    sentence="At the reference a KL penalty is 0 and pulls nowhere.",
+    needs="terms with a metric named kl; role reference with per-token log-probs; logprobs=fn",
+    how="The reference is set to what the policy says now; the term's own gradient is the difference between two weights.",
+    traps="k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.",
+    caught="CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and not the one that is trained",
+    check=check,
+    quick=False,
+)

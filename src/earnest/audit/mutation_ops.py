@@ -1,0 +1,145 @@
+"""Small, blind changes to the source of a training step: what a slip of the keyboard or a bad merge does.
+
+Each operator looks at one syntax node and says what else it could have been. Nothing here knows what any law can see.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+Rewrite = Callable[[ast.AST], Iterator[tuple[str, ast.AST]]]
+
+_SWAPS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+}
+_COMPARES: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.Gt, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+}  # fmt: skip
+_METHODS = {"sum": "mean", "mean": "sum", "minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min",
+            "exp": "log1p", "logsigmoid": "sigmoid", "log_softmax": "softmax", "softmax": "log_softmax"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: where, what, and the whole mutated source."""
+
+    line: int
+    what: str
+    source: str
+
+
+def arithmetic(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """a + b → a - b, a * b → a / b, and each side alone (a term dropped)."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
+        other = _SWAPS[type(node.op)]
+        yield f"{_name(node.op)} becomes {_name(other())}", ast.BinOp(node.left, other(), node.right)
+        if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+            yield f"the right side of {_name(node.op)} is dropped", node.left
+
+
+def sign(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """-a → a."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+        yield "a minus sign is lost", node.operand
+
+
+def comparison(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """a < b → a > b."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARES:
+        yield "a comparison is turned round", ast.Compare(node.left, [_COMPARES[type(node.ops[0])]()], node.comparators)
+
+
+def detached(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """x = f(…) → x = f(…).detach()."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp | ast.Call):
+        cut = ast.Call(ast.Attribute(copy.deepcopy(node.value), "detach", ast.Load()), [], [])
+        yield f"{ast.unparse(node.targets[0])} is detached", ast.Assign(node.targets, cut)
+
+
+def reduction(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """sum → mean, minimum → maximum, log_softmax → softmax."""
+    if isinstance(node, ast.Attribute) and node.attr in _METHODS:
+        yield f"{node.attr} becomes {_METHODS[node.attr]}", ast.Attribute(node.value, _METHODS[node.attr], node.ctx)
+
+
+def arguments(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """f(a, b) → f(b, a)."""
+    if isinstance(node, ast.Call) and len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args):
+        swapped = [node.args[1], node.args[0], *node.args[2:]]
+        if ast.unparse(swapped[0]) != ast.unparse(swapped[1]):
+            yield f"two arguments of {ast.unparse(node.func)} are swapped", ast.Call(node.func, swapped, node.keywords)
+
+
+def shifted(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """x[:, 1:] → x[:, :-1] and back: a mask or a target shifted by one."""
+    if not isinstance(node, ast.Slice):
+        return
+    text = ast.unparse(node)
+    turned = {
+        "1:": ast.Slice(None, ast.UnaryOp(ast.USub(), ast.Constant(1)), None),
+        ":-1": ast.Slice(ast.Constant(1), None, None),
+    }
+    if text in turned:
+        yield f"[{text}] is shifted by one", turned[text]
+
+
+def key(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """batch["mask"] → torch.ones_like(batch["mask"]): an input is ignored."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        if isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "batch":
+            for neutral in ("ones_like", "zeros_like"):
+                call = ast.Call(
+                    ast.Attribute(ast.Name("torch", ast.Load()), neutral, ast.Load()), [copy.deepcopy(node)], []
+                )
+                yield f"{ast.unparse(node)} is replaced by {neutral}", call
+
+
+def knob(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """A setting's name → the constant 1.0: a knob is ignored."""
+    if (
+        isinstance(node, ast.Name)
+        and node.id in ("beta", "clip", "alpha", "temperature")
+        and isinstance(node.ctx, ast.Load)
+    ):
+        yield f"{node.id} is ignored", ast.Constant(0.5)
+
+
+def constant(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """1 → 2, 0.5 → 1.5: an off-by-one."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        yield f"{node.value} becomes {node.value + 1}", ast.Constant(node.value + 1)
+
+
+OPERATORS: tuple[Rewrite, ...] = (
+    arithmetic, sign, comparison, detached, reduction, arguments, shifted, key, knob, constant,
+)  # fmt: skip
+
+
+def mutants(source: str, operators: tuple[Rewrite, ...] = OPERATORS) -> Iterator[Mutant]:
+    """Every single change of every node, in the order of the source."""
+    tree = ast.parse(source)
+    for place, node in enumerate(ast.walk(tree)):
+        for operator in operators:
+            for what, new in operator(node):
+                changed = copy.deepcopy(tree)
+                spot = next(n for i, n in enumerate(ast.walk(changed)) if i == place)
+                text = ast.unparse(ast.fix_missing_locations(_Replace(spot, new).visit(changed)))
+                yield Mutant(getattr(node, "lineno", 0), what, text)
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return ast.copy_location(self.new, node) if node is self.old else super().generic_visit(node)
+
+
+def _name(op: ast.operator) -> str:
+    return {"Add": "+", "Sub": "-", "Mult": "*", "Div": "/"}[type(op).__name__]
