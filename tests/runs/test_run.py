@@ -17,7 +17,7 @@ from earnest.audit import LawBroken
 from earnest.audit.alive import prove_alive
 from earnest.config import RunConfig
 from earnest.config.schema import Strict
-from earnest.errors import CheckpointError, ConfigError, EarnestError
+from earnest.errors import CheckpointError, EarnestError
 from earnest.runs import check, start
 from earnest.runs.collect import Source, demonstrate
 from earnest.runs.errors import RunStopped
@@ -313,7 +313,8 @@ def test_no_config_field_is_read_by_nothing(
         read.add((type(self).__name__, name))
         return look(self, name)
 
-    config = make_config("objective=[{kind: grpo}, {kind: dapo}]", "loggers=[tensorboard]", f"out={tmp_path / 'run'}")
+    terms = "objective=[{kind: grpo}, {kind: sdpo, support: full}]"
+    config = make_config(terms, "teacher={kind: ema}", "loggers=[tensorboard]", f"out={tmp_path / 'run'}")
     monkeypatch.setattr(Strict, "__getattribute__", watch)
     start("test", config, quiet)
     monkeypatch.undo()
@@ -334,12 +335,3 @@ def test_bars_on_a_terminal(tmp_path: Path, make_config: Make) -> None:
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "2/2" in shown and "held-out" in shown and "grpo" in shown
     assert isinstance(Bars(screen), Bars)
-
-
-def test_preference_terms_say_how_they_can_be_trained(make_config: Make) -> None:
-    from earnest.objectives import OBJECTIVES
-
-    for kind, term in OBJECTIVES.items():
-        if "chosen" in term.roles and "rollout" not in term.roles:
-            with pytest.raises(ConfigError, match="a run supplies rollouts and demonstrations"):
-                Source(build(make_config(f"objective=[{{kind: {kind}}}]"), say_nothing))
