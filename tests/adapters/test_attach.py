@@ -174,7 +174,8 @@ TARGETS = {"ffn": ["gate_proj", "down_proj"], "head": ["lm_head"], "all": "all-l
 
 @pytest.mark.parametrize("where", TARGETS)
 @pytest.mark.parametrize(
-    "variant", [LoRA(4), PiSSA(4), DoRA(4), DeLoRA(4), IA3(), IA3FF(), HRA(4), AntiPaSTO(8), ROAD(group=8), OFT(8), VeRA(8)],
+    "variant",
+    [LoRA(4), PiSSA(4), DoRA(4), DeLoRA(4), IA3(), IA3FF(), HRA(4), AntiPaSTO(8), ROAD(group=8), OFT(8), VeRA(8)],
     ids=lambda v: v.name,
 )  # fmt: skip
 def test_ffn_tied_head_and_every_layer(variant: Variant, where: str) -> None:

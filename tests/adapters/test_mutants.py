@@ -194,7 +194,7 @@ class RuntimeMutant:
 
 def _no_restore(real: Any) -> Any:
     def unmerge(layer: Any) -> None:
-        weight, bias = layer.stash
+        weight, _ = layer.stash
         layer.module.weight = torch.nn.Parameter(weight + 1e-7, requires_grad=False)
         layer.stash = None
 

@@ -158,6 +158,7 @@ class Case:
         return model, adapter
 
     def close(self, a: Tensor, b: Tensor, what: str) -> None:
+        a, b = a.detach(), b.detach()
         _need(bool(torch.isfinite(a).all()), f"{what}: not finite")
         gap = float((a.float() - b.float()).abs().max())
         limit = max(TOLERANCE, NOISE * self.noise) * max(1.0, float(b.float().abs().max()))
