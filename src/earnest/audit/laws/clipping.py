@@ -50,7 +50,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         }
         above = {a: _pull(probe, base, quiet, 1 + 1.5 * high, a) for a in (+1, -1)}
         below = {a: _pull(probe, base, quiet, max(1 - 1.5 * low, (1 - low) / 2), a) for a in (+1, -1)}
-    typical = sum(inside.values()) / 4
+    typical = max(sum(inside.values()) / 4, 1e-300)
     yield _finding(
         "inside the clip range",
         min(inside.values()) / typical,
