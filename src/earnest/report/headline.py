@@ -40,8 +40,8 @@ def _result(change: Change | None, finished: bool) -> Html:
     size = f"{after.prompts} prompts, {after.n} completions"
     if (before.prompts, before.n) != (after.prompts, after.n):
         size = f"before: {before.prompts} prompts, {before.n} completions; after: {size}"
-    how = "every prompt compared with itself" if change.paired else "as if the two were independent"
-    spread = f"; ± 1 s.e., the gain's {how}" if change.se is not None else ""
+    how = "over the prompts' differences" if change.paired else "as if the two were independent"
+    spread = f"; ± 1 s.e. (the gain's {how})" if change.se is not None else ""
     return el(
         "div",
         el(
