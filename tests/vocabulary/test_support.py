@@ -268,3 +268,22 @@ def test_two_models_are_noticed() -> None:
         scalars(normal(1, 2, d), make_head(5, d), Batch.from_rows([[0]], [[3, 11]]), [Entropy()])
     with pytest.raises(SignalError, match="7 hidden states for 4 active tokens"):
         scalars(normal(1, 7, d), make_head(V, d), make_batch(N, V), [LogProb()])
+
+
+def test_micro_batches_add_up_to_the_whole_with_their_metrics() -> None:
+    """An uneven cut: values in order, and the covered mass of all tokens, not of the first part."""
+    from earnest.engines import micro
+
+    batch = with_sources(make_batch(9, V), teacher=source("logits", 5, V, d), at=[0, 1, 4, 7, 8])
+    hidden, head = normal(1, 9, d), make_head(V, d)
+    need = Divergence("teacher", 0.5, support="student", top_k=3)
+    whole = scalars(hidden, head, batch, [need])[need]
+    parts = [(p, scalars(hidden[p.token], head, p.batch, [need])) for p in micro.cut(batch, 1)]
+    assert sorted(len(p.token) for p, _ in parts) == [3, 6]
+    joined = micro.join(parts, 9)[need]
+    torch.testing.assert_close(joined.values, whole.values)
+    assert joined.at is not None and joined.at.tolist() == [0, 1, 4, 7, 8]
+    assert joined.metrics is not None and whole.metrics is not None
+    for name, metric in whole.metrics.items():
+        assert joined.metrics[name].value == pytest.approx(metric.value)
+    assert joined.metrics["covered_mass"].value != parts[0][1][need].metrics["covered_mass"].value

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from earnest.objectives.metrics import merge
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
@@ -63,7 +64,8 @@ def join(parts: Sequence[tuple[Micro, Mapping[Need, Field]]], total: int) -> dic
         values = torch.cat([fields[need].values for _, fields in parts])
         order = torch.argsort(place)
         at = None if all(f[need].at is None for _, f in parts) and len(place) == total else place[order]
-        whole[need] = Field(values[order], at, first.ran, first.metrics)
+        metrics = merge([fields[need].metrics or {} for _, fields in parts])
+        whole[need] = Field(values[order], at, first.ran, metrics)
     return whole
 
 
