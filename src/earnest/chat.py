@@ -83,7 +83,7 @@ def base_of(folder: Path) -> str:
 def converse(chat: Chat, console: Console, source: TextIO) -> None:
     """Read lines until the end of input or /quit; answer each."""
     prompting = source.isatty()
-    console.print(f"[dim]{chat.policy.describe()}[/]", highlight=False)
+    console.print(chat.policy.describe(), style="dim", markup=False, highlight=False, soft_wrap=True)
     if prompting:
         console.print(f"[dim]{HELP}[/]", highlight=False)
     for line in _lines(console, source, prompting):
@@ -96,11 +96,11 @@ def converse(chat: Chat, console: Console, source: TextIO) -> None:
                 console.print("there is no adapter; start with --adapter DIR", style="yellow")
             chat.adapted = chat.adapter is not None and line == "/adapter"
         elif line.startswith("/"):
-            console.print(f"{line.split()[0]} is no command; {HELP}", style="yellow", highlight=False)
+            console.print(f"{line.split()[0]} is no command; {HELP}", style="yellow", markup=False, highlight=False)
         else:
             name = "adapter" if chat.adapted else "base" if chat.adapter is not None else chat.policy.name
-            console.print(f"[bold green]{name}>[/] ", end="")
-            console.print(chat.answer(line), markup=False, highlight=False)
+            console.print(f"{name}> ", style="bold green", end="", markup=False, highlight=False)
+            console.print(chat.answer(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _lines(console: Console, source: TextIO, prompting: bool) -> Iterator[str]:

@@ -7,16 +7,22 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from earnest.errors import EarnestError, nearest
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", show_lines=False)
+    table = Table(title=escape(title), title_justify="left", header_style="bold", show_lines=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    """A row of data: brackets in it are brackets."""
+    table.add_row(*(escape(cell) for cell in cells))
 
 
 def run(recipe: str, overrides: list[str], resume: bool) -> None:
@@ -49,7 +55,7 @@ def run(recipe: str, overrides: list[str], resume: bool) -> None:
     )
     out.print(f"training took    {finished.seconds:.0f} s", highlight=False)
     for what, value in (("report", finished.report), ("chat with it", f"earnest chat --adapter {finished.folder}")):
-        out.print(f"{what:<16} {value}", highlight=False, soft_wrap=True)
+        out.print(f"{what:<16} {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _pm(value: float, se: float | None, sign: str = "") -> str:
@@ -77,7 +83,7 @@ def report(run_dir: Path) -> None:
     out = Console()
     page = pages.write(run_dir)
     out.print(pages.summary(run_dir))
-    out.print(f"{page}", highlight=False, soft_wrap=True)
+    out.print(str(page), markup=False, highlight=False, soft_wrap=True)
 
 
 def recipes() -> None:
@@ -88,7 +94,7 @@ def recipes() -> None:
     table = _table("earnest run RECIPE", "recipe", "what it does", "model", "task", "objective")
     for r in config.list_recipes():
         terms = "\n".join(f"{kind} ({papers[kind]})" for kind in r.objective)
-        table.add_row(r.name, r.description, r.model, r.task, terms)
+        _row(table, r.name, r.description, r.model, r.task, terms)
     Console().print(table)
 
 
@@ -104,14 +110,19 @@ def objectives(kind: str | None) -> None:
             f"{info.kind}: {info.summary}\n{info.equation}\n{info.paper}", "field", "default", "allowed", "meaning"
         )
         for field in info.fields:
-            table.add_row(field.name, field.default, field.allowed, field.doc)
+            _row(table, field.name, field.default, field.allowed, field.doc)
         Console().print(table)
         return
     table = _table("objective: [{kind: …, weight: …}]", "kind", "what it is", "paper", "reads", "fields")
     for info in infos.values():
         reads = ", ".join([*info.roles, *info.signals])
-        table.add_row(
-            info.kind, f"{info.summary}\n{info.equation}", info.paper, reads, ", ".join(f.name for f in info.fields)
+        _row(
+            table,
+            info.kind,
+            f"{info.summary}\n{info.equation}",
+            info.paper,
+            reads,
+            ", ".join(f.name for f in info.fields),
         )
     Console().print(table)
 
@@ -125,7 +136,7 @@ def adapters(check: bool) -> int:
     table = _table("adapter: {kind: …}", "kind", "equation", "paper", "reference", "fields")
     for row in list_variants():
         fields = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
-        table.add_row(row["name"], row["equation"], row["paper"], row["reference"], fields)
+        _row(table, row["name"], row["equation"], row["paper"], row["reference"], fields)
     Console().print(table)
     return 0
 
@@ -140,7 +151,7 @@ def _check_adapters() -> int:
     table = _table("every adapter on every model and precision", *conformance.COLUMNS)
     broken: list[str] = []
     for row in found:
-        table.add_row(*conformance.cells(row))
+        _row(table, *conformance.cells(row))
         broken += [f"{row.variant}: {fault}" for fault in row.faults]
     out = Console()
     out.print(table)
@@ -154,7 +165,7 @@ def tasks() -> None:
 
     table = _table("task: NAME", "task", "what it is", "from")
     for info in list_tasks():
-        table.add_row(info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
+        _row(table, info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
     Console().print(table)
 
 
@@ -171,7 +182,13 @@ def models() -> None:
         "where",
     )
     for info in list_models():
-        table.add_row(
-            info.name, info.what, f"{info.parameters:,}", info.licence, "yes" if info.offline else "no", info.where
+        _row(
+            table,
+            info.name,
+            info.what,
+            f"{info.parameters:,}",
+            info.licence,
+            "yes" if info.offline else "no",
+            info.where,
         )
     Console().print(table)

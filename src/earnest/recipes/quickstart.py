@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import earnest as en
+from earnest.audit.alive import prove_alive
 from earnest.signals import with_advantages
 from earnest.tasks import PromptStream, get_task, grade_all
 
@@ -34,8 +35,8 @@ def main(steps: int = 60, seed: int = 0) -> None:
             policy_version=[r.policy_version for r in rollouts],
         )
         batch = with_advantages(batch, [g.reward for g in grades])
-        if step == 1 and bool(batch.advantages.any()):
-            en.prove(engine, objective, batch).raise_if_failed()
+        if step == 1:
+            prove_alive(engine, objective, batch).raise_if_failed()
         report = engine.step(batch, objective)
         reward = sum(g.reward for g in grades) / len(grades)
         print(f"step {step}: reward {reward:.3f}, gradient norm {report.update.gradient_norm:.3f}")

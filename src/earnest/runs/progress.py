@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 LINES = 20
@@ -69,12 +70,12 @@ class Bars:
 
     def note(self, text: str) -> None:
         if self.bar is None:
-            self.console.print(f"[dim]{text} …[/]")
+            self.console.print(f"{text} …", style="dim", markup=False, highlight=False)
         else:
-            self.progress.update(self.bar, facts=f"[dim]{text} …[/]")
+            self.progress.update(self.bar, facts=f"[dim]{escape(text)} …[/]")
 
     def step(self, line: dict[str, Any]) -> None:
-        facts = f"[green]{reward_text(line)}[/]  [dim]{loss_text(line)}[/]"
+        facts = f"[green]{reward_text(line)}[/]  [dim]{escape(loss_text(line))}[/]"
         self.progress.update(self.bar, completed=line["step"], facts=facts)
 
     def evaluation(self, line: dict[str, Any]) -> None:

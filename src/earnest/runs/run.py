@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None) -> Fin
     console = console or Console()
     place = Path(config.out) if config.out is not None else default_place(recipe)
     require_free(place)
-    setup = build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False))
+    setup = build(config, _teller(console))
     header = {"recipe": recipe, **setup.describe()}
     run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
     return _go(setup, run, console, resumed=False)
@@ -61,7 +61,7 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
         threads = read_json(folder / "environment.json").get("threads")
         if config.threads is None and isinstance(threads, int):
             torch.set_num_threads(threads)  # other thread counts sum in another order
-        setup = build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False))
+        setup = build(config, _teller(console))
         _say_what_changed(run, setup)
     except BaseException:
         run.close()
@@ -72,16 +72,17 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
 def check(config: RunConfig, console: Console | None = None) -> Verdict:
     """Prove the step of a config without training it; nothing is written."""
     console = console or Console()
-    setup = build(config, lambda text: console.print(f"[dim]{text} …[/]", highlight=False))
+    setup = build(config, _teller(console))
     return prove(setup.engine, setup.objective, probe_batch(setup))
 
 
 def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
     show = show_on(console)
-    console.print(f"[dim]{setup.policy.describe()}[/]", highlight=False)
-    console.print(
-        f"[dim]{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}[/]", highlight=False
-    )
+    for line in (
+        setup.policy.describe(),
+        f"{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}",
+    ):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     try:
         loop = Loop(setup, run, show, [])
         if resumed:
@@ -166,6 +167,10 @@ def _say_what_changed(run: RunFolder, setup: Setup) -> None:
     ]
     if drift:
         run.event("warning", f"resumed in another environment, so bits may differ: {', '.join(drift)}")
+
+
+def _teller(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _count(setup: Setup) -> str:
