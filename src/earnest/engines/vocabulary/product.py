@@ -4,7 +4,8 @@
     ModuleHead   any module (an adapter on the head): through its forward, and back by autograd
 
 Both accumulate in float32 (float64 for float64 states). A 16-bit weight is widened a slice of the vocabulary at a
-time, so that neither a wide copy of the head nor 16-bit logits ever exist. Shapes: n rows, d width, V vocabulary.
+time, so that neither a wide copy of the head nor 16-bit logits ever exist.
+Shapes: n rows, d width, V vocabulary.
 """
 
 from __future__ import annotations

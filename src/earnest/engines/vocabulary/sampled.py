@@ -8,8 +8,8 @@
 
 The weights are the exact form: ``cross_entropy`` with K targets a position then has the local engine's gradient. The
 advantage is for engines that take one number a token, and is right on average. The divergence of a position is never
-its own advantage: a number that does not depend on y has an expected gradient of 0. Shapes: N tokens, K kept ones a
-token.
+its own advantage: a number that does not depend on y has an expected gradient of 0.
+Shapes: N tokens, K kept ones a token.
 """
 
 from __future__ import annotations

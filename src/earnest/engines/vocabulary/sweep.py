@@ -2,7 +2,8 @@
 
 A *chunk* is as many rows as the memory budget holds logits for: the matrix products want many rows. A *block* is as
 many rows as a processor's cache holds: the elementwise work wants few. Derivatives overwrite logits that nobody reads
-any more. Shapes: N tokens, M covered ones, n rows of a chunk, b of a block, d width, V vocabulary.
+any more.
+Shapes: N tokens, M covered ones, n rows of a chunk, b of a block, d width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from earnest.objectives.needs import Divergence, LogProb, Source, SourceEntropy
 from earnest.signals.distributions import FullLogits, Hidden, TopK
 
 CHUNK_BYTES = 160 * 2**20  # more rows than this holds do not make a product faster
-BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**20  # a processor's cache
+ACCELERATOR_BLOCK_BYTES = 32 * 2**20  # few large launches instead
 
 
 @dataclass(eq=False)
@@ -156,7 +158,7 @@ class Sweep:
         N, row = hidden.shape[0], self.V * self.dtype.itemsize
         most = max(1, min(self.budget_bytes // (blocks * row), CHUNK_BYTES // row))
         size = -(-N // -(-N // most))
-        block_rows = max(1, BLOCK_BYTES // row)
+        block_rows = max(1, (BLOCK_BYTES if hidden.device.type == "cpu" else ACCELERATOR_BLOCK_BYTES) // row)
         self._block_rows = block_rows
         self._scratch = Scratch(min(block_rows, size) * self.V, self.dtype, hidden.device)
         z = torch.empty(size, self.V, dtype=self.dtype, device=hidden.device)
