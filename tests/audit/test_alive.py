@@ -53,7 +53,9 @@ def test_a_healthy_step_holds_and_is_left_as_it_was(make_engine: Make, batch: Ba
 
 def test_a_term_that_is_always_0_fails_and_is_named(make_engine: Make, batch: Batch) -> None:
     verdict = en.prove(make_engine(), GRPO(clip=0.2) + 0.5 * Dead(), batch)
-    assert "term dead" in {f.subject for f in verdict.failures} and "term grpo" not in {f.subject for f in verdict.failures}
+    assert "term dead" in {f.subject for f in verdict.failures} and "term grpo" not in {
+        f.subject for f in verdict.failures
+    }
     with pytest.raises(LawBroken, match="term dead adds nothing"):
         verdict.raise_if_failed()
 

@@ -61,7 +61,7 @@ def prove(
                 findings += _seam(probe, engine, objective, batch, law)
                 continue
             findings += law.check(probe)
-    return verdict + Verdict(tuple(findings), probe.evaluations)
+    return verdict + Verdict(tuple(findings), probe.cost)
 
 
 def _seam(probe: Probe, engine: LocalEngine, objective: Objective, batch: Batch, law: Law) -> list[Finding]:

@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,29 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.step import Loss, Step, StepError
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One evaluation of a step: its loss, its metrics, and its gradient if that was asked for."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    gradient: Gradient
+
+
 class Probe:
-    """A step that can be asked what its gradient would be if one thing were different."""
+    """A step that can be asked what its gradient would be if one thing were different.
+
+    ``cost`` counts in step times: 1 for a gradient, a third for a look at the loss and its metrics. Readings of the declared, the
+    off-policy and the on-policy batch are kept for as long as the parameters are in the same state.
+    """
 
     def __init__(self, step: Step, say: Callable[[str], None] | None = None) -> None:
         self.step, self.say = step, say or (lambda _: None)
         self.parameters = step.trainable()
-        self.evaluations = 0  # gradients and losses taken: the audit's cost in step times
+        self.cost = 0.0
+        self._state = "as it is"
+        self._batches: dict[tuple[str, str], dict[str, Any]] = {}
+        self._kept: dict[tuple[str, int, str], Reading] = {}
         self._floor: float | None = None
         self._noise: float | None = None
 
@@ -38,20 +55,44 @@ class Probe:
         self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
     ) -> Gradient:
         """∂loss/∂θ at the model's present parameters, with this batch and these knobs in place of the declared ones."""
-        value, _ = self.evaluate(batch, knobs, loss)
-        if not value.requires_grad:
-            return Gradient(dict.fromkeys(self.parameters))
-        found = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
-        return Gradient({n: None if g is None else g.detach() for n, g in zip(self.parameters, found, strict=True)})
+        return self.read(batch, knobs, loss).gradient
 
-    def evaluate(
+    def read(
         self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
+    ) -> Reading:
+        """Loss, metrics and gradient."""
+        batch = self.step.batch if batch is None else batch
+        lasting = loss is None and (batch is self.step.batch or any(batch is b for b in self._batches.values()))
+        key = (self._state, id(batch), repr(sorted((knobs or {}).items())))
+        if lasting and key in self._kept:
+            return self._kept[key]
+        self.cost += 1
+        value, metrics = self._run(batch, knobs, loss)
+        found: tuple[Tensor | None, ...] = (None,) * len(self.parameters)
+        if value.requires_grad:
+            found = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+        gradient = Gradient({n: None if g is None else g.detach() for n, g in zip(self.parameters, found, strict=True)})
+        reading = Reading(float(value.detach()), metrics, gradient)
+        if lasting:
+            self._kept[key] = reading
+        return reading
+
+    def look(self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None) -> Reading:
+        """Loss and metrics, without a gradient."""
+        batch = self.step.batch if batch is None else batch
+        key = (self._state, id(batch), repr(sorted((knobs or {}).items())))
+        if key in self._kept:
+            return self._kept[key]
+        self.cost += 1 / 3
+        with torch.no_grad():
+            value, metrics = self._run(batch, knobs, None, graph=False)
+        return Reading(float(value), metrics, Gradient({}))
+
+    def _run(
+        self, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None, loss: Loss | None, graph: bool = True
     ) -> tuple[Tensor, dict[str, float]]:
-        """(loss with its graph, metrics as numbers)."""
-        self.evaluations += 1
-        settings = {**self.step.knobs, **{o: m[0] for o, m in self.step.options.items()}, **(knobs or {})}
-        with seeded(self.step.seed), torch.enable_grad():
-            result = (loss or self.step.loss)(self.step.model, fresh(batch or self.step.batch), **settings)
+        with seeded(self.step.seed), torch.set_grad_enabled(graph):
+            result = (loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs))
         value, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(value, Tensor) or value.ndim != 0:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -60,12 +101,27 @@ class Probe:
             )
         return value, {name: number(metric) for name, metric in dict(metrics).items() if is_number(metric)}
 
+    def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Every knob and the first mode of every option, with ``knobs`` in their place."""
+        return {**self.step.knobs, **{o: m[0] for o, m in self.step.options.items()}, **(knobs or {})}
+
+    def slope(self, role: str, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None = None) -> Tensor | None:
+        """∂loss/∂input for a floating-point input, or None where the loss does not reach it."""
+        key = self.step.roles[role]
+        leaf = batch[key].detach().clone().requires_grad_()
+        self.cost += 1
+        with seeded(self.step.seed), torch.enable_grad():
+            result = self.step.loss(self.step.model, {**fresh(batch), key: leaf}, **self.settings(knobs))
+            value = result[0] if isinstance(result, tuple) else result
+            return torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+
     # --- resolution ---------------------------------------------------------------------------------------------------
 
     def noise(self) -> float:
         """Relative change of the gradient when nothing at all changes: 0 for a deterministic step."""
         if self._noise is None:
-            self._noise = self.gradient().distance(self.gradient())
+            again = self.read(dict(self.step.batch)).gradient  # a copy, so that it is really run again
+            self._noise = self.gradient().distance(again)
         return self._noise
 
     def floor(self) -> float:
@@ -74,13 +130,13 @@ class Probe:
         It is how well this step in this dtype is conditioned; a change that matters must stand well above it.
         """
         if self._floor is None:
-            self._floor = self.resolution(self.step.batch)
+            self._floor = self.resolution(None)
         return self._floor
 
-    def resolution(self, batch: Mapping[str, Any]) -> float:
+    def resolution(self, batch: Mapping[str, Any] | None) -> float:
         """``floor``, measured now and on this batch."""
         before = self.gradient(batch)
-        with self.moved(lambda p, noise: p.detach().abs() * torch.finfo(p.dtype).eps * noise.sign()):
+        with self.moved("nudged", lambda p, noise: p.detach().abs() * torch.finfo(p.dtype).eps * noise.sign()):
             after = self.gradient(batch)
         eps = max(torch.finfo(p.dtype).eps for p in self.step.model.parameters() if p.is_floating_point())
         return max(before.distance(after), self.noise(), 4 * eps)
@@ -100,8 +156,12 @@ class Probe:
     # --- moving the policy --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def moved(self, by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Inside, every trainable parameter p is p + by(p, standard normal noise); afterwards it has its old bits."""
+    def moved(self, state: str, by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+        """Inside, every trainable parameter p is p + by(p, standard normal noise); afterwards it has its old bits.
+
+        ``state`` names where that is: the same name from the same place must mean the same bits.
+        """
+        outer, self._state = self._state, f"{self._state}, {state}"
         generator = torch.Generator().manual_seed(self.step.seed + 17)
         kept = {n: p.detach().clone() for n, p in self.parameters.items()}
         try:
@@ -114,6 +174,7 @@ class Probe:
             with torch.no_grad():
                 for n, p in self.parameters.items():
                     p.copy_(kept[n])
+            self._state = outer
 
     @contextmanager
     def kicked(self, size: float = 0.05) -> Iterator[None]:
@@ -126,15 +187,37 @@ class Probe:
             own = float(p.detach().float().square().mean().sqrt())
             return size * (own if own > 0 else typical) * noise
 
-        with self.moved(by):
+        with self.moved(f"kicked by {size}", by):
             yield
 
     def off_policy(self) -> dict[str, Any]:
         """``edits.off_policy``, with the behaviour policy set around what the policy says now, where that can be asked:
         whole rows on either side of ratio 1, so that token and sequence ratios both leave their clips both ways."""
+        return self.kept_batch("off-policy", self._off_policy)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Inside, the parameters change as they like; nothing that is read there is kept."""
+        outer, kept, batches = self._state, dict(self._kept), dict(self._batches)
+        self._state = "in training"
+        try:
+            with restored(self.step.model, self.step.optimizer):
+                yield
+        finally:
+            self._state, self._kept, self._batches = outer, kept, batches
+
+    def kept_batch(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A batch that is made once for this state of the parameters, so that its readings can be kept."""
+        key = (self._state, name)
+        if key not in self._batches:
+            self._batches[key] = make()
+        return self._batches[key]
+
+    def _off_policy(self) -> dict[str, Any]:
         step, batch = self.step, edits.off_policy(self.step)
         if step.logprobs is None or "behaviour" not in step.roles:
             return batch
+        self.cost += 1 / 3
         key = step.roles["behaviour"]
         with seeded(step.seed), torch.no_grad():
             now = step.logprobs(step.model, fresh(batch)).detach().to(batch[key].dtype).reshape(batch[key].shape)

@@ -31,4 +31,4 @@ def audit(
                 continue
             say(f"{law.code} {law.name}")
             findings += law.check(probe)
-    return Verdict(tuple(findings), cost=probe.evaluations)
+    return Verdict(tuple(findings), cost=probe.cost)

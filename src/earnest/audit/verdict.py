@@ -36,7 +36,7 @@ class Verdict:
     """All findings of an audit."""
 
     findings: tuple[Finding, ...]
-    cost: int = 0  # how many times the step was evaluated
+    cost: float = 0.0  # in step times
 
     @property
     def failures(self) -> tuple[Finding, ...]:

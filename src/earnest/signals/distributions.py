@@ -90,7 +90,7 @@ def check_logprobs(name: str, values: Tensor) -> None:
         raise SignalError(
             f"{name} has {int(torch.isnan(values).sum())} NaN values; recompute them before training on them."
         )
-    top = float(values.max()) if values.numel() else 0.0
+    top = float(values.detach().max()) if values.numel() else 0.0
     slack = LOGPROB_SLACK if values.dtype in (torch.float32, torch.float64) else 0.05
     if top > slack:
         raise SignalError(

@@ -35,9 +35,11 @@ def check(probe: Probe) -> Iterator[Finding]:
         for metric, knob in named.items():
             assert not isinstance(knob, Raises)
             weight = float(step.knobs[knob]) or 1.0
-            usual = _own(probe, away, knob, weight)
-            here = _own(probe, at, knob, weight)
-            value = probe.evaluate(at)[1].get(metric, 0.0)
+            none = probe.gradient(away, {knob: 0.0})
+            usual = probe.gradient(away, {knob: 2 * weight}).minus(none).norm()
+            reading = probe.read(at, {knob: 2 * weight})
+            here = reading.gradient.minus(probe.gradient(at, {knob: 0.0})).norm()
+            value = reading.metrics.get(metric, 0.0)
             room = max(probe.tolerance, 1e-3)
             yield LAW.finding(
                 f"term {metric} at the reference",
@@ -52,12 +54,6 @@ def check(probe: Probe) -> Iterator[Finding]:
 def _about_the_reference(metric: str) -> bool:
     name = metric.lower()
     return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
-
-
-def _own(probe: Probe, batch: edits.Batch, knob: str, weight: float) -> float:
-    # A larger weight lets the term stand clear of the rest's rounding.
-    heavy = 10 * weight
-    return probe.gradient(batch, {knob: heavy}).minus(probe.gradient(batch, {knob: 0.0})).norm() / heavy
 
 
 LAW = Law(

@@ -7,13 +7,11 @@ ratio > 1+ε, A < 0         still pulls: what became likely and was bad must be 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws.on_policy import on_policy, quiet_knobs
 from earnest.audit.probe import Probe
@@ -42,25 +40,19 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     if low is None or high is None:
         return
-    quiet = quiet_knobs(probe)
+    up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
+    cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
     with probe.kicked():
-        base = on_policy(probe)
-        inside = {
-            (s, a): _pull(probe, base, quiet, 1 + s * e / 2, a) for s, e in ((+1, high), (-1, low)) for a in (+1, -1)
-        }
-        above = {a: _pull(probe, base, quiet, 1 + 1.5 * high, a) for a in (+1, -1)}
-        below = {a: _pull(probe, base, quiet, max(1 - 1.5 * low, (1 - low) / 2), a) for a in (+1, -1)}
-    typical = max(sum(inside.values()) / 4, 1e-300)
-    yield _finding(
-        "inside the clip range",
-        min(inside.values()) / typical,
-        "every token pulls",
-        min(inside.values()) > 0.3 * typical,
-    )
-    worst = max(above[+1], below[-1]) / typical
-    yield _finding("outside, already done", worst, "pulls less than inside", worst < 0.7)
-    least = min(above[-1], below[+1]) / typical
-    yield _finding("outside, to be undone", least, "pulls", least > 0.1)
+        pulls = _pulls(probe, cases)
+    if pulls is None:
+        yield Finding(
+            "LAW", "clip", "behaviour has no slope", "-", "not applicable", "The ratio is under a stop-gradient."
+        )
+        return
+    inside, done, undone = min(pulls[:2]), max(pulls[2:4]), min(pulls[4:])
+    yield _finding("inside the clip range", inside, "every token pulls", inside > 0.3)
+    yield _finding("outside, already done", done, "pulls less than inside", done < 0.7)
+    yield _finding("outside, to be undone", undone, "pulls", undone > 0.1)
 
 
 def _finding(subject: str, measured: float, expected: str, holds: bool) -> Finding:
@@ -87,20 +79,44 @@ def _value(probe: Probe, names: tuple[str, ...]) -> float | None:
     return None
 
 
-def _pull(probe: Probe, base: edits.Batch, quiet: Mapping[str, Any], ratio: float, sign: int) -> float:
-    """‖∇L‖ over the ratio, with every token at this ratio and every advantage of this sign."""
-    step = probe.step
-    behaviour, advantages = base[step.roles["behaviour"]], base[step.roles["advantages"]]
-    on = edits.fit(edits.supervised(step, base), behaviour)
-    moved = behaviour - math.log(ratio)
-    # A log-prob cannot be above 0; tokens that are too sure for this ratio are left where they are.
-    moved = torch.where(moved < -1e-6, moved, behaviour)
-    batch = {
-        **base,
-        step.roles["behaviour"]: moved if on is None else torch.where(on, moved, behaviour),
-        step.roles["advantages"]: sign * advantages.abs(),
-    }
-    return probe.gradient(batch, quiet).norm() / ratio
+def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> list[float] | None:
+    """For every (ratio, sign): how hard a row's tokens pull there, against how hard they pull at ratio 1.
+
+    ∂L/∂lp = -∂L/∂(behaviour) wherever the ratio is differentiated, so one slope has every token's own pull.
+    """
+    step, quiet, base = probe.step, quiet_knobs(probe), on_policy(probe)
+    behaviour: Tensor = base[step.roles["behaviour"]]
+    advantages: Tensor = base[step.roles["advantages"]].abs()
+    at_one = probe.slope("behaviour", {**base, step.roles["advantages"]: advantages}, quiet)
+    if at_one is None or not bool((at_one != 0).any()):
+        return None
+    rows = len(behaviour)
+    found: dict[int, float] = {}
+    for start in range(0, len(cases), rows):
+        chosen = [(start + r) % len(cases) for r in range(rows)]
+        shape = (-1, *[1] * (behaviour.ndim - 1))
+        ratio = torch.tensor([cases[c][0] for c in chosen], dtype=behaviour.dtype, device=behaviour.device).reshape(
+            shape
+        )
+        sign = torch.tensor([cases[c][1] for c in chosen], dtype=advantages.dtype, device=advantages.device)
+        moved = behaviour - ratio.log()
+        possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
+        batch = {
+            **base,
+            step.roles["behaviour"]: torch.where(possible, moved, behaviour),
+            step.roles["advantages"]: advantages * sign.reshape(-1, *[1] * (advantages.ndim - 1)),
+        }
+        slope = probe.slope("behaviour", batch, quiet)
+        assert slope is not None
+        for row, case in enumerate(chosen):
+            on = possible[row] & (at_one[row] != 0)
+            usual = float((at_one[row].abs() * on).sum())
+            if usual > 0:
+                pull = float((slope[row].abs() * on).sum()) / (usual * cases[case][0])
+                found[case] = (
+                    min(found.get(case, pull), pull) if case in (0, 1, 4, 5) else max(found.get(case, pull), pull)
+                )
+    return [found[c] for c in range(len(cases))] if len(found) == len(cases) else None
 
 
 LAW = Law(
@@ -108,7 +124,7 @@ LAW = Law(
     name="clipping",
     sentence="A pessimistic clip is silent only where the ratio has already gone the way that the advantage asks.",
     needs="a knob named like a clip, with a value below 1; roles behaviour and advantages; logprobs=fn",
-    how="All tokens are put at one ratio and one sign, inside and outside the range; the gradient's size is compared.",
+    how="Rows are put at ratios inside and outside the range; each token's own pull is the loss's slope by its behaviour.",
     traps="Soft clips (SAPO) and one-sided ones (CISPO) have settings of other names and are not asked.",
     caught="swapped minimum and maximum, a clip that is obeyed on one side only, TRL #4499",
     check=check,

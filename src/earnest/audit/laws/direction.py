@@ -24,12 +24,11 @@ def check(probe: Probe) -> Iterator[Finding]:
             knob = term.knob if isinstance(term, Raises) else term
             wanted = +1 if isinstance(term, Raises) else -1
             weight = float(step.knobs[knob]) or 1.0
-            # A large weight lets the term's own gradient stand clear of the rest's rounding.
-            own = probe.gradient(batch, {knob: weight + 1.0}).minus(probe.gradient(batch, {knob: 0.0}))
+            own = probe.gradient(batch, {knob: 2 * weight}).minus(probe.gradient(batch, {knob: 0.0}))
             size = own.norm()
             if size == 0:
                 continue  # KG says so
-            before = probe.evaluate(batch)[1].get(metric)
+            before = probe.look(batch).metrics.get(metric)
             after = _after(probe, batch, own.parts, size, metric)
             if before is None or after is None:
                 yield LAW.finding(
@@ -54,7 +53,7 @@ def _after(probe: Probe, batch: edits.Batch, parts: object, size: float, metric:
         for name, p in probe.parameters.items():
             if parts[name] is not None:
                 p.sub_((parts[name].double() * (3e-3 * max(total, 1e-2) / size)).to(p.dtype))
-        found = probe.evaluate(batch)[1].get(metric)
+        found = probe.look(dict(batch)).metrics.get(metric)
         for name, p in probe.parameters.items():
             p.copy_(kept[name])
     return found

@@ -34,28 +34,27 @@ def _teacher(probe: Probe) -> Iterator[Finding]:
         return
     key = step.roles["teacher"]
     with probe.kicked():
-        usual_loss, _ = probe.evaluate()
-        usual = probe.gradient()
+        usual_loss, usual = probe.read().loss, probe.gradient()
         with seeded(step.seed), torch.no_grad():
             own = step.student(step.model, fresh(step.batch))
         batch = {**step.batch, key: own.detach().to(step.batch[key].dtype).reshape(step.batch[key].shape)}
-        loss, _ = probe.evaluate(batch)
-        gradient = probe.gradient(batch)
-    scale = max(abs(float(usual_loss.detach())), 1e-12)
+        reading = probe.read(batch)
+    loss, gradient = reading.loss, reading.gradient
+    scale = max(abs(usual_loss), 1e-12)
     # A divergence is quadratic at its zero, so its gradient there is of the order of sqrt(eps) at worst.
     room = max(probe.tolerance, torch.finfo(own.dtype).eps ** 0.5 if own.is_floating_point() else 1e-3)
     pull = gradient.norm() / max(usual.norm(), 1e-300)
     yield LAW.finding(
         "identical distributions",
-        f"cost {float(loss.detach()):.2g} (usually {scale:.2g}), gradient {pull:.2g} of the usual",
+        f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull:.2g} of the usual",
         "0 and 0",
-        abs(float(loss.detach())) <= room * max(scale, 1.0) and pull <= room and gradient.finite(),
+        abs(loss) <= room * max(scale, 1.0) and pull <= room and gradient.finite(),
         "A student that equals its teacher is still pushed: mixture weights are swapped, log-probs are mixed in place of "
         "probabilities, supports differ, or a temperature is applied to one side only.",
     )
     yield LAW.finding(
         "different distributions",
-        f"cost {float(usual_loss.detach()):.2g}, gradient {usual.norm():.2g}",
+        f"cost {usual_loss:.2g}, gradient {usual.norm():.2g}",
         "not 0",
         usual.norm() > 0,
         "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not special-cased), or a softmax "
@@ -78,7 +77,7 @@ def _bounded(probe: Probe, key: str) -> Iterator[Finding]:
     twice = probe.gradient(edits.repeat_rows(step)).best_scale(probe.gradient())
     if abs(twice - 1) > 0.01:
         return  # a sum, not a mean: its bound depends on how many tokens there are
-    value = float(probe.evaluate({**step.batch, key: far}, {knob: alpha})[0].detach())
+    value = probe.look({**step.batch, key: far}, {knob: alpha}).loss
     yield LAW.finding(
         f"bound at {knob} = {alpha}",
         f"{value:.3g} for a teacher far away",
@@ -133,7 +132,8 @@ def _margin(probe: Probe) -> Iterator[Finding]:
         return
     with probe.kicked():
         wider = _margin_gradient(probe, step.batch)
-        cosine = -probe.gradient().dot(wider) / max(probe.gradient().norm() * wider.norm(), 1e-300)
+        down = probe.gradient()
+        cosine = -down.dot(wider) / max(down.norm() * wider.norm(), 1e-300)
         yield LAW.finding(
             "descending widens the margin",
             f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)",
@@ -161,6 +161,7 @@ def _margin(probe: Probe) -> Iterator[Finding]:
 
 def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
     assert probe.step.logprobs is not None
+    probe.cost += 1
     with seeded(probe.step.seed), torch.enable_grad():
         chosen, rejected = probe.step.logprobs(probe.step.model, fresh(batch))
     found = torch.autograd.grad((chosen - rejected).sum(), list(probe.parameters.values()), allow_unused=True)

@@ -22,7 +22,10 @@ def check(probe: Probe) -> Iterator[Finding]:
     with probe.kicked():
         base = probe.off_policy()
         origin = probe.gradient(base)
+        weights = {t.knob if isinstance(t, Raises) else t for t in step.terms.values()}
         for knob, value in step.knobs.items():
+            if knob in weights:
+                continue  # a weight is asked for more below
             yield _knob(probe, base, origin, knob, value)
         for option, modes in step.options.items():
             yield from _modes(probe, base, origin, option, list(modes))

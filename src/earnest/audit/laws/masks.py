@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
+from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -22,21 +23,39 @@ def check(probe: Probe) -> Iterator[Finding]:
     with probe.kicked():
         base = probe.off_policy()
         origin = probe.gradient(base)
-        for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
-            fitting = edits.fitting(step, role)
-            if fitting is None or bool(fitting.all()):
-                continue
-            where = ~fitting.expand_as(step.batch[step.roles[role]])
-            changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
-            yield _must_not_matter(
-                probe, f"{role} where no loss is taken", origin.distance(probe.gradient(changed)),
-                f"{step.roles[role]!r} enters at positions outside the mask: the mask is not applied to it, is shifted by one, or "
-                "another tensor stands in its place.",
-            )  # fmt: skip
-        yield from _hidden_ids(probe)
+        yield from _signals(probe, base, origin)
         yield from _padding(probe)
         yield from _silent_row(probe)
         yield from _documents(probe)
+
+
+def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Finding]:
+    """Every per-token signal at once; where that matters, one at a time, to name the culprit."""
+    step = probe.step
+    changes: dict[str, edits.Batch] = {}
+    for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
+        fitting = edits.fitting(step, role)
+        if fitting is None or bool(fitting.all()):
+            continue
+        where = ~fitting.expand_as(step.batch[step.roles[role]])
+        changes[role] = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
+    if (hidden := _under_padding(probe, base)) is not None:
+        changes["ids"] = hidden
+    if not changes:
+        return
+    whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
+    together = origin.distance(probe.gradient(whole))
+    if together <= probe.tolerance:
+        yield _must_not_matter(probe, f"{', '.join(changes)} where masked", together, "")
+        return
+    for role, changed in changes.items():
+        yield _must_not_matter(
+            probe,
+            f"{role} where masked",
+            origin.distance(probe.gradient(changed)),
+            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the model, is "
+            "shifted by one, or another tensor stands in its place.",
+        )
 
 
 def _must_not_matter(probe: Probe, subject: str, change: float, meaning: str) -> Finding:
@@ -45,17 +64,14 @@ def _must_not_matter(probe: Probe, subject: str, change: float, meaning: str) ->
     )
 
 
-def _hidden_ids(probe: Probe) -> Iterator[Finding]:
+def _under_padding(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
+    """Other ids where the attention mask is 0."""
     step = probe.step
     attention, ids = step.value("attention"), step.value("ids")
     if attention is None or ids is None or bool((attention != 0).all()) or attention.shape != ids.shape:
-        return
+        return None
     other = ids.roll(1, dims=-1).clamp_min(0)
-    changed = {**step.batch, step.roles["ids"]: torch.where(attention != 0, ids, other)}
-    yield _must_not_matter(
-        probe, "ids under padding", probe.gradient().distance(probe.gradient(changed)),
-        "Padding is read: the attention mask does not reach the model, or padded positions are in the loss.",
-    )  # fmt: skip
+    return {**batch, step.roles["ids"]: torch.where(attention != 0, ids, other)}
 
 
 def _padding(probe: Probe) -> Iterator[Finding]:
