@@ -20,7 +20,7 @@ from earnest.adapters.adapter import Adapter
 from earnest.adapters.attach import attach
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.files import load_adapter
-from earnest.adapters.variant import Variant, get_variant
+from earnest.adapters.variant import VARIANTS, Variant, get_variant, load_builtin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 3e-6  # of the largest value, for two correct computations in fp32
@@ -78,28 +78,18 @@ def nano() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "nano": nano}
 
-# Settings that fit the tiny models; several rows where a setting changes the maths.
-SUBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("lora", {"rank": 4}),
-    "lora (rs)": ("lora", {"rank": 4, "rslora": True}),
-    "pissa": ("pissa", {"rank": 4}),
-    "pissa (α, fast)": ("pissa", {"rank": 4, "alpha": 8.0, "niter": 3}),
-    "dora": ("dora", {"rank": 4}),
-    "delora": ("delora", {"rank": 4}),
-    "delora (zero)": ("delora", {"rank": 4, "init": "zero"}),
-    "ia3": ("ia3", {}),
-    "ia3_ff": ("ia3_ff", {}),
-    "hra": ("hra", {"rank": 4}),
-    "eva": ("eva", {"rank": 4}),
-    "antipasto": ("antipasto", {"rank": 8}),
-    "antipasto (activity)": ("antipasto", {"rank": 8, "block": 2, "select": "activity"}),
-    "antipasto (full δS)": ("antipasto", {"rank": None, "block": 0, "gain": "delta"}),
-    "road": ("road", {"group": 8}),
-    "road_2": ("road", {"kind": "road_2", "group": 8}),
-    "road_4": ("road", {"kind": "road_4", "group": 8}),
-    "oft": ("oft", {"block": 8}),
-    "vera": ("vera", {"rank": 16}),
-}
+
+def subjects() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Label -> (variant, settings that fit the tiny models), as each variant's file declares them."""
+    load_builtin()
+    out = {}
+    for name, cls in sorted(VARIANTS.items()):
+        examples = cls.__dict__.get("examples") or {name: {}}
+        out.update({label: (name, dict(settings)) for label, settings in examples.items()})
+    return out
+
+
+SUBJECTS = subjects()
 
 
 @lru_cache(maxsize=32)
@@ -475,14 +465,14 @@ def check_subject(
 
 
 def run(
-    subjects: Iterable[str] | None = None,
+    labels: Iterable[str] | None = None,
     models: Iterable[str] = ("llama", "gpt2", "nano"),
     dtypes: Iterable[str] = ("fp32", "bf16", "fp16"),
     compile: bool = False,
 ) -> Iterator[Row]:
     """Check variants one after the other; yields a row each (so that a progress bar can follow)."""
     checks = CHECKS | (SLOW_CHECKS if compile else {})
-    for label in subjects if subjects is not None else SUBJECTS:
+    for label in labels if labels is not None else SUBJECTS:
         if label not in SUBJECTS:
             raise AdapterError(f"unknown subject {label!r}; known: {', '.join(SUBJECTS)}")
         yield check_subject(label, list(models), list(dtypes), checks)

@@ -65,6 +65,7 @@ class Variant:
     targets: ClassVar[tuple[str, ...]] = ("attention",)  # default roles, see targets.py
     shared: ClassVar[frozenset[str]] = frozenset()  # frozen tensors that all layers share (as top-left corners)
     cheap: ClassVar[bool] = False  # factors() is free, so it is not cached for sampling
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # rows of the conformance table: label -> small settings
     _uses: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

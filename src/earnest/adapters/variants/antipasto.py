@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,11 @@ class AntiPaSTO(Variant):
     equation = "y = Wx + b + U[S∘(R−I)h + δ∘R h],  h = Vᵀx"
     lr = 5e-3
     lr_source = "lora-lite's benchmark (5e-3); the paper trains r = 128 at 1e-3"
+    examples: ClassVar = {
+        "antipasto": {"rank": 8},
+        "antipasto (activity)": {"rank": 8, "block": 2, "select": "activity"},
+        "antipasto (full δS)": {"rank": None, "block": 0, "gain": "delta"},
+    }
 
     def __post_init__(self) -> None:
         if self.rank is not None:

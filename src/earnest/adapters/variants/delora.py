@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class DeLoRA(Variant):
     equation = "y = Wx + b + (λ/r)·[N(A,B) − N(A₀,B₀)] x,  N = B diag(1/‖a‖‖b‖) A diag(‖W_:j‖)"
     lr = 1e-2
     lr_source = "arXiv 2503.18225 (1e-2 and λ₀ = 8 for language models)"
+    examples: ClassVar = {"delora": {"rank": 4}, "delora (zero)": {"rank": 4, "init": "zero"}}
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,7 @@ class DoRA(LoRA):
     equation = "y = g∘(Wx + s·B A x) + b,  g = (1+δ)‖W‖/‖W + s·BA‖"
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (46.9 % at 1e-4, r = 32)"
+    examples: ClassVar = {"dora": {"rank": 4}}
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         return super().specs(layer) | {"dm": Spec((layer.m,)), "w2": Spec((layer.m,), trainable=False)}

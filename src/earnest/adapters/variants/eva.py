@@ -7,7 +7,7 @@ layers). Where the tokens span fewer than r directions the rest is a random orth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -41,6 +41,7 @@ class EVA(LoRA):
     equation = "y = Wx + b + (α/r)·B A x,  A₀ = top right singular vectors of the inputs"
     lr = 1e-4
     lr_source = "as LoRA; B's first gradient is larger because A is aligned with the inputs"
+    examples: ClassVar = {"eva": {"rank": 4}}
 
     def wants_calibration(self) -> bool:
         return True

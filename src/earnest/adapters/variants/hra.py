@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -52,6 +52,7 @@ class HRA(Variant):
     lr_source = (
         "an angle: ‖u‖ = 1 at birth, so one AdamW step turns u by about lr·√n; tuned by benchmarks/adapters_nano.py"
     )
+    examples: ClassVar = {"hra": {"rank": 4}}
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.name)

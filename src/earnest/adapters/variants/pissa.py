@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class PiSSA(Variant):
     equation = "y = Wx + b + s·(B A − B₀ A₀) x"
     lr = 1e-5
     lr_source = "a tenth of LoRA's: its sharpest direction is about ten times as curved, arXiv 2602.04998"
+    examples: ClassVar = {"pissa": {"rank": 4}, "pissa (α, fast)": {"rank": 4, "alpha": 8.0, "niter": 3}}
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.name)

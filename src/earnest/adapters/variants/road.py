@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -37,6 +37,11 @@ class ROAD(Variant):
     equation = "y = α cosθ∘(Wx+b) + α sinθ∘rotate_half(Wx+b)"
     lr = 1e-3
     lr_source = "PEFT's MetaMathQA comparison (38.5 % at 1e-3, road_2)"
+    examples: ClassVar = {
+        "road": {"group": 8},
+        "road_2": {"kind": "road_2", "group": 8},
+        "road_4": {"kind": "road_4", "group": 8},
+    }
 
     def __post_init__(self) -> None:
         require(self.kind in _SIZE, f"road: kind must be one of {', '.join(_SIZE)}, got {self.kind!r}")

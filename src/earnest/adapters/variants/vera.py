@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class VeRA(Variant):
     equation = "y = Wx + b + λ_b∘B(λ_d∘A x)"
     lr = 1e-3
     lr_source = "PEFT's MetaMathQA comparison (35.4 % at 1e-3, r = 256)"
+    examples: ClassVar = {"vera": {"rank": 16}}
     shared = frozenset({"A", "B"})
 
     def __post_init__(self) -> None:
