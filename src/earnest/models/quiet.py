@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Loaded by transformers where they are installed; they warn about GPU kernels that a CPU build of torch cannot have.
+CHATTY = ("torchao", "torch.utils._pytree")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    levels = {name: logging.getLogger(name).level for name in CHATTY}
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        yield
+        from transformers.utils import logging as theirs
+
+        level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+        theirs.set_verbosity_error()
+        theirs.disable_progress_bar()
+        try:
+            yield
+        finally:
+            theirs.set_verbosity(level)
+            if bars:
+                theirs.enable_progress_bar()
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        for name, before in levels.items():
+            logging.getLogger(name).setLevel(before)
