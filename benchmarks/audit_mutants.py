@@ -2,10 +2,10 @@
 
     python benchmarks/audit_mutants.py [--out benchmarks/results/audit_mutants.json] [--table]
 
-Every single-node change (a sign, a reduction, a mask, a detach, a swapped argument, an ignored knob, …) of the losses of four
-correct steps (policy gradient, SFT, divergence, preference) is run through the audit. A mutant that raises is loud by itself. One
-that leaves the gradient bit-equal on a kicked, off-policy batch is equivalent and not counted. The rest is seen or missed; the
-misses are listed.
+Every single-node change (a sign, a reduction, a mask, a detach, a swapped argument, an ignored knob, …) of the
+losses of four correct steps (policy gradient, SFT, divergence, preference) is run through the audit. A mutant that
+raises is loud by itself. One that leaves the gradient bit-equal on a kicked, off-policy batch is equivalent and not
+counted. The rest is seen or missed; the misses are listed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def judge(family: str, mutant: Mutant) -> tuple[str, list[str]]:
             with wrong_probe.kicked(size):
                 b = wrong_probe.gradient(batch)
             equal &= a.distance(b) < 1e-6
-        metrics_equal = Probe(right).evaluate()[1] == Probe(wrong).evaluate()[1]
+        metrics_equal = Probe(right).look().metrics == Probe(wrong).look().metrics
         if equal and metrics_equal:
             return "equivalent", []
         laws = sorted({f.law for f in audit(wrong).failures})
@@ -113,7 +113,8 @@ def table(found: list[dict[str, Any]]) -> str:
         live = count["seen"] + count["missed"]
         rate = f"{count['seen'] / live:.0%}" if live else "-"
         lines.append(
-            f"| {family} | {len(mine)} | {count['raises']} | {count['equivalent']} | {count['seen']} | {count['missed']} | {rate} |"
+            f"| {family} | {len(mine)} | {count['raises']} | {count['equivalent']} | {count['seen']} | "
+            f"{count['missed']} | {rate} |"
         )
     return "\n".join(lines)
 

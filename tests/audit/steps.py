@@ -1,4 +1,5 @@
-"""Correct training steps of the four families, written plainly: what the laws must pass, and what the mutants are made from."""
+"""Correct training steps of the four families, written plainly: what the laws must pass, and what the mutants are
+made from."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def logprobs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def token_batch(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Ragged rows with right padding; the completion starts at PROMPT; tensors of width LENGTH - 1 are aligned with ids[:, 1:]."""
+    """Ragged rows with right padding; the completion starts at PROMPT; tensors of width LENGTH - 1 are aligned with
+    ids[:, 1:]."""
     rng = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=rng)
     lengths = torch.tensor([12, 7, 10, 5, 12])

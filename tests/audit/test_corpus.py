@@ -1,4 +1,5 @@
-"""Thirty real defects, each beside its fix: the defect is seen by a law that its description names, the fix raises nothing."""
+"""Thirty real defects, each beside its fix: the defect is seen by a law that its description names, the fix raises
+nothing."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def _terms(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[
             measured=f"gradient norm {norm:.3g}, {share:.0%} of the sum",
             expected="above 0",
             outcome="holds" if norm > 0 else "fails",
-            meaning=f"The term {label} adds nothing to the gradient: it trains nothing. Look at its signal "
-            "(all advantages 0? a mask?), at a detach, and at its threshold.",
+            meaning=f"The term {label} adds nothing to the gradient: it trains nothing. Look at its signal (all "
+            "advantages 0? a mask?), at a detach, and at its threshold.",
         )
     for label in objective.skipped:
         yield Finding("GL", f"term {label}", "weight 0", "computed", "not applicable", "Weight 0: not computed.")

@@ -30,8 +30,20 @@ PER_TOKEN = (
     "returns",
 )
 # Roles that the gradient must depend on, in the order in which they are tried.
-INPUTS = ("advantages", "rewards", "behaviour", "reference", "reference_chosen", "reference_rejected", "reference_distribution", "teacher",
-          "importance", "weights", "values", "returns")  # fmt: skip
+INPUTS = (
+    "advantages",
+    "rewards",
+    "behaviour",
+    "reference",
+    "reference_chosen",
+    "reference_rejected",
+    "reference_distribution",
+    "teacher",
+    "importance",
+    "weights",
+    "values",
+    "returns",
+)
 
 
 def generator(step: Step, salt: int = 0) -> torch.Generator:
@@ -43,7 +55,8 @@ def noise_like(t: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | None:
-    """Where the loss is taken [B, T], from the mask or from labels that are not -100; None where neither is declared."""
+    """Where the loss is taken [B, T], from the mask or from labels that are not -100; None where neither is
+    declared."""
     batch = batch or step.batch
     if "mask" in step.roles:
         return batch[step.roles["mask"]] != 0
@@ -82,7 +95,8 @@ def perturb(
 
 def off_policy(step: Step) -> Batch:
     """The batch as a later update would see it: ratios on both sides of any clip, a reference that differs, advantages
-    of both signs. A clip is inert at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be seen."""
+    of both signs. A clip is inert at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be
+    seen."""
     batch: Batch = dict(step.batch)
     rng = generator(step, 5)
     for role in ("behaviour", "reference", "reference_chosen", "reference_rejected", "reference_distribution"):

@@ -91,13 +91,14 @@ def shifted(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def key(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """batch["mask"] → torch.ones_like(batch["mask"]): an input is ignored."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-        if isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "batch":
-            for neutral in ("ones_like", "zeros_like"):
-                call = ast.Call(
-                    ast.Attribute(ast.Name("torch", ast.Load()), neutral, ast.Load()), [copy.deepcopy(node)], []
-                )
-                yield f"{ast.unparse(node)} is replaced by {neutral}", call
+    if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Constant):
+        return
+    if isinstance(node.slice.value, str) and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "batch":
+        for neutral in ("ones_like", "zeros_like"):
+            call = ast.Call(
+                ast.Attribute(ast.Name("torch", ast.Load()), neutral, ast.Load()), [copy.deepcopy(node)], []
+            )
+            yield f"{ast.unparse(node)} is replaced by {neutral}", call
 
 
 def knob(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -1,7 +1,9 @@
-"""earnest's own step as a ``Step``: inputs, knobs, options, terms and metrics are read off the engine, none is declared.
+"""earnest's own step as a ``Step``: inputs, knobs, options, terms and metrics are read off the engine, none is
+declared.
 
-The loss below goes hidden states → vocabulary pass → objective with plain autograd all the way. The engine goes through its
-seam (scalars, derivatives, backward, micro-batches). That both have one gradient is itself a law that is checked (DF).
+The loss below goes hidden states → vocabulary pass → objective with plain autograd all the way. The engine goes
+through its seam (scalars, derivatives, backward, micro-batches). That both have one gradient is itself a law that is
+checked (DF).
 """
 
 from __future__ import annotations
@@ -216,7 +218,8 @@ def _rebuild(objective: Objective, knobs: Mapping[str, Any]) -> Objective:
     return Objective(tuple(terms))
 
 
-# --- a batch as a dict of [R, T, …] tensors, and back ------------------------------------------------------------------
+# --- a batch as a dict of [R, T, …] tensors, and back
+# ------------------------------------------------------------------
 
 
 def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -259,7 +262,8 @@ def _read(live: list[Weighted], needs: Sequence[Need]) -> set[str]:
 
 
 def _batch(original: Batch, data: Data) -> Batch:
-    """The typed batch of these rows. Rows may have been permuted, repeated, cut or added; ``row`` says which they were."""
+    """The typed batch of these rows. Rows may have been permuted, repeated, cut or added; ``row`` says which they
+    were."""
     source = data["row"].tolist()
     weight = data["weight"]
     on = (weight if weight.ndim == 2 else weight.abs().sum(-1)) != 0

@@ -1,8 +1,9 @@
 """Running somebody's step under control: the same randomness every time, one thing changed, and everything put back.
 
 ``Probe.gradient(batch, knobs)`` is the one measurement behind most laws. While a probe is open, the model's parameters,
-buffers, gradients, modes and hooks, the optimizer's state and all random generators are the user's; when it closes they are bit
-for bit what they were. What a loss keeps in a closure of its own cannot be seen, and so cannot be put back.
+buffers, gradients, modes and hooks, the optimizer's state and all random generators are the user's; when it closes
+they are bit for bit what they were. What a loss keeps in a closure of its own cannot be seen, and so cannot be put
+back.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Reading:
 class Probe:
     """A step that can be asked what its gradient would be if one thing were different.
 
-    ``cost`` counts in step times: 1 for a gradient, a third for a look at the loss and its metrics. Readings of the declared, the
-    off-policy and the on-policy batch are kept for as long as the parameters are in the same state.
+    ``cost`` counts in step times: 1 for a gradient, a third for a look at the loss and its metrics. Readings of the
+    declared, the off-policy and the on-policy batch are kept for as long as the parameters are in the same state.
     """
 
     def __init__(self, step: Step, say: Callable[[str], None] | None = None) -> None:
@@ -178,7 +179,8 @@ class Probe:
 
     @contextmanager
     def kicked(self, size: float = 0.05) -> Iterator[None]:
-        """Away from symmetric and zero states: every parameter gets noise of ``size`` times its own (or a typical) rms."""
+        """Away from symmetric and zero states: every parameter gets noise of ``size`` times its own (or a typical)
+        rms."""
         rms = [float(p.detach().float().square().mean().sqrt()) for p in self.parameters.values()]
         alive = sorted(r for r in rms if r > 0)
         typical = alive[len(alive) // 2] if alive else 1.0
@@ -254,11 +256,12 @@ def number(value: Any) -> float:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Python's, NumPy's and torch's generators start from ``seed`` inside, and are as they were afterwards."""
-    python, numeric, devices = random.getstate(), np.random.get_state(), list(range(torch.cuda.device_count()))
+    python, devices = random.getstate(), list(range(torch.cuda.device_count()))
+    numeric = np.random.get_state()  # noqa: NPY002 (the user's code may use the global generator)
     try:
         with torch.random.fork_rng(devices=devices):
             random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002 (the user's code may use the global generator)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
             torch.manual_seed(seed)
             yield
     finally:

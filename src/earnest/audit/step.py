@@ -71,7 +71,8 @@ class Step:
     ``reference``  fn() -> what the reference policy says now: it must not move when the policy does
     ``paths``      other functions with the loss's signature that claim to be the same objective
     ``metrics``    metric -> (low, high): the range that it cannot leave
-    ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by design)
+    ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
+                      design)
     ``twins``      pairs of an option's modes that share a gradient by definition
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
     """

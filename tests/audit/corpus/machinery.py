@@ -1,4 +1,5 @@
-"""Rows 4, 12, 13, 15, 19 to 26, 28 to 30: advantages, accumulation, replicas, adapters, precision, resuming, schedules."""
+"""Rows 4, 12, 13, 15, 19 to 26, 28 to 30: advantages, accumulation, replicas, adapters, precision, resuming,
+schedules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """LAW, penalties: at the reference a KL penalty is 0 and pulls nowhere.
 
-lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is no loss)
+lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is
+no loss)
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.step import Raises
@@ -46,8 +46,8 @@ def check(probe: Probe) -> Iterator[Finding]:
                 f"value {value:.2g}, own gradient {here / max(usual, 1e-300):.2g} of the usual",
                 "0 and 0",
                 abs(value) <= room and here <= room * max(usual, 1e-300),
-                f"Where the policy equals the reference, {metric} must be 0 and pull nowhere. It does not: the estimator's formula is "
-                "off, or it is k1, whose gradient has no reference in it.",
+                f"Where the policy equals the reference, {metric} must be 0 and pull nowhere. It does not: the "
+                "estimator's formula is off, or it is k1, whose gradient has no reference in it.",
             )
 
 
@@ -61,7 +61,8 @@ LAW = Law(
     name="at the reference",
     sentence="At the reference a KL penalty is 0 and pulls nowhere.",
     needs="terms with a metric named kl; role reference with per-token log-probs; logprobs=fn",
-    how="The reference is set to what the policy says now; the term's own gradient is the difference between two weights.",
+    how="The reference is set to what the policy says now; the term's own gradient is the difference between two "
+    "weights.",
     traps="k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.",
     caught="CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and not the one that is trained",
     check=check,

@@ -2,7 +2,8 @@
 
 ratio in (1-ε, 1+ε)        every token pulls, whatever the sign of its advantage
 ratio > 1+ε, A > 0         pulls less than inside (for a hard clip: not at all); likewise ratio < 1-ε, A < 0
-ratio > 1+ε, A < 0         still pulls: what became likely and was bad must be able to come back; likewise the other side
+ratio > 1+ε, A < 0         still pulls: what became likely and was bad must be able to come back; likewise the other
+side
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def _finding(subject: str, measured: float, expected: str, holds: bool) -> Findi
         f"pull {measured:.2g} of the usual",
         expected,
         holds,
-        "The clip does not do what a pessimistic clip does: a bound is wrong on one side, minimum and maximum are swapped, or one of "
-        "two uses of the setting is ignored.",
+        "The clip does not do what a pessimistic clip does: a bound is wrong on one side, minimum and maximum are "
+        "swapped, or one of two uses of the setting is ignored.",
     )
 
 
@@ -124,7 +125,8 @@ LAW = Law(
     name="clipping",
     sentence="A pessimistic clip is silent only where the ratio has already gone the way that the advantage asks.",
     needs="a knob named like a clip, with a value below 1; roles behaviour and advantages; logprobs=fn",
-    how="Rows are put at ratios inside and outside the range; each token's own pull is the loss's slope by its behaviour.",
+    how="Rows are put at ratios inside and outside the range; each token's own pull is the loss's slope by its "
+    "behaviour.",
     traps="Soft clips (SAPO) and one-sided ones (CISPO) have settings of other names and are not asked.",
     caught="swapped minimum and maximum, a clip that is obeyed on one side only, TRL #4499",
     check=check,

@@ -73,8 +73,8 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
         f"{tried - len(silent)} of {tried} matter (through {key!r})",
         "all",
         not silent,
-        f"{', '.join(silent[:4])} is in the mask and not in the gradient: the last (end-of-turn) token is cut off by a shift or masked "
-        "because its id equals the padding's.",
+        f"{', '.join(silent[:4])} is in the mask and not in the gradient: the last (end-of-turn) token is cut off by "
+        "a shift or masked because its id equals the padding's.",
     )
 
 
@@ -91,7 +91,8 @@ def _slopes(probe: Probe, role: str, flat: Tensor) -> int | None:
 
 
 def _felt(probe: Probe, role: str, only: Tensor) -> bool:
-    """Whether any other value of this one token's signal changes the gradient; the opposite advantages are tried last."""
+    """Whether any other value of this one token's signal changes the gradient; the opposite advantages are tried
+    last."""
     for base in (probe.step.batch, edits.opposite(probe.step, probe.step.batch)):
         if base is None:
             continue
@@ -124,7 +125,8 @@ def _no_peeking(probe: Probe, on: Tensor) -> Iterator[Finding]:
         f"changing the rows' last input moved the gradient by {change:.2g}",
         f"≤ {probe.tolerance:.1g}",
         change <= probe.tolerance,
-        "The token that is to be predicted is in the input that predicts it: logits and labels are shifted against each other.",
+        "The token that is to be predicted is in the input that predicts it: logits and labels are shifted against "
+        "each other.",
     )
 
 
@@ -134,8 +136,8 @@ def _per_token(probe: Probe, role: str, on: Tensor) -> bool:
 
 
 def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterator[edits.Batch]:
-    """Other values for one token, of which at least one must be felt. A clipped token is silent under its own advantage and
-    speaks under the opposite one; a ratio just outside its clip comes back inside from one side."""
+    """Other values for one token, of which at least one must be felt. A clipped token is silent under its own
+    advantage and speaks under the opposite one; a ratio just outside its clip comes back inside from one side."""
     step, key = probe.step, probe.step.roles[role]
     old: Tensor = base[key]
     where = only

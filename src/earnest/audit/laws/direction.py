@@ -1,4 +1,5 @@
-"""DR: a step along minus a term's own gradient lowers the metric that the term is about. Only this sees a sign error."""
+"""DR: a step along minus a term's own gradient lowers the metric that the term is about. Only this sees a sign
+error."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ LAW = Law(
     name="direction",
     sentence="A step along minus a term's own gradient lowers the metric that the term is about.",
     needs="terms, and their metrics in what the step returns",
-    how="The term's gradient is the difference between two weights; one small step along it, and the metric is read again.",
+    how="The term's gradient is the difference between two weights; one small step along it, and the metric is read "
+    "again.",
     traps="An entropy bonus raises its metric: declare Raises(knob).",
     caught="sign errors, swapped chosen and rejected, torchft #233 in spirit",
     check=check,

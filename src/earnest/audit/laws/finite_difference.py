@@ -23,7 +23,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     if step.value_is_loss is None and step.kind in ("policy gradient", None):
         yield Finding(
             "FD", step.name, "not checked", "-", "not declared",
-            "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, divergences).",
+            "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
+            "divergences).",
         )  # fmt: skip
         return
     with probe.kicked():
@@ -45,8 +46,8 @@ def check(probe: Probe) -> Iterator[Finding]:
         f"finite difference {min(slopes, key=lambda s: abs(s - size)):.4g}, gradient {size:.4g}",
         f"within {room:.0%}",
         off <= room,
-        "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, detach), a backward is "
-        "hand-written and wrong, or one of them is scaled.",
+        "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, "
+        "detach), a backward is hand-written and wrong, or one of them is scaled.",
     )
 
 
@@ -73,8 +74,10 @@ LAW = Law(
     name="finite difference",
     sentence="The finite difference of the reported loss agrees with the gradient.",
     needs="value_is_loss=True for policy gradients; SFT, divergences and preferences are taken to be so",
-    how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best counts (a clip has corners).",
-    traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO): they declare value_is_loss=False.",
+    how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best "
+    "counts (a clip has corners).",
+    traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO): they declare "
+    "value_is_loss=False.",
     caught="SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients",
     check=check,
     quick=False,

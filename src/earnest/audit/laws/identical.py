@@ -49,16 +49,16 @@ def _teacher(probe: Probe) -> Iterator[Finding]:
         f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull:.2g} of the usual",
         "0 and 0",
         abs(loss) <= room * max(scale, 1.0) and pull <= room and gradient.finite(),
-        "A student that equals its teacher is still pushed: mixture weights are swapped, log-probs are mixed in place of "
-        "probabilities, supports differ, or a temperature is applied to one side only.",
+        "A student that equals its teacher is still pushed: mixture weights are swapped, log-probs are mixed in "
+        "place of probabilities, supports differ, or a temperature is applied to one side only.",
     )
     yield LAW.finding(
         "different distributions",
         f"cost {usual_loss:.2g}, gradient {usual.norm():.2g}",
         "not 0",
         usual.norm() > 0,
-        "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not special-cased), or a softmax "
-        "runs over an axis of length 1.",
+        "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not "
+        "special-cased), or a softmax runs over an axis of length 1.",
     )
     yield from _bounded(probe, key)
 
@@ -83,8 +83,9 @@ def _bounded(probe: Probe, key: str) -> Iterator[Finding]:
         f"{value:.3g} for a teacher far away",
         f"≤ H({alpha}) = {entropy:.3g}, above 0",
         0 < value <= entropy * 1.01,
-        "A generalised Jensen–Shannon divergence cannot exceed the binary entropy of its weight: the mixture's weights are swapped "
-        "against the outer ones, a factor is lost, or it is another divergence than its setting says.",
+        "A generalised Jensen–Shannon divergence cannot exceed the binary entropy of its weight: the mixture's "
+        "weights are swapped against the outer ones, a factor is lost, or it is another divergence than its setting "
+        "says.",
     )
 
 
@@ -118,8 +119,8 @@ def _pair(probe: Probe) -> Iterator[Finding]:
         f"gradient {pull:.2g} of the usual",
         "0",
         pull <= probe.tolerance,
-        "A pair whose two answers are one text has nothing to prefer, yet it pulls: roles are mixed up, one side is masked or "
-        "normalised differently, or another term is in the loss.",
+        "A pair whose two answers are one text has nothing to prefer, yet it pulls: roles are mixed up, one side is "
+        "masked or normalised differently, or another term is in the loss.",
     )
     yield from _margin(probe)
 
@@ -154,8 +155,8 @@ def _margin(probe: Probe) -> Iterator[Finding]:
         f"cosine {alike:.3f} between ∇L and the plain sum over pairs",
         "1",
         alike > 1 - max(probe.tolerance, 1e-2),
-        "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the reference enters "
-        "with the wrong sign, on the wrong side, or normalised differently.",
+        "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
+        "reference enters with the wrong sign, on the wrong side, or normalised differently.",
     )
 
 
@@ -175,7 +176,8 @@ LAW = Law(
     needs="roles teacher and student=fn, or roles chosen and rejected",
     how="The teacher is replaced by the student's own output, the rejected answer by the chosen one.",
     traps="In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype.",
-    caught="a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights",
+    caught="a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture "
+    "weights",
     check=check,
     quick=False,
 )

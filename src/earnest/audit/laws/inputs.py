@@ -25,8 +25,8 @@ def check(probe: Probe) -> Iterator[Finding]:
         if "labels" in step.roles:
             yield _must_matter(probe, "labels", origin.distance(probe.gradient(_other_labels(probe, base))))
         for role in ("ids", "attention", "chosen", "rejected"):
-            if (changed := _other_context(probe, base, role)) is not None:
-                yield _must_matter(probe, role, origin.distance(probe.gradient(changed)))
+            if (other := _other_context(probe, base, role)) is not None:
+                yield _must_matter(probe, role, origin.distance(probe.gradient(other)))
     if step.reference is None:
         if "reference" in step.roles or "reference_chosen" in step.roles:
             yield not_declared("IG", "the reference policy", "reference=lambda: …, what the reference says now,")
@@ -41,8 +41,8 @@ def _must_matter(probe: Probe, role: str, change: float) -> Finding:
         f"changing it moved the gradient by {change:.2g}",
         "above the step's noise" if probe.noise() else "above 0",
         matters,
-        f"The gradient does not depend on {probe.step.roles[role]!r} at all: the value is ignored, overwritten, or only used "
-        "under a detach. What is trained is another objective than the one that reads it.",
+        f"The gradient does not depend on {probe.step.roles[role]!r} at all: the value is ignored, overwritten, or "
+        "only used under a detach. What is trained is another objective than the one that reads it.",
     )
 
 
@@ -108,8 +108,9 @@ def _reference_stays(probe: Probe) -> Finding:
         f"kicking the policy moved it by {change:.2g}",
         "0",
         change <= 4 * noise,
-        "The reference follows the policy that it should hold: both are the same weights (an adapter that was injected in place, a "
-        "disable_adapter() that is not used as a context manager). Its KL is 0 whatever happens.",
+        "The reference follows the policy that it should hold: both are the same weights (an adapter that was "
+        "injected in place, a disable_adapter() that is not used as a context manager). Its KL is 0 whatever "
+        "happens.",
     )
 
 
@@ -119,7 +120,8 @@ LAW = Law(
     sentence="The gradient depends on every declared input, and the reference does not move when the policy does.",
     needs="roles; reference=… for the reference policy",
     how="Each input is changed where the loss is taken, from a kicked, off-policy state, and the gradient must change.",
-    traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has no gradient: both are left first.",
+    traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has no gradient: both are left "
+    "first.",
     caught="SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534",
     check=check,
 )

@@ -76,8 +76,8 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         else "no change above the noise",
         "a change",
         False,
-        f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value without a "
-        "gradient.",
+        f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
+        "without a gradient.",
     )
 
 
@@ -99,7 +99,8 @@ def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes
         f"{len(gradients)} modes, {len(same)} pairs with one gradient",
         "every mode its own gradient",
         not same,
-        f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a branch.",
+        f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a "
+        "branch.",
     )
 
 
@@ -116,7 +117,8 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
         f"its own gradient is {share:.2g} of the whole",
         "above 0",
         alive,
-        f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not at all.",
+        f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not "
+        "at all.",
     )
     # The difference of two large gradients is only as exact as they are; below that nothing can be said of linearity.
     if alive and share > 4 * probe.tolerance:
@@ -134,11 +136,12 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
 LAW = Law(
     code="KG",
     name="knobs",
-    sentence="The gradient depends on every knob, every mode of an option differs from the others, a weight weighs its term.",
+    sentence="The gradient depends on every knob, every mode of an option differs from the others, a weight weighs "
+    "its term.",
     needs="knobs, options, terms",
     how="Gradients (never loss values) at other values of the knob, from a kicked, off-policy state.",
-    traps="A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not sufficient: a sign or "
-    "swapped modes pass here and fail elsewhere.",
+    traps="A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not "
+    "sufficient: a sign or swapped modes pass here and fail elsewhere.",
     caught="SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha)",
     check=check,
 )

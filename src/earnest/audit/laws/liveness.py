@@ -1,4 +1,5 @@
-"""GL: every trainable parameter gets a gradient and its bits change; one set is trained, clipped and owned; nothing else moves."""
+"""GL: every trainable parameter gets a gradient and its bits change; one set is trained, clipped and owned; nothing
+else moves."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def check(probe: Probe) -> Iterator[Finding]:
         f"gradient norm {norm:.3g}",
         "finite and above 0",
         first.finite() and norm > 0,
-        "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero mask.",
+        "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero "
+        "mask.",
     )
     if not first.finite():
         return
@@ -49,8 +51,8 @@ def _sets(probe: Probe) -> Iterator[Finding]:
         f"{len(orphans)} trainable ones missing, {strangers} that are not the model's, {len(owned) - len(ids)} twice",
         "exactly the trainable parameters, once each",
         not orphans and strangers <= 0 and len(owned) == len(ids),
-        f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was built "
-        "before an adapter was attached or a layer replaced, or a group was forgotten.",
+        f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was "
+        "built before an adapter was attached or a layer replaced, or a group was forgotten.",
     )
 
 
@@ -71,8 +73,8 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
         f"{len(names) - len(dead)} got a gradient within {STEPS} steps",
         "all",
         not dead,
-        f"No gradient reaches {some(dead)}. They are detached or bypassed, a layer's checkpointing cuts the graph, or two "
-        "factors are both 0.",
+        f"No gradient reaches {some(dead)}. They are detached or bypassed, a layer's checkpointing cuts the graph, "
+        "or two factors are both 0.",
     )
     if step.optimizer is None:
         yield not_declared("GL", "the parameters' bits", "optimizer=…")
@@ -83,8 +85,8 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
         f"{len(names) - len(still) - len(dead)} changed their bits",
         f"all that got a gradient ({len(names) - len(dead)})",
         not still,
-        f"{some(still)} get a gradient and do not move: the optimizer does not own them, or the update is lost when it is "
-        "rounded to their dtype (keep trainable parameters in fp32, or raise the learning rate).",
+        f"{some(still)} get a gradient and do not move: the optimizer does not own them, or the update is lost when "
+        "it is rounded to their dtype (keep trainable parameters in fp32, or raise the learning rate).",
     )
     moved = [n for n, t in _others(probe) if others.get(n) != bits(t)]
     yield LAW.finding(
@@ -92,7 +94,8 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
         f"{len(moved)} moved",
         "none",
         not moved,
-        f"{some(moved)} moved although frozen: the optimizer, a hook or a running statistic reaches further than declared.",
+        f"{some(moved)} moved although frozen: the optimizer, a hook or a running statistic reaches further than "
+        "declared.",
     )
 
 
@@ -136,12 +139,12 @@ def some(names: list[str]) -> str:
 LAW = Law(
     code="GL",
     name="liveness",
-    sentence="Every trainable parameter gets a gradient and its bits change; the trainable, owned and clipped sets are one; "
-    "nothing else moves.",
+    sentence="Every trainable parameter gets a gradient and its bits change; the trainable, owned and clipped sets "
+    "are one; nothing else moves.",
     needs="model and loss; optimizer for what moves",
     how=f"{STEPS} real steps from the real state, then every bit is compared and put back.",
-    traps="LoRA's A has no gradient while B = 0: it may come at step 2. Weight decay alone moves a parameter that is dead, so "
-    "gradients are asked for first.",
+    traps="LoRA's A has no gradient while B = 0: it may come at step 2. Weight decay alone moves a parameter that is "
+    "dead, so gradients are asked for first.",
     caught="SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move, "
     "prime-rl #1311",
     check=check,

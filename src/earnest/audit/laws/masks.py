@@ -1,4 +1,5 @@
-"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, silent rows, other documents."""
+"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, silent rows, other
+documents."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
             probe,
             f"{role} where masked",
             origin.distance(probe.gradient(changed)),
-            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the model, is "
-            "shifted by one, or another tensor stands in its place.",
+            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the "
+            "model, is shifted by one, or another tensor stands in its place.",
         )
 
 
@@ -88,8 +89,8 @@ def _padding(probe: Probe) -> Iterator[Finding]:
         return
     yield _must_not_matter(
         probe, "3 more columns of padding", probe.gradient().distance(padded),
-        "The length to which a batch happens to be padded changes what is learned: a mean over positions counts padding, or padded "
-        "positions are supervised.",
+        "The length to which a batch happens to be padded changes what is learned: a mean over positions counts "
+        "padding, or padded positions are supervised.",
     )  # fmt: skip
 
 
@@ -112,7 +113,8 @@ def _silent_row(probe: Probe) -> Iterator[Finding]:
         f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1",
         rest <= probe.tolerance and step.rows / (step.rows + 1) - 0.02 <= factor <= 1.02,
-        "A row in which no loss is taken still changes the gradient's direction: some part of the loss does not see the mask.",
+        "A row in which no loss is taken still changes the gradient's direction: some part of the loss does not see "
+        "the mask.",
     )
 
 
@@ -138,18 +140,20 @@ def _documents(probe: Probe) -> Iterator[Finding]:
     changed = {**batch, step.roles["ids"]: torch.where(first, ids.roll(1, dims=-1).clamp_min(0), ids)}
     yield _must_not_matter(
         probe, "another document in the packed row", before.distance(probe.gradient(changed)),
-        "Documents of one packed row attend to each other: the packing is not told to the attention (position ids, cu_seqlens), or an "
-        "all-ones mask switched its detection off.",
+        "Documents of one packed row attend to each other: the packing is not told to the attention (position ids, "
+        "cu_seqlens), or an all-ones mask switched its detection off.",
     )  # fmt: skip
 
 
 LAW = Law(
     code="MI",
     name="masks",
-    sentence="Signals where no loss is taken, ids under padding, more padding, silent rows and other documents do not matter.",
+    sentence="Signals where no loss is taken, ids under padding, more padding, silent rows and other documents do "
+    "not matter.",
     needs="roles mask or labels; ids, attention, documents for the rest",
     how="Each is changed or added, and the gradient must stay within the step's own resolution.",
-    traps="Prompt tokens do matter, through attention. A sequence mean may count a silent row, so a factor B/(B+1) is allowed.",
+    traps="Prompt tokens do matter, through attention. A sequence mean may count a silent row, so a factor B/(B+1) "
+    "is allowed.",
     caught="verl #2513 and #1440, TRL #4170, a KL barrier that is NaN on an empty mask",
     check=check,
 )

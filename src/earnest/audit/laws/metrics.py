@@ -1,4 +1,5 @@
-"""MR: a metric is what it says: the loss it logs is the loss, it stays in its range, it moves, and it knows the unchanged policy."""
+"""MR: a metric is what it says: the loss it logs is the loss, it stays in its range, it moves, and it knows the
+unchanged policy."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from earnest.audit.laws.on_policy import on_policy
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
 
-# Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both are one.
+# Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
+# are one.
 UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
 
@@ -31,9 +33,12 @@ def check(probe: Probe) -> Iterator[Finding]:
         value = reading.loss
         off = abs(found["loss"] - value) / max(abs(value), 1e-9)
         yield LAW.finding(
-            "metric loss", f"{found['loss']:.6g}, the loss is {value:.6g}", "the same", off <= max(1e-3, probe.tolerance),
+            "metric loss",
+            f"{found['loss']:.6g}, the loss is {value:.6g}",
+            "the same",
+            off <= max(1e-3, probe.tolerance),
             "What is logged as the loss is another number than what is minimised.",
-        )  # fmt: skip
+        )
     wild = [n for n, v in found.items() if not math.isfinite(v)]
     yield LAW.finding(
         f"{len(found)} metrics",
@@ -72,7 +77,8 @@ def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
         inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
         yield LAW.finding(
             f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{low}, {high}]", inside,
-            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong denominator).",
+            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
+            "denominator).",
         )  # fmt: skip
 
 
@@ -94,8 +100,8 @@ def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
             f"{len(set(seen))} values in {len(seen)} far-off states",
             "it moves",
             len(set(seen)) > 1,
-            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing sets, "
-            "or 0 by construction.",
+            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
+            "sets, or 0 by construction.",
         )
 
 
@@ -109,8 +115,8 @@ def _unchanged(probe: Probe) -> Iterator[Finding]:
         room = max(1e-3, probe.tolerance)
         yield LAW.finding(
             f"metric {name}, policy unchanged", f"{value:.4g}", f"{expected:g}", abs(value - expected) <= room,
-            f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are recomputed differently "
-            "(temperature, shift), or the metric is another quantity under this name.",
+            f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are "
+            "recomputed differently (temperature, shift), or the metric is another quantity under this name.",
         )  # fmt: skip
 
 
@@ -141,7 +147,8 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
             f"{value:.4g}, the nearest definition gives {near:.4g}",
             "one of them",
             abs(value - near) <= max(2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2),
-            f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a normaliser is off.",
+            f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
+            "normaliser is off.",
         )
 
 
@@ -166,10 +173,12 @@ def _means(values: Tensor, mask: Tensor) -> list[float]:
 LAW = Law(
     code="MR",
     name="metrics",
-    sentence="A metric is what it says: it equals what it names, stays in its range, moves, and is neutral for an unchanged policy.",
+    sentence="A metric is what it says: it equals what it names, stays in its range, moves, and is neutral for an "
+    "unchanged policy.",
     needs="a step that returns (loss, metrics); metrics={name: (low, high)} and terms",
     how="Metrics on the batch, on far-off states, and with behaviour = current.",
     traps="Counts and settings are constant by nature; only declared metrics are asked to move.",
-    caught="OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0",
+    caught="OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is "
+    "always 0",
     check=check,
 )

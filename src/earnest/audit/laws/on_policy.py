@@ -22,8 +22,9 @@ from earnest.audit.verdict import Finding
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift is far outside
 CLIPS = ("clip", "eps", "epsilon", "delta")
 MEANING = (
-    "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look for a swapped "
-    "branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are recomputed, a double shift."
+    "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
+    "for a swapped branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are "
+    "recomputed, a double shift."
 )
 
 
@@ -97,13 +98,14 @@ def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
         f"gradient {left / max(size, 1e-300):.2g} of the usual",
         "0",
         outcome,
-        "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not what "
-        "multiplies the ratio (a mask in their place?).",
+        "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
+        "what multiplies the ratio (a mask in their place?).",
     )
 
 
 def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Iterator[Finding]:
-    """Twice the advantages, twice the gradient; and wider clips change nothing. Both at once, apart only if that fails."""
+    """Twice the advantages, twice the gradient; and wider clips change nothing. Both at once, apart only if that
+    fails."""
     key = probe.step.roles["advantages"]
     once, doubled = probe.gradient(batch, quiet), _advantages(probe, batch, 2 * batch[key])
     wider = {knob: float(probe.step.knobs[knob]) * 1.25 for knob in _clips(probe)}
@@ -125,8 +127,8 @@ def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Itera
             f"moved the gradient by {change:.2g}",
             f"≤ {probe.tolerance:.1g}",
             change <= probe.tolerance,
-            f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself, or the ratio "
-            "is not 1 for the unchanged policy.",
+            f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself, or "
+            "the ratio is not 1 for the unchanged policy.",
         )
 
 
@@ -197,7 +199,8 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, quiet: Mapping[str
         f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp",
         "above 0",
         cosine > 0.05,
-        "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with other rows.",
+        "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with "
+        "other rows.",
     )
 
 
@@ -211,8 +214,8 @@ LAW = Law(
     sentence="With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.",
     needs="roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off",
     how="The normaliser is read from ∂L/∂A; the gradient is rebuilt from it and compared; clips must be inert.",
-    traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates (−A·lp) are "
-    "recognised as such.",
+    traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates "
+    "(−A·lp) are recognised as such.",
     caught="TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283",
     check=check,
     quick=False,

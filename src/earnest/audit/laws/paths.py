@@ -1,4 +1,5 @@
-"""DF: two paths that claim the same objective have the same gradient: fused and eager, merged and not, checkpointed or not."""
+"""DF: two paths that claim the same objective have the same gradient: fused and eager, merged and not, checkpointed
+or not."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def check(probe: Probe) -> Iterator[Finding]:
                 f"≤ {probe.tolerance:.1g}",
                 change <= probe.tolerance,
                 f"{name} is {factor:.3g} times the other: a normaliser or a factor was lost." if constant else
-                f"{name} computes another objective: an argument that one path reads is missing in the other, or an option is off.",
+                f"{name} computes another objective: an argument that one path reads is missing in the other, or an "
+                "option is off.",
             )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
         f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
         f"≤ {room:.1g}",
         change <= room,
-        "The step loses its gradient to rounding: log(sigmoid(x)) or log(1 - p) far out, an eps that is 0 in this dtype, a sum in "
-        "16 bits. Accumulate in fp32 and use the stable form (logsigmoid, log1mexp, logsumexp).",
+        "The step loses its gradient to rounding: log(sigmoid(x)) or log(1 - p) far out, an eps that is 0 in this "
+        "dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (logsigmoid, log1mexp, logsumexp).",
     )
 
 

@@ -78,7 +78,8 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
     except (RuntimeError, IndexError, ValueError) as error:
         yield Finding(
-            "SE", "whole = parts", f"a part of the rows cannot be run alone ({type(error).__name__})", "-", "not applicable",
+            "SE", "whole = parts", f"a part of the rows cannot be run alone ({type(error).__name__})", "-", "not "
+            "applicable",
             "The loss needs its rows together (fixed group or pair sizes).",
         )  # fmt: skip
         return
@@ -103,8 +104,8 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         f"{alpha:.3g}·g₁ + {beta:.3g}·g₂ is off by {rest:.2g}",
         f"≤ {max(probe.tolerance, 1e-3):.1g}",
         outcome,
-        "The gradient of the batch is no combination of its parts' gradients: rows reach into each other (a broadcast [B] against "
-        "[B, 1], a statistic over the wrong axis, attention across rows).",
+        "The gradient of the batch is no combination of its parts' gradients: rows reach into each other (a "
+        "broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows).",
     )
 
 

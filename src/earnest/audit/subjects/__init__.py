@@ -1,4 +1,5 @@
-"""What is not a loss and still has laws: advantages, accumulation, save and resume, merge, sync, schedules, outer steps."""
+"""What is not a loss and still has laws: advantages, accumulation, save and resume, merge, sync, schedules, outer
+steps."""
 
 from earnest.audit.subjects.accumulation import Accumulation as Accumulation
 from earnest.audit.subjects.advantages import AdvantageEstimator as AdvantageEstimator

@@ -20,7 +20,8 @@ from earnest.audit.verdict import Finding
 
 @dataclass
 class Accumulation:
-    """``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are uneven row counts."""
+    """``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are uneven row
+    counts."""
 
     model: nn.Module
     accumulate: Callable[[nn.Module, Sequence[Mapping[str, Any]]], Any]
@@ -46,8 +47,8 @@ class Accumulation:
             f"gradient off by {off:.2g} (best factor {factor:.3g})",
             f"≤ {room:.1g}",
             off <= room and whole.norm() > 0,
-            "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or done twice, "
-            "gradients cleared between the parts, or only the last part counts.",
+            "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or "
+            "done twice, gradients cleared between the parts, or only the last part counts.",
         )
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:

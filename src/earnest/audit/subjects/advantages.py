@@ -63,24 +63,63 @@ class AdvantageEstimator:
         first = groups == groups[0]
         if self.over == "group":
             shifted = self._run(rewards + 5.0 * first.float(), groups)
-            yield self._same("LAW", "shift of one group", base, shifted, scale, "A constant on one prompt's rewards moves advantages: they "
-                             "are normalised across prompts, or the groups are cut wrongly (tiled against interleaved).")  # fmt: skip
+            yield self._same(
+                "LAW",
+                "shift of one group",
+                base,
+                shifted,
+                scale,
+                "A constant on one prompt's rewards moves advantages: they are normalised across prompts, or the "
+                "groups are cut wrongly (tiled against interleaved).",
+            )
             other = self._run(torch.where(first, rewards * 3 - 1, rewards), groups)
-            yield self._same("LAW", "group locality", base[~first], other[~first], scale, "Another prompt's rewards reach into this one's "
-                             "advantages.")  # fmt: skip
+            yield self._same(
+                "LAW",
+                "group locality",
+                base[~first],
+                other[~first],
+                scale,
+                "Another prompt's rewards reach into this one's advantages.",
+            )
             sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
-            yield judged("LAW", "sum over a group", f"{sums:.2g}", "0", sums <= 1e-4 * scale * self.size, "Advantages of a group do not "
-                         "cancel: the baseline is not the group's mean.")  # fmt: skip
+            yield judged(
+                "LAW",
+                "sum over a group",
+                f"{sums:.2g}",
+                "0",
+                sums <= 1e-4 * scale * self.size,
+                "Advantages of a group do not cancel: the baseline is not the group's mean.",
+            )
         elif self.over == "batch":
-            yield self._same("LAW", "shift of all rewards", base, self._run(rewards + 5.0, groups), scale, "A constant on all rewards moves "
-                             "the advantages: they are not centred.")  # fmt: skip
+            yield self._same(
+                "LAW",
+                "shift of all rewards",
+                base,
+                self._run(rewards + 5.0, groups),
+                scale,
+                "A constant on all rewards moves the advantages: they are not centred.",
+            )
         doubled = self._run(rewards * 2, groups)
         expected = base if self.scale == "free" else base * 2
-        yield self._same("LAW", f"scale ({self.scale})", expected, doubled, scale, "Scaling the rewards does not do what the mode says: "
-                         "the division by the standard deviation is in the wrong mode.")  # fmt: skip
+        yield self._same(
+            "LAW",
+            f"scale ({self.scale})",
+            expected,
+            doubled,
+            scale,
+            "Scaling the rewards does not do what the mode says: the division by the standard deviation is in the "
+            "wrong mode.",
+        )
         order = torch.randperm(len(groups), generator=rng)
-        yield self._same("SE", "permuted rows", base[order], self._run(rewards[order], groups[order]), scale, "The order of the rows "
-                         "matters: a statistic is broadcast along the wrong axis, or groups are found by place.")  # fmt: skip
+        yield self._same(
+            "SE",
+            "permuted rows",
+            base[order],
+            self._run(rewards[order], groups[order]),
+            scale,
+            "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
+            "place.",
+        )
 
     def _run(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().float().reshape(-1)

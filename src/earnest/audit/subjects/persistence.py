@@ -36,8 +36,14 @@ class RoundTrip:
         with torch.no_grad():
             birth, wanted = self.outputs(born).clone(), self.outputs(kicked).clone()
         moved = float((wanted - birth).abs().max())
-        yield judged("MU", "the kick", f"moved the outputs by {moved:.2g}", "above 0", moved > 0, "The kick changes nothing, so a save that "
-                     "loses everything would pass.")  # fmt: skip
+        yield judged(
+            "MU",
+            "the kick",
+            f"moved the outputs by {moved:.2g}",
+            "above 0",
+            moved > 0,
+            "The kick changes nothing, so a save that loses everything would pass.",
+        )
         with tempfile.TemporaryDirectory() as folder:
             self.save(kicked, Path(folder))
             loaded = self.make()
@@ -45,14 +51,21 @@ class RoundTrip:
             with torch.no_grad():
                 found = self.outputs(loaded)
         off = float((found - wanted).abs().max())
-        yield judged("RT", "save → load", f"outputs off by {off:.2g} (lost everything: {moved:.2g})", f"≤ {self.tolerance:g}",
-                     off <= self.tolerance, "What is loaded is not what was saved: keys are missing or ignored, a tensor is re-initialised, "
-                     "or something that matters is not saved.")  # fmt: skip
+        yield judged(
+            "RT",
+            "save → load",
+            f"outputs off by {off:.2g} (lost everything: {moved:.2g})",
+            f"≤ {self.tolerance:g}",
+            off <= self.tolerance,
+            "What is loaded is not what was saved: keys are missing or ignored, a tensor is re-initialised, or "
+            "something that matters is not saved.",
+        )
 
 
 @dataclass
 class Resume:
-    """``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is trained."""
+    """``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is
+    trained."""
 
     make: Callable[[], Any]
     run: Callable[[Any, int], list[Any]]
@@ -73,7 +86,20 @@ class Resume:
         seen_second = self.run(second, self.steps)
         equal = torch.equal(self.state(straight), self.state(second))
         off = float((self.state(straight).double() - self.state(second).double()).abs().max())
-        yield judged("RT", f"{2 * self.steps} steps = {self.steps} + resume + {self.steps}", f"off by {off:.2g}", "bit-equal", equal,
-                     "A resumed run is another run: optimizer moments, a schedule, a random state or a term's state starts afresh.")  # fmt: skip
-        yield judged("RT", "the data after a resume", f"{seen_second[:3]}", f"{seen[len(seen_first):][:3]}",
-                     seen_second == seen[len(seen_first):], "The data stream starts again, or skips, after a resume.")  # fmt: skip
+        yield judged(
+            "RT",
+            f"{2 * self.steps} steps = {self.steps} + resume + {self.steps}",
+            f"off by {off:.2g}",
+            "bit-equal",
+            equal,
+            "A resumed run is another run: optimizer moments, a schedule, a random state or a term's state starts "
+            "afresh.",
+        )
+        yield judged(
+            "RT",
+            "the data after a resume",
+            f"{seen_second[:3]}",
+            f"{seen[len(seen_first) :][:3]}",
+            seen_second == seen[len(seen_first) :],
+            "The data stream starts again, or skips, after a resume.",
+        )

@@ -14,7 +14,8 @@ from earnest.audit.verdict import Finding
 
 @dataclass
 class Schedule:
-    """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really takes."""
+    """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
+    takes."""
 
     rates: Callable[[int, int], Sequence[float]]
     peak: float
@@ -23,8 +24,14 @@ class Schedule:
 
     def check(self) -> Iterator[Finding]:
         one, many = list(self.rates(self.total, 1)), list(self.rates(self.total, 4))
-        yield judged("MR", "steps", f"{len(one)}", f"{self.total}", len(one) == self.total, "The schedule is stepped another number of "
-                     "times than there are updates.")  # fmt: skip
+        yield judged(
+            "MR",
+            "steps",
+            f"{len(one)}",
+            f"{self.total}",
+            len(one) == self.total,
+            "The schedule is stepped another number of times than there are updates.",
+        )
         top = max(one)
         yield judged(
             "MR",
@@ -36,10 +43,28 @@ class Schedule:
         )
         middle = one[len(one) // 2]
         low, high = sorted((self.peak, self.final))
-        yield judged("MR", "half way", f"{middle:.3g}", "between the peak and the end", low < middle <= high or self.peak == self.final,
-                     "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.")  # fmt: skip
+        yield judged(
+            "MR",
+            "half way",
+            f"{middle:.3g}",
+            "between the peak and the end",
+            low < middle <= high or self.peak == self.final,
+            "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
+        )
         room = 0.1 * self.peak
-        yield judged("MR", "end", f"{one[-1]:.3g}", f"{self.final:.3g}", abs(one[-1] - self.final) <= room, "The run ends before the "
-                     "schedule does, or long after.")  # fmt: skip
-        yield judged("SE", "1 rank = 4 ranks", "equal" if one == many else "different", "equal", one == many, "The schedule depends on the "
-                     "number of ranks.")  # fmt: skip
+        yield judged(
+            "MR",
+            "end",
+            f"{one[-1]:.3g}",
+            f"{self.final:.3g}",
+            abs(one[-1] - self.final) <= room,
+            "The run ends before the schedule does, or long after.",
+        )
+        yield judged(
+            "SE",
+            "1 rank = 4 ranks",
+            "equal" if one == many else "different",
+            "equal",
+            one == many,
+            "The schedule depends on the number of ranks.",
+        )

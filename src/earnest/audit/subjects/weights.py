@@ -22,7 +22,8 @@ from earnest.audit.verdict import Finding
 
 @dataclass
 class Merge:
-    """``delta(w)`` is what merging an adapter with weight w adds to the base; ``applied(w)`` the unmerged effect, if at hand."""
+    """``delta(w)`` is what merging an adapter with weight w adds to the base; ``applied(w)`` the unmerged effect, if
+    at hand."""
 
     delta: Callable[[float], Tensor]
     applied: Callable[[float], Tensor] | None = None
@@ -40,20 +41,39 @@ class Merge:
             "Merging adds nothing.",
         )
         off = float((one + minus).abs().max()) / size
-        yield judged("LAW", "merge(-w) = -merge(w)", f"off by {off:.2g}", f"≤ {self.tolerance:g}", off <= self.tolerance,
-                     "Merging with a negative weight is not the opposite: a square root or an absolute value of the weight.")  # fmt: skip
+        yield judged(
+            "LAW",
+            "merge(-w) = -merge(w)",
+            f"off by {off:.2g}",
+            f"≤ {self.tolerance:g}",
+            off <= self.tolerance,
+            "Merging with a negative weight is not the opposite: a square root or an absolute value of the weight.",
+        )
         half = float((self.delta(0.5) * 2 - one).abs().max()) / size
-        yield judged("LAW", "merge(½) = ½·merge(1)", f"off by {half:.2g}", f"≤ {self.tolerance:g}", half <= self.tolerance,
-                     "The weight does not scale the merged difference linearly.")  # fmt: skip
+        yield judged(
+            "LAW",
+            "merge(½) = ½·merge(1)",
+            f"off by {half:.2g}",
+            f"≤ {self.tolerance:g}",
+            half <= self.tolerance,
+            "The weight does not scale the merged difference linearly.",
+        )
         if self.applied is not None:
             apart = float((self.applied(1.0) - one).abs().max()) / size
-            yield judged("DF", "merged = unmerged", f"off by {apart:.2g}", f"≤ {self.tolerance:g}", apart <= self.tolerance,
-                         "The merged model is another one than the adapter beside its layer.")  # fmt: skip
+            yield judged(
+                "DF",
+                "merged = unmerged",
+                f"off by {apart:.2g}",
+                f"≤ {self.tolerance:g}",
+                apart <= self.tolerance,
+                "The merged model is another one than the adapter beside its layer.",
+            )
 
 
 @dataclass
 class WeightSync:
-    """``kick()`` moves the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed text."""
+    """``kick()`` moves the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
+    text."""
 
     kick: Callable[[], None]
     push: Callable[[], Any]
@@ -65,16 +85,27 @@ class WeightSync:
         self.push()
         before = self.sampler().detach().clone()
         agree = float((before - self.trainer().detach()).abs().max())
-        yield judged("RT", "sampler = trainer after a push", f"log-probs off by {agree:.2g}", f"≤ {self.tolerance:g}",
-                     agree <= self.tolerance, "Sampler and trainer are different policies.")  # fmt: skip
+        yield judged(
+            "RT",
+            "sampler = trainer after a push",
+            f"log-probs off by {agree:.2g}",
+            f"≤ {self.tolerance:g}",
+            agree <= self.tolerance,
+            "Sampler and trainer are different policies.",
+        )
         self.kick()
         moved = float((self.trainer().detach() - before).abs().max())
         self.push()
         after = self.sampler().detach()
         left = float((after - self.trainer().detach()).abs().max())
-        yield judged("RT", "the sampler follows a kick", f"{left:.2g} behind of {moved:.2g}", f"≤ {self.tolerance:g}",
-                     moved > self.tolerance and left <= self.tolerance, "The push did not arrive: other tensors were sent, the adapter "
-                     "slot is stale, or a cache answers.")  # fmt: skip
+        yield judged(
+            "RT",
+            "the sampler follows a kick",
+            f"{left:.2g} behind of {moved:.2g}",
+            f"≤ {self.tolerance:g}",
+            moved > self.tolerance and left <= self.tolerance,
+            "The push did not arrive: other tensors were sent, the adapter slot is stale, or a cache answers.",
+        )
 
 
 @dataclass
@@ -90,16 +121,35 @@ class OuterStep:
         start, one, two = (torch.randn(self.size, generator=rng) for _ in range(3))
         landed = self.step(start.clone(), [one.clone()], **self.knobs)
         off = float((landed - one).abs().max())
-        yield judged("LAW", "one replica, outer lr 1", f"lands {off:.2g} from the local weights", "0", off <= 1e-5,
-                     "One replica must end on its own weights. It does not: the pseudo-gradient has the wrong sign, or mixing is off.")  # fmt: skip
+        yield judged(
+            "LAW",
+            "one replica, outer lr 1",
+            f"lands {off:.2g} from the local weights",
+            "0",
+            off <= 1e-5,
+            "One replica must end on its own weights. It does not: the pseudo-gradient has the wrong sign, or mixing "
+            "is off.",
+        )
         mean = self.step(start.clone(), [one.clone(), two.clone()], **self.knobs)
         apart = float((mean - (one + two) / 2).abs().max())
-        yield judged("LAW", "two replicas, outer lr 1", f"{apart:.2g} from their mean", "0", apart <= 1e-5, "Two replicas do not end on "
-                     "their mean: one is left out, or the average is not over members.")  # fmt: skip
+        yield judged(
+            "LAW",
+            "two replicas, outer lr 1",
+            f"{apart:.2g} from their mean",
+            "0",
+            apart <= 1e-5,
+            "Two replicas do not end on their mean: one is left out, or the average is not over members.",
+        )
         for knob, value in self.knobs.items():
             other = self.step(start.clone(), [one.clone()], **{**self.knobs, knob: value + 0.3})
-            yield judged("KG", f"knob {knob}", "no change" if torch.equal(other, landed) else "it matters", "it matters",
-                         not torch.equal(other, landed), f"{knob} does nothing: its result is discarded (not in place?).")  # fmt: skip
+            yield judged(
+                "KG",
+                f"knob {knob}",
+                "no change" if torch.equal(other, landed) else "it matters",
+                "it matters",
+                not torch.equal(other, landed),
+                f"{knob} does nothing: its result is discarded (not in place?).",
+            )
 
 
 @dataclass
@@ -117,8 +167,14 @@ class Unbiased:
             total = torch.stack([self.fn(x.clone(), setting) for _ in range(self.draws)])
             mean, spread = total.mean(0), total.std(0) / self.draws**0.5
             off = float(((mean - x).abs() / (6 * spread + 1e-6)).max())
-            yield judged("LAW", f"mean at {setting}", f"{off:.2g} × six standard errors from the input", "≤ 1", off <= 1.0,
-                         "The mean is not the input: survivors are not rescaled (a result that is discarded?).")  # fmt: skip
+            yield judged(
+                "LAW",
+                f"mean at {setting}",
+                f"{off:.2g} × six standard errors from the input",
+                "≤ 1",
+                off <= 1.0,
+                "The mean is not the input: survivors are not rescaled (a result that is discarded?).",
+            )
 
 
 @dataclass
@@ -132,5 +188,11 @@ class Gather:
         sent = [torch.full((2,), float(rank + 1)) for rank in range(self.ranks)]
         got = [float(t.flatten()[0]) for t in self.gather([t.clone() for t in sent])]
         wanted = [float(rank + 1) for rank in range(self.ranks)]
-        yield judged("RT", "ranks", f"{got}", f"{wanted}", got == wanted, "A rank does not have what every rank sent: all slots are one "
-                     "tensor, or the order is lost.")  # fmt: skip
+        yield judged(
+            "RT",
+            "ranks",
+            f"{got}",
+            f"{wanted}",
+            got == wanted,
+            "A rank does not have what every rank sent: all slots are one tensor, or the order is lost.",
+        )
