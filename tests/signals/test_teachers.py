@@ -123,7 +123,7 @@ def test_wrong_lessons_are_refused() -> None:
 
 
 def test_sdpo_trains_towards_the_teacher_end_to_end() -> None:
-    """Steps on one batch with a fixed teacher bring the divergence down, wrapped or not, in uneven micro-batches too."""
+    """Steps on one batch with a fixed teacher bring the divergence down, wrapped or not, in uneven parts too."""
     for term in (SDPO(top_k=8, importance_clip=None), SDPO(support="full", importance_clip=None, wrap=TAID(steps=5))):
         engine = engine_with(micro_tokens=7)
         batch = with_teacher(engine, rollouts(), TOLD, BaseTeacher())
@@ -172,7 +172,7 @@ def test_the_ema_averages_delta_w(variant: object) -> None:
 
 
 def test_an_average_at_rate_1_is_the_live_policy() -> None:
-    """The hooks compute what the adapter computes: at r = 1 the teacher is the live policy, biases of the variant included."""
+    """The hooks compute what the adapter computes: at r = 1 the teacher is the live policy, biases included."""
     for variant in (en.LoRA(rank=3), en.DoRA(rank=2), en.IA3(), en.HRA(rank=2)):
         engine = engine_with(variant)
         teacher = EMATeacher(engine.adapter, rate=1.0)
@@ -253,7 +253,7 @@ def test_with_reference_fills_what_live_terms_need_and_nothing_else() -> None:
 
 
 def test_the_reference_is_the_gate_at_0_at_the_sampling_temperature() -> None:
-    """At a temperature other than 1 an unmoved policy still has a KL of 0 to its reference, and a ratio of 1 to itself."""
+    """At any temperature an unmoved policy has a KL of 0 to its reference and a ratio of 1 to itself."""
     engine = engine_with()
     batch = rollouts(temperature=0.6)
     objective = Objective.of(ReferenceKL()) + GRPO(correction=TruncatedIS())
