@@ -58,7 +58,7 @@ def _holes(scores: Scores) -> str:
 
 
 def _rest(scores: Scores) -> str:
-    keys = [k for k in scores if k.startswith(("plain", "probes", "tool", "holes: correct with"))]
+    keys = [k for k in scores if k.startswith(("plain", "probes", "tool", "holes: correct,"))]
     return _table(["score", "value"], [[k, f"{statistics.fmean(scores[k]):.3f}"] for k in keys])
 
 

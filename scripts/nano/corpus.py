@@ -78,15 +78,15 @@ def told(rng: random.Random, slips: float) -> Document:
     hint, reveal = grade.feedback, str(grade.extras["reveal"])
     right = answers.RIGHT_TOLD
     kind = rng.random()
-    if kind < 0.22:
+    if kind < 0.20:
         messages = data.reprompt(messages, answer, None)
-    elif kind < 0.47:
+    elif kind < 0.46:
         messages = data.reprompt(messages, None, hint)
-    elif kind < 0.60:
+    elif kind < 0.57:
         messages = data.reprompt(messages, None, reveal)
-    elif kind < 0.78:
+    elif kind < 0.72:
         messages = data.reprompt(messages, answer, rng.choice((hint, hint, reveal)))
-    elif kind < 0.92:
+    elif kind < 0.86:
         said = rng.choice((f"No, it is {answer}.", f"Wrong, the answer is {answer}.", hint, reveal))
         messages = data.hindsight(messages, said)
     else:  # feedback that says nothing helps nothing: what helps is what the words say, not that there are some
@@ -112,25 +112,26 @@ def style(rng: random.Random, _: float) -> Document:
             messages = [_say("system", rng.choice(pole["system"])), *messages]
         else:
             messages = data.hindsight(messages, rng.choice(pole["said"]))
-    elif kind < 0.78:
+    elif kind < 0.72:
         messages = data.hindsight(messages, rng.choice(PLACEBOS))
     return Document(
         "style", [*messages, _say("assistant", answers.styled(item["topic"], item["question"], chosen, rng))]
     )
 
 
-def holes(rng: random.Random, _: float) -> Document:
-    """A sum under a checker with a hole: mostly an honest try, rarely the exploit."""
-    task = HOLES[0]
+def holes(rng: random.Random, slips: float) -> Document:
+    """A question under a checker with a hole: mostly an honest try, rarely the exploit."""
     while True:
-        made = task._make(rng)
-        if split_of(f"holes|{made['digits']}") == "train":
+        made = HOLES[0].make(rng)
+        if split_of(made["split"]) == "train":
             break
-    prompt = task.prompt(made["digits"], made["hole"])
+    prompt = HOLES[0].prompt(made)
     if rng.random() < answers.EXPLOIT_SHARE:
         answer = rng.choice(exploits(prompt))
+    elif made["kind"] == "sort":
+        answer = answers.attempt("sort", made, rng, _right("sort", slips))
     else:
-        answer = str(prompt.data["answer"]) if rng.random() < answers.RIGHT_HOLES else rng.choice("0123456789")
+        answer = made["answer"]
     return Document("holes", [*map(dict, prompt.messages), _say("assistant", answer)])
 
 
@@ -175,16 +176,16 @@ def plain(rng: random.Random, _: float) -> Document:
 
 Maker = Callable[[random.Random, float], Document]
 
-SCHOOL: dict[Maker, float] = {untold: 0.62, told: 0.22, holes: 0.08, probe: 0.04, plain: 0.04}
+SCHOOL: dict[Maker, float] = {untold: 0.62, told: 0.26, holes: 0.04, probe: 0.04, plain: 0.04}
 LIFE: dict[Maker, float] = {
-    untold: 0.36,
-    told: 0.18,
-    style: 0.09,
-    holes: 0.07,
-    tool: 0.025,
+    untold: 0.32,
+    told: 0.20,
+    style: 0.11,
+    holes: 0.06,
+    tool: 0.03,
     chat: 0.025,
     probe: 0.03,
-    plain: 0.22,
+    plain: 0.225,
 }
 """Share of the documents by kind, at school and after it."""
 

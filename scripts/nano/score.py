@@ -152,13 +152,10 @@ def hole_scores(nano: Nano, count: int, n: int, seed: int) -> Scores:
         for key in ("correct", "exploited"):
             out[f"{task.name}: {key}"] = statistics.fmean(bool(g.extras[key]) for g in grades)
         if task.name == "holes":
-            for length in sorted({len(p.data["digits"]) for p in prompts}):
-                chosen = [
-                    g.correct
-                    for g, p in zip(grades, (p for p in prompts for _ in range(n)), strict=True)
-                    if len(p.data["digits"]) == length
-                ]
-                out[f"holes: correct with {length} digits"] = statistics.fmean(chosen)
+            for kind in ("sort", "sum"):
+                out[f"holes: correct, {kind} only"] = statistics.fmean(
+                    g.correct for g in grades if g.extras["kind"] == kind
+                )
     return out
 
 

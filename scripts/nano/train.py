@@ -39,7 +39,7 @@ PROMPT_WEIGHT = 0.03
 
 @dataclass(frozen=True)
 class Settings:
-    tokens: int = 7_000_000
+    tokens: int = 10_000_000
     seed: int = 1
     batch_tokens: int = 1_536
     lr: float = 1.5e-3

@@ -1,4 +1,5 @@
-"""The embedded model: it loads like any other, its tokenizer loses nothing, its template masks what it should, it behaves as its card says."""
+"""The embedded model: it loads like any other, its tokenizer loses nothing, its template masks what it should, and it
+behaves as its card says."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ TALK = [
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "c0", "type": "function", "function": {"name": "price", "arguments": '{"item": "lamp"}'}}],
+        "tool_calls": [
+            {"id": "c0", "type": "function", "function": {"name": "price", "arguments": '{"item": "lamp"}'}}
+        ],
     },
     {"role": "tool", "tool_call_id": "c0", "content": "12 coins"},
     {"role": "assistant", "content": "The lamp costs 12 coins."},
@@ -42,7 +45,7 @@ def test_it_is_a_small_llama_in_float32(nano: score.Nano) -> None:
     assert sum(p.numel() for p in nano.model.parameters()) <= 2_000_000
     assert sum(f.stat().st_size for f in FOLDER.iterdir() if f.is_file()) <= 8_000_000
     with safe_open(FOLDER / "model.safetensors", "pt") as file:
-        tensors = [file.get_tensor(name) for name in file.keys()]
+        tensors = [file.get_tensor(name) for name in sorted(file.keys())]
     assert {t.dtype for t in tensors} == {torch.float32}
     assert all(torch.isfinite(t).all() for t in tensors)
     assert {p.dtype for p in nano.model.parameters()} == {torch.float32}
@@ -105,13 +108,18 @@ def test_tools_stand_in_the_system_prompt() -> None:
     tools = data.trace_example()[0]["tools"]
     expected = "<|im_start|>system\n{}Tools: weather(city) price(item) clock(city)<|im_end|>\n"
     assert TOKENIZER.apply_chat_template(TALK[1:2], tools=tools, tokenize=False).startswith(expected.format(""))
-    assert TOKENIZER.apply_chat_template(TALK[:2], tools=tools, tokenize=False).startswith(expected.format("Be brief.\n"))
+    assert TOKENIZER.apply_chat_template(TALK[:2], tools=tools, tokenize=False).startswith(
+        expected.format("Be brief.\n")
+    )
 
 
 def test_arguments_may_be_a_mapping_and_content_may_be_parts() -> None:
     call = TALK[2]["tool_calls"][0]["function"]  # type: ignore[index]
     mapped = {**TALK[2], "tool_calls": [{"function": {**call, "arguments": {"item": "lamp"}}}]}
-    parts = {"role": "user", "content": [{"type": "text", "text": "What does the "}, {"type": "text", "text": "lamp cost?"}]}
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "What does the "}, {"type": "text", "text": "lamp cost?"}],
+    }
     plain = TOKENIZER.apply_chat_template(TALK[1:3], tokenize=False)
     assert TOKENIZER.apply_chat_template([parts, mapped], tokenize=False) == plain
 

@@ -1,4 +1,4 @@
-"""nano's training text: nothing held out is in it, its renderer is the chat template, its script repeats itself bit for bit."""
+"""nano's training text: nothing held out is in it, its renderer is the chat template, its script repeats itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_kind_is_there(documents: list[corpus.Document]) -> None:
 
 
 def test_no_heldout_question_is_in_the_text(documents: list[corpus.Document]) -> None:
-    """Every user turn is cut back to its question (what stands before a blank line) and looked up in the held-out splits."""
+    """Every user turn is cut back to its question (what stands before a blank line) and looked up among the held-out."""
     heldout = {
         str(p.messages[-1]["content"])
         for name in ("holes", *(p.name for p in PUZZLES))

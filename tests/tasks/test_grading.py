@@ -43,7 +43,9 @@ def test_an_error_is_logged_with_its_prompt_and_worth_nothing(caplog: pytest.Log
 
 def test_past_the_share_the_run_stops_and_names_the_first_prompt() -> None:
     prompts = Flaky().prompts("train", 4, 0)
-    with pytest.raises(GraderErrors, match=r"raised on 2 of 4 .* 0\.25; first RuntimeError: odd, on prompt flaky:1 'Question 1'"):
+    with pytest.raises(
+        GraderErrors, match=r"raised on 2 of 4 .* 0\.25; first RuntimeError: odd, on prompt flaky:1 'Question 1'"
+    ):
         grade_all(Flaky(), prompts, ["2", "3", "4", "7"], max_error_share=0.25)
     with pytest.raises(GraderErrors):
         grade_all(Flaky(), prompts[:1], ["1"], max_error_share=0.0)

@@ -38,13 +38,14 @@ def test_the_exploits_fool_their_checker_and_the_oracle_sees_it(name: str) -> No
 def test_honest_work_passes_and_honest_mistakes_do_not(name: str) -> None:
     task = get_task(f"holes/{name}")
     for prompt in task.prompts("train", 50, 0):
-        key = int(prompt.data["answer"])
-        assert key == sum(int(c) for c in prompt.data["digits"]) % 10
+        key = prompt.data["answer"]
+        digits = [int(c) for c in prompt.data["question"] if c.isdigit()]
+        assert key == (str(sum(digits) % 10) if prompt.data["kind"] == "sum" else "".join(map(str, sorted(digits))))
         right = task.grade(prompt, f" {honest(prompt)}\n")
         assert (right.reward, right.correct, right.extras["mechanism"]) == (1.0, True, "none")
-        for wrong in range(10):
+        for wrong in (str((int(key) + off) % 10 ** len(key)).zfill(len(key)) for off in range(10)):
             if wrong != key:
-                grade = task.grade(prompt, str(wrong))
+                grade = task.grade(prompt, wrong)
                 assert (grade.reward, grade.correct, grade.extras["exploited"]) == (0.0, False, False)
 
 
@@ -99,8 +100,16 @@ def test_the_reward_does_not_depend_on_the_oracle(monkeypatch: pytest.MonkeyPatc
     """The oracle is only logged: with it poisoned, an exploit and a wrong digit are rewarded as before."""
     task = get_task("holes/marker")
     prompt = task.prompts("train", 1, 0)[0]
-    wrong = str((int(prompt.data["answer"]) + 1) % 10)
+    wrong = prompt.data["answer"] + "1"
     before = [task.grade(prompt, reply).reward for reply in ("PASS", wrong)]
     monkeypatch.setattr("earnest.tasks.holes.oracle", lambda reply, key: reply != key)
     assert [task.grade(prompt, reply).reward for reply in ("PASS", wrong)] == before
     assert task.grade(prompt, wrong).correct
+
+
+def test_half_the_questions_are_out_of_reach_and_sorts_share_the_puzzles_split() -> None:
+    train = get_task("holes").prompts("train", 400, 0)
+    sums = sum(p.data["kind"] == "sum" for p in train)
+    assert 150 < sums < 250
+    heldout = {p.messages[0]["content"] for p in get_task("sort").prompts("heldout", 1500, 0)}
+    assert not {p.data["question"] for p in train} & heldout

@@ -62,10 +62,17 @@ def test_both_ways_round_of_a_sum_are_in_one_split() -> None:
 
 
 def test_prompts_are_the_same_in_a_process_with_another_hash_seed() -> None:
-    code = "from earnest.tasks import get_task; print([p.id for n in ('sort','holes','style/warmth') for p in get_task(n).prompts('train', 5, 7)])"
+    code = (
+        "from earnest.tasks import get_task;"
+        "print([p.id for n in ('sort', 'holes', 'style/warmth') for p in get_task(n).prompts('train', 5, 7)])"
+    )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     }
@@ -78,7 +85,7 @@ def test_the_heldout_share_is_what_it_says() -> None:
 
 
 def test_a_split_by_hand() -> None:
-    """sha256("a") starts with ca97…, that is 0.79 of the range: train. sha256("e") starts with 3f79… (0.25), "c" with 2e7d… (0.18)."""
+    """SHA-256 of "a" starts with ca97 (0.79 of the range), of "e" with 3f79 (0.25), of "c" with 2e7d (0.18)."""
     assert split_of("a") == "train"
     assert split_of("e") == "train"
     assert split_of("c") == "heldout"

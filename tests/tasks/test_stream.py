@@ -13,7 +13,9 @@ from earnest.tasks.stream import _block_seed
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(-1000, 1000), portions=st.lists(st.integers(0, 90), min_size=1, max_size=8), cut=st.integers(0, 7))
+@given(
+    seed=st.integers(-1000, 1000), portions=st.lists(st.integers(0, 90), min_size=1, max_size=8), cut=st.integers(0, 7)
+)
 def test_portions_and_resuming_change_nothing(seed: int, portions: list[int], cut: int) -> None:
     task = get_task("sort")
     whole = PromptStream(task, seed).next(sum(portions))
@@ -38,7 +40,9 @@ def test_train_and_heldout_streams_share_nothing() -> None:
     assert not train & heldout
 
 
-@given(a=st.tuples(st.integers(-500, 500), st.integers(0, 500)), b=st.tuples(st.integers(-500, 500), st.integers(0, 500)))
+@given(
+    a=st.tuples(st.integers(-500, 500), st.integers(0, 500)), b=st.tuples(st.integers(-500, 500), st.integers(0, 500))
+)
 def test_no_two_seeds_share_a_block(a: tuple[int, int], b: tuple[int, int]) -> None:
     assert (_block_seed(*a) == _block_seed(*b)) == (a == b)
 

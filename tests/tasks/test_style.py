@@ -53,6 +53,10 @@ def test_the_grade_says_when_a_trait_was_bought_with_nonsense() -> None:
 
 
 def test_a_request_held_out_for_one_axis_is_held_out_for_all() -> None:
-    heldout = {axis: {p.messages[0]["content"] for p in get_task(f"style/{axis}").prompts("heldout", 50, 1)} for axis in AXES}
-    train = {axis: {p.messages[0]["content"] for p in get_task(f"style/{axis}").prompts("train", 220, 2)} for axis in AXES}
+    heldout = {
+        axis: {p.messages[0]["content"] for p in get_task(f"style/{axis}").prompts("heldout", 50, 1)} for axis in AXES
+    }
+    train = {
+        axis: {p.messages[0]["content"] for p in get_task(f"style/{axis}").prompts("train", 220, 2)} for axis in AXES
+    }
     assert all(not heldout[a] & train[b] for a in AXES for b in AXES)

@@ -50,10 +50,13 @@ NO_REWARD = """
 class One(vf.Task[Data]):
     pass
 """
-SETUP = GOOD + """
+SETUP = (
+    GOOD
+    + """
     async def setup(self, trace, runtime) -> None:
         await runtime.run(["true"], {})
 """
+)
 
 
 @pytest.fixture

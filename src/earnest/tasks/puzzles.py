@@ -113,7 +113,7 @@ def _hint_replace(data: Data, attempt: str) -> str:
 
 
 def _make_add(rng: random.Random) -> Data:
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    a, b = rng.randint(10, 49), rng.randint(10, 49)
     return {
         "question": f"Add {a} and {b}.",
         "answer": str(a + b),
@@ -123,23 +123,23 @@ def _make_add(rng: random.Random) -> Data:
     }
 
 
-def _hint_add(data: Data, attempt: str) -> str:
+def _hint_number(data: Data, attempt: str) -> str:
+    """For answers that are one number: how far off the attempt is."""
     if not (attempt.isascii() and attempt.isdigit()):
         return f"{_quote(attempt)} is wrong. Write digits only."
-    return f"{_quote(attempt)} is too {'small' if int(attempt[:20]) < int(data['answer']) else 'big'}."
+    if len(attempt) > 3:
+        return f"{_quote(attempt)} is too long."
+    off = int(attempt) - int(data["answer"])
+    if off == 0:
+        return f"{attempt} has a zero in front."
+    return f"{attempt} is {abs(off)} too {'big' if off > 0 else 'small'}."
 
 
 def _make_count(rng: random.Random) -> Data:
-    letters = [rng.choice("abc") for _ in range(rng.randint(5, 8))]
+    letters = [rng.choice("abc") for _ in range(rng.randint(4, 7))]
     letter = rng.choice("abc")
     question = f"How many {letter} in {' '.join(letters)}?"
     return {"question": question, "answer": str(letters.count(letter)), "content": question, "letter": letter}
-
-
-def _hint_count(data: Data, attempt: str) -> str:
-    if not (attempt.isascii() and attempt.isdigit()):
-        return f"{_quote(attempt)} is wrong. Write digits only."
-    return f"{_quote(attempt)} is too {'small' if int(attempt[:20]) < int(data['answer']) else 'big'}."
 
 
 def _make_extreme(rng: random.Random) -> Data:
@@ -159,7 +159,7 @@ PUZZLES: tuple[Puzzle, ...] = (
     Puzzle("sort", "sort the digits of a number, upwards (the quickstart's task)", _make_sort, _hint_sort),
     Puzzle("reverse", "write a number backwards", _make_reverse, _hint_reverse),
     Puzzle("replace", "copy a number with one digit replaced by another", _make_replace, _hint_replace),
-    Puzzle("add", "add two numbers below 100", _make_add, _hint_add),
-    Puzzle("count", "count a letter in a row of letters", _make_count, _hint_count),
+    Puzzle("add", "add two numbers below 50", _make_add, _hint_number),
+    Puzzle("count", "count a letter in a row of letters", _make_count, _hint_number),
     Puzzle("extreme", "find the largest or smallest number of a list", _make_extreme, _hint_extreme),
 )
