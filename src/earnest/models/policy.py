@@ -26,7 +26,10 @@ __all__ = ["HeadSpec", "Policy"]
 
 @dataclass(eq=False)
 class Policy:
-    """``name`` and ``version`` say which weights these are; ``notes`` what was decided or met while loading them."""
+    """``name`` and ``version`` say which weights these are; ``notes`` what was decided or met while loading them.
+
+    ``parameters`` counts the base's, tied ones once.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -35,12 +38,14 @@ class Policy:
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
+    parameters: int = field(init=False)
     _base_names: tuple[str, ...] = field(init=False, repr=False)
     _fingerprint: str | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         # Adapters add their own tensors to the model later; the base is what is there now.
         self._base_names = tuple(self.model.state_dict(keep_vars=True))
+        self.parameters = sum(p.numel() for p in self.model.parameters())
 
     @classmethod
     def of(
@@ -157,11 +162,6 @@ class Policy:
         if self._fingerprint is None or fresh:
             self._fingerprint = _digest(self.model.state_dict(keep_vars=True), self._base_names)
         return self._fingerprint
-
-    @cached_property
-    def parameters(self) -> int:
-        """How many parameters the model has, tied ones once."""
-        return sum(p.numel() for p in self.model.parameters())
 
     def describe(self) -> str:
         """One line: which weights, how large, where and in which precision they run, and why there."""
