@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from earnest.engines.vocabulary import scalars as fused
+from earnest.engines.vocabulary.eager import scalars as eager
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives import EntropyBonus, KLBarrier, Objective, SpectralCap, calibrate_tau
 from earnest.objectives.needs import Divergence, Entropy, Need, SpectralNorm
 from earnest.objectives.trust import AGGREGATES, aggregate
 from earnest.objectives.view import Field
-from earnest.signals import Batch, FullLogits, Reference
-from tests.objectives.support import full_batch
+from earnest.signals import Batch, FullLogits, Hidden, Reference
+from tests.objectives.support import Policy, full_batch
 
 # 60 positions: coherent text, and a loop of four tokens.
 LOOP = [0.028] * 30 + [3.78, 8.14, 5.5, 4.0] + [0.028] * 26
@@ -74,6 +76,24 @@ def test_at_zero_divergence_the_gradient_is_exactly_zero(over: str, dtype: torch
     for n in (1, 2, 60):
         loss, grad = run(KLBarrier(tau=tau, over=over), torch.zeros(n, dtype=dtype))
         assert float(loss) == 0 and grad.dtype == dtype and torch.equal(grad, torch.zeros(n, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_through_the_vocabulary_a_policy_at_its_reference_is_left_alone(dtype: torch.dtype, direction: str) -> None:
+    """From hidden states on: both passes over the vocabulary, every aggregate, τ = 0, gradient exactly 0."""
+    batch, _ = full_batch()
+    policy = Policy(batch, dtype=dtype)
+    assert batch.reference is not None
+    home = batch.with_signals(reference=Reference(None, Hidden(policy.hidden.detach())))
+    for over in AGGREGATES:
+        term = KLBarrier(tau=0.0, over=over, direction=direction)
+        for scalars in (eager, fused):
+            objective = Objective.of(term)
+            found = scalars(policy.hidden, policy.head, home, objective.needs(home, {}))
+            loss = objective.evaluate(home, found, {}).loss
+            (grad,) = torch.autograd.grad(loss, policy.hidden)
+            assert float(loss.detach()) == 0 and torch.equal(grad, torch.zeros_like(grad)), (over, scalars.__module__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

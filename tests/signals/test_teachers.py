@@ -17,6 +17,7 @@ from earnest.signals import (
     BaseTeacher,
     Batch,
     EMATeacher,
+    FullLogits,
     Hidden,
     LiveTeacher,
     TrustRegionTeacher,
@@ -100,6 +101,21 @@ def test_a_step_moves_the_live_teacher_and_not_the_base() -> None:
     engine.step(rollouts(), GRPO())
     after = {t.kind: states(with_teacher(engine, rollouts(), TOLD, t)) for t in (LiveTeacher(), BaseTeacher())}
     assert torch.equal(before["base"], after["base"]) and (before["live"] - after["live"]).abs().max() > 1e-4
+
+
+def test_an_adapter_on_the_head_is_off_in_the_base() -> None:
+    """Hidden states would then meet the wrong head, so the distribution comes as logits, of the untouched head."""
+    policy = tiny_policy()
+    untouched = policy.head.weight.detach().clone()
+    adapter = en.attach(policy, en.LoRA(rank=2), targets=("lm_head",), seed=0)
+    kick(adapter)
+    engine = LocalEngine(policy, adapter, AdamW(lr=1e-2))
+    live, base = (with_teacher(engine, rollouts(), TOLD, t).teacher for t in (LiveTeacher(), BaseTeacher()))
+    assert live is not None and base is not None
+    assert isinstance(live.distribution, FullLogits) and isinstance(base.distribution, FullLogits)
+    states_now = torch.cat([hidden_of(engine, TOLD[r], COMPLETIONS[r]) for r in (0, 2)])  # type: ignore[arg-type]
+    torch.testing.assert_close(base.distribution.logits, states_now @ untouched.T)
+    assert (live.distribution.logits - base.distribution.logits).abs().max() > 1e-2
 
 
 def test_no_lesson_at_all_leaves_the_term_idle_and_said() -> None:

@@ -121,13 +121,14 @@ class LocalEngine:
             )
             for part in parts:
                 hidden[part.token] = self._hidden(part.batch)
-        if isinstance(want, HiddenWanted):
-            return Hidden(hidden)
-        if isinstance(want, TopKWanted):
-            return scoring.top_k(hidden, self.policy.head, want.k)
-        if isinstance(want, AtIdsWanted):
-            return scoring.at_ids(hidden, self.policy.head, want.ids.to(batch.device))
-        return scoring.all_logits(hidden, self.policy.head)
+            # Still inside: an adapter may sit on the head, too.
+            if isinstance(want, HiddenWanted):
+                return Hidden(hidden)
+            if isinstance(want, TopKWanted):
+                return scoring.top_k(hidden, self.policy.head, want.k)
+            if isinstance(want, AtIdsWanted):
+                return scoring.at_ids(hidden, self.policy.head, want.ids.to(batch.device))
+            return scoring.all_logits(hidden, self.policy.head)
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
