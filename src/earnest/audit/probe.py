@@ -47,6 +47,7 @@ class Probe:
         self._state = "as it is"
         self._batches: dict[tuple[str, str], dict[str, Any]] = {}
         self._kept: dict[tuple[str, int, str], Reading] = {}
+        self._now: dict[str, Tensor] = {}
         self._floor: float | None = None
         self._noise: float | None = None
 
@@ -115,6 +116,16 @@ class Probe:
             result = self.step.loss(self.step.model, {**fresh(batch), key: leaf}, **self.settings(knobs))
             value = result[0] if isinstance(result, tuple) else result
             return torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+
+    def now(self) -> Tensor:
+        """What the policy says in this state (``step.logprobs``, no graph); the edits of signals do not change it."""
+        step = self.step
+        assert step.logprobs is not None
+        if self._state not in self._now:
+            self.cost += 1 / 3
+            with seeded(step.seed), torch.no_grad():
+                self._now[self._state] = step.logprobs(step.model, fresh(step.batch)).detach()
+        return self._now[self._state]
 
     # --- resolution ---------------------------------------------------------------------------------------------------
 
@@ -200,13 +211,13 @@ class Probe:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Inside, the parameters change as they like; nothing that is read there is kept."""
-        outer, kept, batches = self._state, dict(self._kept), dict(self._batches)
+        outer, kept, batches, now = self._state, dict(self._kept), dict(self._batches), dict(self._now)
         self._state = "in training"
         try:
             with restored(self.step.model, self.step.optimizer):
                 yield
         finally:
-            self._state, self._kept, self._batches = outer, kept, batches
+            self._state, self._kept, self._batches, self._now = outer, kept, batches, now
 
     def kept_batch(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A batch that is made once for this state of the parameters, so that its readings can be kept."""
@@ -219,10 +230,8 @@ class Probe:
         step, batch = self.step, edits.off_policy(self.step)
         if step.logprobs is None or "behaviour" not in step.roles:
             return batch
-        self.cost += 1 / 3
         key = step.roles["behaviour"]
-        with seeded(step.seed), torch.no_grad():
-            now = step.logprobs(step.model, fresh(batch)).detach().to(batch[key].dtype).reshape(batch[key].shape)
+        now = self.now().to(batch[key].dtype).reshape(batch[key].shape)
         rng = edits.generator(step, 9)
         rows = torch.arange(len(now), device=now.device, dtype=now.dtype)
         side = torch.where(rows % 2 == 0, 1.0, -1.0) * 0.4 * 0.1 ** (3 * rows / max(len(now), 2))

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from earnest.audit.law import Law, not_declared
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
 
@@ -27,11 +25,10 @@ def check(probe: Probe) -> Iterator[Finding]:
     key = step.roles["reference"]
     with probe.kicked():
         away = probe.off_policy()
-        with seeded(step.seed), torch.no_grad():
-            now = step.logprobs(step.model, fresh(away))
+        now = probe.now()
         if now.shape != away[key].shape:
             return
-        at = {**away, key: now.detach().to(away[key].dtype)}
+        at = {**away, key: now.to(away[key].dtype)}
         for metric, knob in named.items():
             assert not isinstance(knob, Raises)
             weight = float(step.knobs[knob]) or 1.0

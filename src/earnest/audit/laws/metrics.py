@@ -13,7 +13,7 @@ from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.clipping import clip_range
 from earnest.audit.laws.on_policy import on_policy
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
@@ -123,10 +123,8 @@ def _unchanged(probe: Probe) -> Iterator[Finding]:
 def _recomputed(probe: Probe) -> Iterator[Finding]:
     """A KL or ratio between the two policies has few definitions; the logged number must be one of them."""
     step = probe.step
-    assert step.logprobs is not None
     batch = probe.off_policy()
-    with seeded(step.seed), torch.no_grad():
-        now = step.logprobs(step.model, fresh(batch)).double()
+    now = probe.now().double()
     gap = now - batch[step.roles["behaviour"]].double().reshape(now.shape)
     on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(gap) if on is None else on.double()

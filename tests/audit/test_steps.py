@@ -1,0 +1,225 @@
+"""The audit on correct steps: no alarm, nothing left behind, clear sentences for wrong declarations, a bounded cost."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import LawBroken, Step, StepError, Verdict, audit
+from tests.audit.steps import STEPS, Tiny, policy_step, sft_loss, sft_step
+
+DTYPES = (torch.float32, torch.bfloat16)
+FAMILIES = list(STEPS)
+
+
+def names(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_correct_step_raises_nothing(family: str, dtype: torch.dtype, seed: int) -> None:
+    verdict = audit(STEPS[family](dtype=dtype, seed=seed))
+    assert verdict.holds and not verdict.failures, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_false_alarm_over_seeds(family: str, dtype: torch.dtype, seed: int) -> None:
+    verdict = audit(STEPS[family](dtype=dtype, seed=seed))
+    assert verdict.holds and not verdict.failures, str(verdict)
+
+
+# --- the user's things are the user's ---------------------------------------------------------------------------------
+
+
+class Noisy(Tiny):
+    """With dropout, a running statistic and a frozen part: everything that a probe can leave in another state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.drop = nn.Dropout(0.1)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return self.drop(super().forward(ids, attention, documents))
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What must be bit-equal afterwards."""
+    return copy.deepcopy(
+        {
+            "parameters": {n: p.detach() for n, p in model.named_parameters()},
+            "buffers": dict(model.named_buffers()),
+            "gradients": {n: p.grad for n, p in model.named_parameters()},
+            "flags": {n: p.requires_grad for n, p in model.named_parameters()},
+            "modes": {n: m.training for n, m in model.named_modules()},
+            "hooks": {n: len(m._forward_hooks) + len(m._backward_hooks) for n, m in model.named_modules()},
+            "optimizer": optimizer.state_dict(),
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state()[1],  # noqa: NPY002
+            "python": random.getstate(),
+        }
+    )
+
+
+def assert_bit_equal(a: Any, b: Any, place: str = "") -> None:
+    if isinstance(a, Tensor):
+        assert isinstance(b, Tensor) and a.dtype == b.dtype, place
+        assert a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8)), place
+    elif isinstance(a, np.ndarray):
+        assert np.array_equal(a, b), place
+    elif isinstance(a, Mapping):
+        assert list(a) == list(b), place
+        for key in a:
+            assert_bit_equal(a[key], b[key], f"{place}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), place
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_bit_equal(x, y, f"{place}[{i}]")
+    else:
+        assert a == b, f"{place}: {a} became {b}"
+
+
+def used(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
+    """Two real steps, so that the optimizer has moments, and a third gradient that is left lying there."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("foreign", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
+def test_everything_is_put_back(dtype: torch.dtype, foreign: Callable[..., torch.optim.Optimizer]) -> None:
+    step = sft_step(dtype=dtype)
+    model = Noisy().to(dtype)
+    optimizer = foreign([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    used(model, optimizer, lambda: sft_loss(model, step.batch)[0])
+    model.drop.eval()  # a mixed state of modes
+    mine = {k: v.clone() for k, v in step.batch.items()}
+    before = everything(model, optimizer)
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    audit(Step(model=model, loss=sft_loss, batch=mine, roles=step.roles, optimizer=optimizer, max_grad_norm=1.0))
+    assert_bit_equal(before, everything(model, optimizer))
+    assert all(p.grad is grads[n] for n, p in model.named_parameters()), "a gradient is another tensor"
+    assert_bit_equal(mine, dict(step.batch))
+
+
+def test_everything_is_put_back_when_the_loss_raises() -> None:
+    step = sft_step()
+    assert step.optimizer is not None
+    calls = 0
+
+    def fails_later(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 9:
+            raise KeyError("the tenth call")
+        return sft_loss(model, batch)
+
+    used(step.model, step.optimizer, lambda: sft_loss(step.model, step.batch)[0])
+    before = everything(step.model, step.optimizer)
+    with pytest.raises(KeyError, match="the tenth call"):
+        audit(Step(model=step.model, loss=fails_later, batch=step.batch, roles=step.roles, optimizer=step.optimizer))
+    assert calls == 10
+    assert_bit_equal(before, everything(step.model, step.optimizer))
+
+
+# --- declarations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"roles": {"maks": "labels"}}, r"unknown role 'maks': did you mean 'mask'\?"),
+        ({"roles": {"labels": "label"}}, r"role 'labels' names 'label', which the batch does not have: .*'labels'"),
+        ({"roles": {"labels": "name"}}, r"role 'labels' \('name'\) must be a tensor, got str"),
+        ({"terms": {"kl": "betta"}, "knobs": {"beta": 0.1}}, r"weighed by 'betta', which is no knob: .*'beta'"),
+        ({"options": {"mode": ("a",)}}, r"option 'mode' needs at least two different modes, got \['a'\]"),
+        ({"family": "pretraining"}, r"unknown family 'pretraining'"),
+        ({"batch": {}, "roles": {}}, r"the batch is empty"),
+    ],
+)
+def test_a_wrong_declaration_gives_one_sentence(change: dict[str, Any], sentence: str) -> None:
+    step = sft_step()
+    right: dict[str, Any] = {"batch": {**step.batch, "name": "x"}, "roles": step.roles}
+    with pytest.raises(StepError, match=sentence) as error:
+        Step(model=step.model, loss=sft_loss, **{**right, **change})
+    assert "\n" not in str(error.value)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    step = sft_step()
+    step.model.requires_grad_(False)
+    with pytest.raises(StepError, match="nothing to train"):
+        Step(model=step.model, loss=sft_loss, batch=step.batch)
+
+
+def test_a_loss_with_dimensions_is_refused() -> None:
+    step = sft_step()
+    bad = Step(model=step.model, loss=lambda m, b: m(b["ids"], b["attention"]).mean(-1), batch=step.batch)
+    with pytest.raises(StepError, match=r"must be one number .* got shape \(5, 12\)"):
+        audit(bad)
+
+
+# --- what was not checked is no pass ----------------------------------------------------------------------------------
+
+
+def test_not_declared_is_never_a_pass() -> None:
+    step = policy_step()
+    bare = audit(Step(model=step.model, loss=lambda m, b: step.loss(m, b, beta=0.04, clip=0.2), batch=step.batch))
+    missing = {f.law for f in bare.findings if f.outcome == "not declared"}
+    assert {"GL", "KG", "MI", "CV"} <= missing
+    assert all(f.meaning for f in bare.findings if f.outcome == "not declared"), "each says what to declare"
+    full = audit(step)
+    passed = [sum(f.outcome == "holds" for f in v.findings) for v in (bare, full)]
+    assert passed[0] < passed[1]
+
+
+def test_a_verdict_of_nothing_does_not_hold() -> None:
+    nothing = Verdict(tuple(f for f in audit(policy_step(), quick=True).findings if f.outcome != "holds"))
+    assert not nothing.holds and nothing.to_dict()["counts"]["holds"] == 0
+    with pytest.raises(LawBroken, match="nothing was checked"):
+        nothing.raise_if_failed()
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cost_is_bounded(family: str, dtype: torch.dtype) -> None:
+    """In step times, counted (a gradient 1, a look ⅓), not timed."""
+    step = STEPS[family](dtype=dtype)
+    declared = len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.terms)
+    full, quick = audit(step), audit(step, quick=True)
+    assert full.cost <= 20 + 2 * declared + 1e-6
+    assert quick.cost < full.cost
+
+
+def test_the_counted_cost_is_the_real_one() -> None:
+    """Nothing runs the loss behind the counter's back."""
+    step, calls = sft_step(), 0
+
+    def counted(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        nonlocal calls
+        calls += 1 if torch.is_grad_enabled() else 1 / 3
+        return sft_loss(model, batch)
+
+    verdict = audit(Step(model=step.model, loss=counted, batch=step.batch, roles=step.roles, optimizer=step.optimizer))
+    assert calls == pytest.approx(verdict.cost, abs=1.0)
