@@ -1,10 +1,11 @@
 """Adapters here against PEFT on the same layers: time, bytes kept for backward, per-call overhead, attach time.
 
-    python benchmarks/adapters.py [--quick] [--only lora dora] [--out benchmarks/results/adapters.json]
+    python benchmarks/adapters.py [--quick] [--only lora dora] [--clock cpu] [--out benchmarks/results/adapters.json]
 
 Both sides run in one process, alternating, and the smallest of several times counts; the ratio is PEFT ÷ earnest, so
-above 1 is in earnest's favour. A layer is 2048², 512 tokens, r = 32, fp32, forward + backward with a gradient for the input as
-in the middle of a model. What PEFT has no method for is compared with the one named. It is a CPU: ratios near 1 are noise.
+above 1 is in earnest's favour. A layer is 2048², 512 tokens, r = 32, fp32, forward + backward with a gradient for the
+input as in the middle of a model. What PEFT has no method for is compared with the one named. "Adapter alone" is the
+time over the bare layer, which both sides pay. It is a CPU: ratios near 1 are noise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,20 @@ warnings.filterwarnings("ignore")
 import peft  # noqa: E402
 
 from earnest.adapters import (  # noqa: E402
-    EVA, HRA, IA3, IA3FF, OFT, ROAD, AntiPaSTO, DeLoRA, DoRA, LoRA, PiSSA, Variant, VeRA, attach,
+    EVA,
+    HRA,
+    IA3,
+    IA3FF,
+    OFT,
+    ROAD,
+    AntiPaSTO,
+    DeLoRA,
+    DoRA,
+    LoRA,
+    PiSSA,
+    Variant,
+    VeRA,
+    attach,
 )  # fmt: skip
 
 
@@ -41,7 +55,7 @@ def methods(rank: int) -> dict[str, tuple[Variant, Callable[[list[str]], Any], s
         "pissa": (PiSSA(rank, a, niter=2), lambda t: lora(t, init_lora_weights="pissa_niter_2"), "PiSSA"),
         "dora": (DoRA(rank, a), lambda t: lora(t, use_dora=True), "DoRA"),
         "delora": (DeLoRA(rank), lambda t: peft.DeloraConfig(r=rank, target_modules=t), "DeLoRA, B = 0"),
-        "delora (zero)": (DeLoRA(rank, init="zero"), lambda t: peft.DeloraConfig(r=rank, target_modules=t), "DeLoRA, B = 0"),
+        "delora (zero)": (DeLoRA(rank, 8.0, "zero"), lambda t: peft.DeloraConfig(r=rank, target_modules=t), "DeLoRA"),
         "ia3": (IA3(), lambda t: peft.IA3Config(target_modules=t, feedforward_modules=[]), "IA3"),
         "ia3_ff": (IA3FF(), lambda t: peft.IA3Config(target_modules=t, feedforward_modules=t), "IA3, feedforward"),
         "hra": (HRA(rank), lambda t: peft.HRAConfig(r=rank, target_modules=t), "HRA"),
@@ -51,6 +65,9 @@ def methods(rank: int) -> dict[str, tuple[Variant, Callable[[list[str]], Any], s
         "oft": (OFT(32), lambda t: peft.OFTConfig(oft_block_size=32, target_modules=t), "OFT, 5-term series"),
         "vera": (VeRA(256), lambda t: peft.VeraConfig(r=256, target_modules=t), "VeRA"),
     }  # fmt: skip
+
+
+CLOCK: Callable[[], float] = time.perf_counter
 
 
 class Layer(nn.Module):
@@ -71,7 +88,9 @@ def calibration() -> list[dict[str, Tensor]]:
 
 
 def ours(model: nn.Module, variant: Variant, targets: list[str]) -> nn.Module:
-    adapter = attach(model, variant, targets=targets, calibration=calibration() if variant.wants_calibration() else None)
+    adapter = attach(
+        model, variant, targets=targets, calibration=calibration() if variant.wants_calibration() else None
+    )
     shake(adapter.parameters())
     return model
 
@@ -116,9 +135,9 @@ def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
     try:
         for _ in range(repeats):
             for name, run in runs.items():
-                start = time.perf_counter()
+                start = CLOCK()
                 run()
-                best[name] = min(best[name], time.perf_counter() - start)
+                best[name] = min(best[name], CLOCK() - start)
     finally:
         gc.enable()
     return best
@@ -135,6 +154,10 @@ def backward_of(model: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
         model(x).backward(g)
 
     return run
+
+
+def times(row: dict[str, Any]) -> str:
+    return f"earnest {row['earnest_ms']:8.1f} ms  peft {row['peft_ms']:8.1f} ms"
 
 
 def layer_table(names: list[str], width: int, tokens: int, rank: int, repeats: int) -> list[dict[str, Any]]:
@@ -158,9 +181,9 @@ def layer_table(names: list[str], width: int, tokens: int, rank: int, repeats: i
             "earnest_saved_mib": kept["earnest"] / 2**20, "peft_saved_mib": kept["peft"] / 2**20,
             "ratio_saved": kept["peft"] / kept["earnest"],
         })  # fmt: skip
-        say(f"layer    {name:14s} earnest {rows[-1]['earnest_ms']:8.1f} ms  peft {rows[-1]['peft_ms']:8.1f} ms  base "
-            f"{rows[-1]['base_ms']:7.1f} ms  ×{rows[-1]['ratio']:.2f} (adapter alone ×{rows[-1]['ratio_of_adapter_cost']:.2f})  "
-            f"saved ×{rows[-1]['ratio_saved']:.1f}")  # fmt: skip
+        row = rows[-1]
+        say(f"layer    {name:14s} {times(row)}  base {row['base_ms']:7.1f} ms  ×{row['ratio']:.2f} "
+            f"(adapter alone ×{row['ratio_of_adapter_cost']:.2f})  saved ×{row['ratio_saved']:.1f}")  # fmt: skip
     return rows
 
 
@@ -174,7 +197,9 @@ def small_llama(width: int, blocks: int) -> nn.Module:
     ))  # fmt: skip
 
 
-def model_table(names: list[str], width: int, blocks: int, tokens: int, rank: int, repeats: int) -> list[dict[str, Any]]:
+def model_table(
+    names: list[str], width: int, blocks: int, tokens: int, rank: int, repeats: int
+) -> list[dict[str, Any]]:
     rows = []
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
     ids = torch.randint(0, 1024, (4, tokens // 4))
@@ -199,7 +224,7 @@ def model_table(names: list[str], width: int, blocks: int, tokens: int, rank: in
             "variant": name, "peft": what, "earnest_ms": 1e3 * best["earnest"], "peft_ms": 1e3 * best["peft"],
             "ratio": best["peft"] / best["earnest"],
         })  # fmt: skip
-        say(f"model    {name:14s} earnest {rows[-1]['earnest_ms']:8.1f} ms  peft {rows[-1]['peft_ms']:8.1f} ms  ×{rows[-1]['ratio']:.2f}")
+        say(f"model    {name:14s} {times(rows[-1])}  ×{rows[-1]['ratio']:.2f}")
     return rows
 
 
@@ -210,12 +235,16 @@ def call_table(names: list[str], repeats: int) -> list[dict[str, Any]]:
         variant, config, _ = methods(8)[name]
         if isinstance(variant, VeRA):
             variant = VeRA(8)
-        sides = {"earnest": ours(Layer(64), variant, ["proj"]), "peft": theirs(Layer(64), config(["proj"])), "base": Layer(64)}
+        sides = {
+            "earnest": ours(Layer(64), variant, ["proj"]),
+            "peft": theirs(Layer(64), config(["proj"])),
+            "base": Layer(64),
+        }
         x = torch.randn(1, 1, 64)
         row: dict[str, Any] = {"variant": name}
         for mode in ("sampling", "training"):
 
-            def calls(model: nn.Module, mode: str = mode) -> Callable[[], None]:
+            def calls(model: nn.Module, mode: str = mode, x: Tensor = x) -> Callable[[], None]:
                 def run() -> None:
                     with torch.set_grad_enabled(mode == "training"):
                         for _ in range(inner):
@@ -253,7 +282,7 @@ def attach_times(layers: int, width: int, repeats: int) -> dict[str, Any]:
         start = time.perf_counter()
         peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules=names))
         best["peft"] = min(best["peft"], time.perf_counter() - start)
-    say(f"attach to {layers} layers: earnest {best['earnest']:.3f} s, peft {best['peft']:.3f} s, detach {best['detach']:.3f} s")
+    say(f"attach to {layers} layers: " + ", ".join(f"{side} {seconds:.3f} s" for side, seconds in best.items()))
     return {"layers": layers, "width": width, "earnest_s": best["earnest"], "peft_s": best["peft"],
             "detach_s": best["detach"], "ratio": best["peft"] / best["earnest"]}  # fmt: skip
 
@@ -268,19 +297,29 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: that it runs, not what it shows")
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="these variants")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is not quiet")
+    parser.add_argument("--tables", nargs="+", choices=("layer", "model", "call", "attach"), default=None)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    global CLOCK
+    CLOCK = time.process_time if args.clock == "cpu" else time.perf_counter  # cpu: single-threaded runs only
     quick = args.quick
+    wanted = args.tables or ("layer", "model", "call", "attach")
     repeats = 1 if quick else args.repeats
-    result = {
+    result: dict[str, Any] = {
         "environment": {"torch": torch.__version__, "peft": peft.__version__, "threads": torch.get_num_threads(),
-                        "platform": platform.platform(), "cores": os.cpu_count(), "quick": quick},
-        "layer": layer_table(args.only, 256 if quick else 2048, 64 if quick else 512, 8 if quick else 32, repeats),
-        "model": model_table(args.only, 64 if quick else 512, 2 if quick else 4, 64 if quick else 512, 8 if quick else 32, repeats),
-        "call": call_table(args.only, 1 if quick else 2 * repeats),
-        "attach": attach_times(30 if quick else 300, 64 if quick else 256, 1 if quick else 3),
+                        "platform": platform.platform(), "cores": os.cpu_count(), "quick": quick, "clock": args.clock},
     }  # fmt: skip
+    width, tokens, rank = (256, 64, 8) if quick else (2048, 512, 32)
+    small, blocks = (64, 2) if quick else (512, 4)
+    tables: dict[str, Callable[[], Any]] = {
+        "layer": lambda: layer_table(args.only, width, tokens, rank, repeats),
+        "model": lambda: model_table(args.only, small, blocks, tokens, rank, repeats),
+        "call": lambda: call_table(args.only, 1 if quick else 2 * repeats),
+        "attach": lambda: attach_times(30 if quick else 300, 64 if quick else 256, 1 if quick else 3),
+    }
+    result |= {name: tables[name]() for name in wanted}
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

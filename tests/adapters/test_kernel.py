@@ -71,18 +71,22 @@ def test_core_equals_its_dense_form(core: str, dtype: torch.dtype) -> None:
 
 
 def test_second_derivatives_raise_instead_of_being_wrong() -> None:
-    x, a, b = (torch.randn(2, 2, requires_grad=True) for _ in range(3))
-    out = low_rank(torch.zeros(2, 2), x, Factors(a, b)).pow(2).sum()
+    a, b = (torch.randn(2, 2, requires_grad=True) for _ in range(2))
+    x = torch.randn(2, 2, dtype=torch.bfloat16)
+    out = low_rank(torch.zeros(2, 2, dtype=torch.bfloat16), x, Factors(a, b)).float().pow(2).sum()
     (g,) = torch.autograd.grad(out, a, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
 
 
-def test_per_sample_gradients_by_vmap() -> None:
-    x, a, b = torch.randn(5, 3), torch.randn(2, 3), torch.randn(4, 2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64]
+)  # float64: through the kernel, because A and B are cast
+def test_per_sample_gradients_by_vmap(dtype: torch.dtype) -> None:
+    x, a, b = torch.randn(5, 3, dtype=dtype), torch.randn(2, 3), torch.randn(4, 2)
 
     def loss(b: Tensor, row: Tensor) -> Tensor:
-        return low_rank(torch.zeros(1, 4), row[None], Factors(a, b, 1.5)).pow(2).sum()
+        return low_rank(torch.zeros(1, 4, dtype=dtype), row[None], Factors(a, b, 1.5)).pow(2).sum()
 
     with torch.enable_grad():
         got = torch.func.vmap(torch.func.grad(loss), (None, 0))(b.requires_grad_(), x)
@@ -135,3 +139,28 @@ def test_dora_and_hra_keep_no_weight_sized_tensor() -> None:
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
         attach(model, variant, targets=["0"])
         assert saved_bytes(model, torch.randn(4, 1024)) < 1024 * 1024 * 4
+
+
+@given(
+    m=st.integers(1, 6),
+    n=st.integers(1, 6),
+    k=st.integers(1, 5),
+    s=st.sampled_from([-2.0, 0.5, 3.0]),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=40)
+def test_the_casting_kernel_has_the_gradients_of_plain_autograd(m: int, n: int, k: int, s: float, seed: int) -> None:
+    """fp32 factors on a float64 layer: the custom function runs, and its gradients are exact to fp32."""
+    rng = torch.Generator().manual_seed(seed)
+    y, x = torch.randn(5, m, generator=rng, dtype=torch.float64), torch.randn(5, n, generator=rng, dtype=torch.float64)
+    a, b = torch.randn(k, n, generator=rng), torch.randn(m, k, generator=rng)
+    mine = [t.clone().requires_grad_() for t in (y, x, a, b)]
+    theirs = [t.double().clone().requires_grad_() for t in (y, x, a, b)]
+    upstream = torch.randn(5, m, generator=rng, dtype=torch.float64)
+    got, want = low_rank(mine[0], mine[1], Factors(mine[2], mine[3], s)), plain(*theirs, s)
+    torch.testing.assert_close(got, want)
+    got.backward(upstream)
+    want.backward(upstream)
+    for p, q in zip(mine, theirs, strict=True):
+        assert p.grad is not None and q.grad is not None and p.grad.dtype == p.dtype
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-5, atol=1e-5)

@@ -97,8 +97,10 @@ def low_rank(y: Float[Tensor, "*N m"], x: Float[Tensor, "*N n"], f: Factors) -> 
         # A and B are frozen bases here, so plain autograd keeps h and nothing else.
         h = _apply_core(x @ f.A.to(dtype).t(), f.core.to(dtype))
         return torch.addmm(y, h, f.B.to(dtype).t(), alpha=f.scale).view(shape)
-    if torch.is_grad_enabled() and (f.A.requires_grad or f.B.requires_grad or x.requires_grad):
+    cast = f.A.dtype != dtype or f.B.dtype != dtype
+    if cast and torch.is_grad_enabled() and (f.A.requires_grad or f.B.requires_grad or x.requires_grad):
         out: Tensor = _LowRank.apply(y, x, f.A, f.B, f.scale)[0]
     else:
+        # Without a cast autograd keeps the very same two tensors, and a call costs less.
         out = torch.addmm(y, x @ f.A.to(dtype).t(), f.B.to(dtype).t(), alpha=f.scale)
     return out.view(shape)

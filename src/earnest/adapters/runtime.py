@@ -141,6 +141,9 @@ def _on_rows(x: Tensor, gate: Gate, layer: Layer) -> Tensor:
 
 def run_slots(layer: Layer, slots: list[Slot], x: Tensor, rest: tuple[Any, ...]) -> Tensor:
     """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is open."""
+    if len(slots) == 1 and slots[0].gate.rows is None and slots[0].gate.scale != 0.0:  # the usual case, without lists
+        slot = slots[0]
+        return slot.run_after(layer.base(slot.run_before(x) if slot.has_before else x, *rest), x)
     live = [s for s in slots if s.gate.scale != 0.0]
     inputs = []
     for slot in reversed(live):

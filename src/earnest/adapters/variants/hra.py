@@ -49,9 +49,7 @@ class HRA(Variant):
     reference = "peft HRAConfig"
     equation = "y = W (∏ᵢ I − 2ûᵢûᵢᵀ) x + b"
     lr = 1e-3
-    lr_source = (
-        "an angle: ‖u‖ = 1 at birth, so one AdamW step turns u by about lr·√n; tuned by benchmarks/adapters_nano.py"
-    )
+    lr_source = "an angle: ‖u‖ = 1 at birth, so one AdamW step turns u by about lr·√n"
     examples: ClassVar = {"hra": {"rank": 4}}
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.adapters.layer import Layer
+from earnest.adapters.runtime import cached
 from earnest.adapters.variant import Spec, Tensors, Variant, register, require
 
 _SIZE = {"road_1": 0.5, "road_2": 1, "road_4": 2}
@@ -77,7 +78,11 @@ class ROAD(Variant):
         return torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2).reshape(y.shape)
 
     def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
-        e1, e2 = (e.to(y.dtype) for e in self.columns(t, scale))
+        if torch.is_grad_enabled():
+            e1, e2 = self.columns(t, scale)
+        else:
+            e1, e2 = cached(layer, "road", t, scale, lambda: torch.stack(self.columns(t, scale)))
+        e1, e2 = e1.to(y.dtype), e2.to(y.dtype)
         return torch.addcmul(torch.addcmul(y, y, e1), self._rotate_half(y), e2)
 
     def weight(
