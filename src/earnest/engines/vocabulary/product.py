@@ -5,7 +5,8 @@
 
 A plain head accumulates in float32 (float64 for float64 states): a 16-bit weight is widened a slice of the vocabulary
 at a time, so that neither a wide copy of the head nor 16-bit logits ever exist. A module answers in its own dtype,
-and its logits are widened. Shapes: n rows, d width, V vocabulary.
+and its logits are widened.
+Shapes: n rows, d width, V vocabulary.
 """
 
 from __future__ import annotations
