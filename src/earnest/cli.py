@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from earnest.errors import EarnestError
+
+# click's base of all its errors, from typer: some versions carry a click of their own.
+UsageMistake: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="earnest",
@@ -128,15 +131,11 @@ def models() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; every mistake of the user is one sentence on stderr."""
-    import click
-
     try:
         code = app(arguments, standalone_mode=False)
-    except click.exceptions.Abort:
-        code = _say("stopped", 130)
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         code = _say("stopped; nothing was being trained", 130)
-    except click.ClickException as error:
+    except UsageMistake as error:
         error.show()
         code = error.exit_code
     except EarnestError as error:

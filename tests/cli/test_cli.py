@@ -139,8 +139,8 @@ MISTAKES = [
     (("audit", "quickstart", "steps=0"), "steps: must be at least 1"),
     (("objectives", "gro"), "did you mean"),
     (("runn",), "No such command 'runn'"),
-    (("run",), "Missing argument"),
-    (("chat", "--temperature", "-1"), "is not in the range"),
+    (("run",), "recipe"),
+    (("chat", "--temperature", "-1"), "--temperature"),
 ]
 
 
@@ -155,7 +155,7 @@ def test_a_mistake_is_exit_2_and_one_sentence(
     monkeypatch.chdir(tmp_path)
     code, _, err = main(capsys, *arguments)
     assert code == 2
-    assert says in err and "Traceback" not in err
+    assert says.lower() in err.lower() and "Traceback" not in err
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 

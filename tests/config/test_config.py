@@ -39,7 +39,7 @@ MISTAKES = {
     "sampling=3": "sampling: must be a mapping of keys to values, got 3.",
     "adapter=lora": "adapter: must be a mapping of keys to values, got 'lora'.",
     "objective.0=3": "objective.0: must be a mapping of keys to values, got 3.",
-    "steps.x=3": "steps.x=3: steps is 60, which has no keys inside.",
+    "steps.x=3": "steps.x=3: steps is 40, which has no keys inside.",
     # out of range
     "steps=0": "steps: must be at least 1, got 0.",
     "sampling.temperature=-1": "sampling.temperature: must be above 0, got -1.",

@@ -12,7 +12,7 @@ import earnest as en
 from earnest.tasks import PromptStream, get_task
 
 
-def main(steps: int = 60, seed: int = 0) -> None:
+def main(steps: int = 40, seed: int = 0) -> None:
     policy = en.load("nano")
     adapter = en.attach(policy, en.LoRA(rank=8), targets=("q_proj", "v_proj"), seed=seed)
     engine = en.LocalEngine(policy, adapter, en.AdamW(lr=2e-3))
