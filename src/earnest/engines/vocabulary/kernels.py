@@ -38,7 +38,7 @@ class Block:
 def block(
     need: TokenNeed,
     z: Float[Tensor, "b V"],
-    targets: Int[Tensor, " b"] | Int[Tensor, "b K"],
+    targets: Int[Tensor, " b"] | Int[Tensor, "b K"] | None,
     source: Float[Tensor, "b V"] | TopK | None,
     *,
     slope: bool,
@@ -52,6 +52,7 @@ def block(
     if need.temperature != 1:
         z = torch.div(z, need.temperature, out=out(z))
     if isinstance(need, LogProb):
+        assert targets is not None
         return _logprob(z, targets, need.temperature, slope=slope, weight=weight, out=out)
     if isinstance(need, Entropy):
         value, by_logits = formulas.entropy(torch.log_softmax(z, -1, out=out(z)), slope=slope, out=out)

@@ -244,8 +244,8 @@ class Sweep:
             part = slice(start, min(len(rows), start + self._block_rows))
             self._scratch.clear()
             z = chunk.z[part] if rows.local is None else chunk.z[rows.local[part]]
-            at = slice(chunk.start + part.start, chunk.start + part.stop)
-            targets = self.targets[at] if rows.local is None else self.targets[rows.local[part] + chunk.start]
+            at = slice(rows.place.start + part.start, rows.place.start + part.stop)
+            targets = self.targets[at] if isinstance(need, LogProb) else None  # it reads every row: places are tokens
             answer = block(
                 need,
                 z,
@@ -256,7 +256,7 @@ class Sweep:
                 out=self._scratch,
             )
             if found is not None:
-                found.put(slice(rows.place.start + part.start, rows.place.start + part.stop), answer)
+                found.put(at, answer)
             if sink is not None:
                 assert answer.slope is not None
                 self.product.chain(z, answer.slope)
