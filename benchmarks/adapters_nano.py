@@ -1,6 +1,6 @@
 """Every adapter on one model, each with its own learning rate: held-out NLL, parameters, step time, bytes.
 
-    python benchmarks/adapters_nano.py [--model nano] [--seeds 3] [--steps 60] [--out benchmarks/results/adapters_nano.json]
+    python benchmarks/adapters_nano.py [--model nano] [--seeds 3] [--steps 60] [--out FILE.json]
 
 The job is supervised: the answers of a task's training prompts. The learning rate of each variant is chosen on a
 validation part from a grid around its default (×0.3, ×1, ×3, ×10), then the seeds are run anew and scored on held-out
