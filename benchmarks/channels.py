@@ -1,6 +1,6 @@
 """What each channel is worth, end to end: GRPO, SDPO, GRPO+SDPO, GRPO+SDPO+SimPO, each with and without the KL barrier.
 
-    python -m benchmarks.channels                           5 seeds on nano, 60 steps; prints a table, writes JSON
+    python -m benchmarks.channels                           5 seeds on nano, 30 steps; prints a table, writes JSON
     python -m benchmarks.channels --seeds 1 --steps 4       a look
     python -m benchmarks.channels --from benchmarks/results/channels.json    the table of an earlier run
 
@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--task", default="sort")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=5, help="evaluate every so many steps")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--every", type=int, default=2, help="evaluate every so many steps")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts of an evaluation, 4 completions each")
     parser.add_argument("--max-new-tokens", type=int, default=12)
     parser.add_argument("--lr", type=float, default=2e-3)
