@@ -23,13 +23,13 @@ def _questions(name: str, split: str, count: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(train_seed=SEEDS, heldout_seed=SEEDS)
 def test_no_seed_brings_a_heldout_question_into_training(name: str, train_seed: int, heldout_seed: int) -> None:
-    train = _questions(name, "train", 120, train_seed)
-    heldout = _questions(name, "heldout", 60, heldout_seed)
-    assert len(train) == 120
-    assert len(heldout) == 60
+    train = _questions(name, "train", 60, train_seed)
+    heldout = _questions(name, "heldout", 30, heldout_seed)
+    assert len(train) == 60
+    assert len(heldout) == 30
     assert not set(train) & set(heldout)
 
 
@@ -56,8 +56,8 @@ def test_prompt_data_is_json_and_the_answer_is_not_shown(name: str) -> None:
 
 def test_both_ways_round_of_a_sum_are_in_one_split() -> None:
     """37 + 52 held out and 52 + 37 trained on would be the same question."""
-    train = {tuple(sorted((p.data["a"], p.data["b"]))) for p in get_task("add").prompts("train", 4000, 0)}
-    heldout = {tuple(sorted((p.data["a"], p.data["b"]))) for p in get_task("add").prompts("heldout", 1000, 0)}
+    train = {tuple(sorted((p.data["a"], p.data["b"]))) for p in get_task("add").prompts("train", 700, 0)}
+    heldout = {tuple(sorted((p.data["a"], p.data["b"]))) for p in get_task("add").prompts("heldout", 200, 0)}
     assert not train & heldout
 
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 from earnest.tasks.base import Split, TaskError
 
 HELDOUT_SHARE = 0.2
-_PATIENCE = 2_000
-"""Draws in a row that may fail (wrong split or seen already) before a repetition is accepted."""
+_PATIENCE = 20_000
+"""Draws in a row that may fail (wrong split or seen already) before the space counts as used up."""
 
 T = TypeVar("T")
 
@@ -55,14 +55,15 @@ def draw_distinct(
     misses = 0
     while len(found) < count:
         item = make(rng)
-        fits = split_of(content(item)) == split
-        if fits and (identity(item) not in seen or (misses >= _PATIENCE and found)):
+        if split_of(content(item)) == split and identity(item) not in seen:
             found.append(item)
             seen.add(identity(item))
             misses = 0
             continue
         misses += 1
-        if misses > 10 * _PATIENCE:
+        if misses == _PATIENCE and seen:  # used up: a new pass, in which every item comes once again
+            seen.clear()
+        elif misses > 2 * _PATIENCE:
             raise TaskError(
                 f"no question of split {split!r} in {misses} draws: the task's space is too small to split."
             )
