@@ -1,6 +1,6 @@
 """How many blind mutants of correct training steps does the audit see?
 
-    python benchmarks/audit_mutants.py [--out benchmarks/results/audit_mutants.json] [--table]
+    python -m benchmarks.audit_mutants [--out benchmarks/results/audit_mutants.json] [--table]
 
 Every single-node change (a sign, a reduction, a mask, a detach, a swapped argument, an ignored knob, …) of the
 losses of four correct steps (policy gradient, SFT, divergence, preference) is run through the audit. A mutant that
@@ -14,12 +14,15 @@ import argparse
 import ast
 import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the correct steps are the tests' own
 
 from earnest.audit import Step, audit
 from earnest.audit.mutation_ops import Mutant, mutants
@@ -80,10 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit_mutants.json"))
     parser.add_argument("--family", choices=list(FAMILIES))
-    parser.add_argument("--table", action="store_true", help="print a markdown table from --out instead of running")
+    parser.add_argument("--table", action="store_true", help="print markdown tables from --out instead of running")
     args = parser.parse_args()
     if args.table:
-        print(table(json.loads(args.out.read_text())))
+        print(table(json.loads(args.out.read_text())) + "\n\n" + misses(json.loads(args.out.read_text())))
         return
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
@@ -98,6 +101,16 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))
+
+
+def misses(found: list[dict[str, Any]]) -> str:
+    """Every mutant that runs, differs, and breaks no law; with the statement that it changes."""
+    lines = ["| family | statement | what no law saw |", "|---|---|---|"]
+    for f in found:
+        if f["outcome"] == "missed":
+            statement = source_of(FAMILIES[f["family"]][0]).splitlines()[f["line"] - 1].strip()
+            lines.append(f"| {f['family']} | `{statement.replace('|', chr(92) + '|')}` | {f['what']} |")
+    return "\n".join(lines)
 
 
 def table(found: list[dict[str, Any]]) -> str:

@@ -21,3 +21,6 @@ from earnest.audit.subjects import WeightSync as WeightSync
 from earnest.audit.verdict import Finding as Finding
 from earnest.audit.verdict import LawBroken as LawBroken
 from earnest.audit.verdict import Verdict as Verdict
+from earnest.audit.watch import Watch as Watch
+from earnest.audit.watch import WatchWarning as WatchWarning
+from earnest.audit.watch import watch as watch

@@ -1,0 +1,286 @@
+"""``watch``: the cheap laws, all through a run. An audit looks hard at one step; what goes wrong later is seen here.
+
+    with watch(model, optimizer) as w:
+        for batch in loader:
+            loss, metrics = ...
+            w.terms({"policy": policy_loss, "kl": beta * kl})     # optional, before backward
+            loss.backward()
+            w.step(loss, metrics, mask=batch["mask"])             # before optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(w.verdict())
+
+Every ``every``-th update is looked at. A finding is a ``WatchWarning`` when it is made, once, and a row of the verdict
+at the end. What is not handed over is "not declared", and never a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.audit.law import not_declared
+from earnest.audit.laws.liveness import some
+from earnest.audit.probe import is_number, number
+from earnest.audit.signals import Signals
+from earnest.audit.verdict import Finding, Verdict
+
+SAMPLE = 4096  # entries of a parameter that are compared across an update
+PATIENCE = 4  # looks before something that never happened is called dead
+STILL = 20  # equal values of a metric before it is called constant
+MOVES = ("kl", "entropy", "grad_norm")  # metrics that cannot stand still while a policy learns; more are declared
+TERMS_EVERY = 20  # looks between two measurements of the terms: each costs a backward a term
+
+
+class WatchWarning(UserWarning):
+    """The watch saw a law broken while a run went on."""
+
+
+@dataclass
+class _Parameter:
+    """What was seen of one parameter."""
+
+    looks: int = 0
+    gradients: int = 0  # looks with a gradient that is not all 0
+    updates: int = 0  # looks at an update that had a gradient and a learning rate
+    moved: int = 0  # … after which a bit had changed
+    before: Tensor | None = None
+
+
+@dataclass
+class Watch:
+    """A run under watch; made by ``watch``. ``moves`` names further metrics that have to move."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    every: int = 10
+    moves: Sequence[str] = ()
+    signals: Signals = field(default_factory=Signals)
+    updates: int = 0
+    looks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: look at every n-th update, n ≥ 1.")
+        self._seen = {n: _Parameter() for n, p in self.model.named_parameters() if p.requires_grad}
+        self._metrics: dict[str, tuple[float, int, int]] = {}  # the last value, how often in a row, how often at all
+        self._shares: dict[str, list[float]] = {}
+        self._broken: dict[tuple[str, str], Finding] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._handles: list[Any] = []
+
+    # --- the user's three calls ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        if self.optimizer is not None:
+            self._handles = [
+                self.optimizer.register_step_pre_hook(lambda *_: self.before_update()),
+                self.optimizer.register_step_post_hook(lambda *_: self.after_update()),
+            ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def terms(self, losses: Mapping[str, Tensor]) -> None:
+        """Each term's share of the gradient, now and then: one more backward a term."""
+        if not self.due or (self.looks % TERMS_EVERY and self.looks != PATIENCE - 1):
+            return
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        norms: dict[str, float] = {}
+        for name, loss in losses.items():
+            norms[name] = 0.0
+            if loss.requires_grad:
+                found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                norms[name] = math.sqrt(sum(float(g.float().square().sum()) for g in found if g is not None))
+        total = sum(norms.values())
+        for name, norm in norms.items():
+            self._shares.setdefault(name, []).append(norm / total if total else 0.0)
+            self._warn(self._term(name))
+
+    def step(
+        self, loss: Tensor | float | None = None, metrics: Mapping[str, Any] | None = None, **signals: Any
+    ) -> None:
+        """What this update logged and was made from; ``Signals.look`` says which signals there are."""
+        values = {k: number(v) for k, v in (metrics or {}).items() if is_number(v)}
+        if loss is not None:
+            values["loss"] = number(loss)
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self._break(
+                    "GL", f"metric {name}", f"{value} at update {self.updates + 1}", "finite",
+                    f"{name} is not a number any more; what was learned since may be lost.",
+                )  # fmt: skip
+            last, run, count = self._metrics.get(name, (math.nan, 0, 0))
+            self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
+        if self.due:
+            for finding in self.signals.look(**signals):
+                self._warn(finding)
+        else:
+            self.signals.check_names(signals)
+        if self.optimizer is None:
+            self.before_update()
+            self.updates += 1
+
+    # --- around an update ---------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        return self.updates < PATIENCE or self.updates % self.every == 0
+
+    def before_update(self) -> None:
+        """Gradients are there and the parameters are still the old ones."""
+        if not self.due:
+            return
+        self.looks += 1
+        rates = self._rates()
+        for name, p in self.model.named_parameters():
+            seen = self._seen.get(name)
+            if seen is None:
+                continue
+            seen.looks += 1
+            seen.before = None
+            if p.grad is None:
+                continue
+            size = float(p.grad.detach().abs().max())
+            if not math.isfinite(size):
+                self._break(
+                    "GL", f"gradient of {name}", f"{size} at update {self.updates + 1}", "finite",
+                    "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits.",
+                )  # fmt: skip
+            elif size > 0:
+                seen.gradients += 1
+                if rates.get(id(p), 0.0) > 0:
+                    seen.before = _sample(p).clone()
+        dead = self._dead()
+        if dead and self.looks == PATIENCE:
+            self._warn(self._alive(dead))
+
+    def after_update(self) -> None:
+        """The optimizer has stepped."""
+        if self.due:
+            for name, p in self.model.named_parameters():
+                seen = self._seen.get(name)
+                if seen is not None and seen.before is not None:
+                    seen.updates += 1
+                    seen.moved += not torch.equal(_sample(p), seen.before)
+                    seen.before = None
+            still = self._still()
+            if still and self.looks == PATIENCE:
+                self._warn(self._bits(still))
+        self.updates += 1
+
+    def _rates(self) -> dict[int, float]:
+        if self.optimizer is None:
+            return {}
+        return {id(p): float(group.get("lr", 1.0)) for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _dead(self) -> list[str]:
+        return [n for n, s in self._seen.items() if s.looks >= PATIENCE and not s.gradients]
+
+    def _still(self) -> list[str]:
+        return [n for n, s in self._seen.items() if s.updates >= PATIENCE and not s.moved]
+
+    # --- the verdict --------------------------------------------------------------------------------------------------
+
+    def verdict(self) -> Verdict:
+        """Everything that was watched, up to now."""
+        return Verdict(tuple(self._findings()))
+
+    def _findings(self) -> Iterator[Finding]:
+        yield from self._broken.values()
+        if self.looks and not self._broken:
+            yield Finding("GL", "gradients and metrics", f"finite in {self.looks} looks", "finite", "holds")
+        if self.looks >= PATIENCE:
+            yield self._alive(self._dead())
+        else:
+            yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {PATIENCE}", "not applicable", "")
+        if self.optimizer is None:
+            yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
+        elif any(s.updates >= PATIENCE for s in self._seen.values()):
+            yield self._bits(self._still())
+        yield from map(self._term, self._shares)
+        if not self._shares:
+            yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
+        yield from self._standing()
+        yield from self.signals.findings()
+
+    def _standing(self) -> Iterator[Finding]:
+        """Metrics that have to move."""
+        wanted = {n for n in self._metrics if n.rsplit("/", 1)[-1] in MOVES} | set(self.moves)
+        for name in sorted(wanted):
+            value, run, count = self._metrics.get(name, (math.nan, 0, 0))
+            if count < STILL:
+                yield Finding("MR", f"metric {name}", f"{count} values", f"≥ {STILL}", "not applicable", "")
+                continue
+            yield _judged(
+                "MR", f"metric {name}", f"the last {run} of {count} values are equal", "it moves", run < count,
+                f"{name} was {value:.4g} all the time while the policy was updated: a constant, a default that nothing "
+                "sets, or the policy compared with itself.",
+            )  # fmt: skip
+
+    def _term(self, name: str) -> Finding:
+        shares = self._shares[name]
+        measured = f"{min(shares):.0%} … {max(shares):.0%} of the gradient in {len(shares)} looks"
+        if len(shares) < 2 and not max(shares):  # a penalty has no gradient at its reference, where runs begin
+            return Finding("GL", f"term {name}", measured, "≥ 2 looks", "not applicable", "")
+        return _judged(
+            "GL", f"term {name}", measured, "above 0", max(shares) > 0,
+            f"The term {name} adds nothing to the gradient: it is detached, masked away or weighs 0.",
+        )  # fmt: skip
+
+    def _alive(self, dead: list[str]) -> Finding:
+        return _judged(
+            "GL", f"{len(self._seen)} trainable parameters", f"{len(self._seen) - len(dead)} got a gradient", "all",
+            not dead,
+            f"No gradient reached {some(dead)} in {self.looks} looks: detached, bypassed, 0 · 0, or an expert that no "
+            "token is sent to.",
+        )  # fmt: skip
+
+    def _bits(self, still: list[str]) -> Finding:
+        return _judged(
+            "GL", "the parameters' bits", f"{len(still)} parameters with a gradient never moved", "0", not still,
+            f"{some(still)} get a gradient and do not move: the update is rounded away in their dtype (keep trainable "
+            "parameters in fp32, or raise the learning rate), or another tensor is updated.",
+        )  # fmt: skip
+
+    def _break(self, law: str, subject: str, measured: str, expected: str, meaning: str) -> None:
+        """What cannot be made good by later looks."""
+        finding = Finding(law, subject, measured, expected, "fails", meaning)
+        self._broken.setdefault((law, subject), finding)
+        self._warn(finding)
+
+    def _warn(self, finding: Finding) -> None:
+        """Say it once."""
+        key = (finding.law, finding.subject)
+        if finding.outcome != "fails" or key in self._said:
+            return
+        self._said.add(key)
+        text = f"{finding.law} on {finding.subject}: {finding.measured}, expected {finding.expected}. {finding.meaning}"
+        warnings.warn(text, WatchWarning, stacklevel=4)
+
+
+def watch(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, every: int = 10, moves: Sequence[str] = ()
+) -> Watch:
+    """Watch a bare training loop; see the module's example."""
+    return Watch(model, optimizer, every, moves)
+
+
+def _sample(p: Tensor) -> Tensor:
+    """Up to SAMPLE entries, evenly spread."""
+    flat = p.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def _judged(law: str, subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
+    return Finding(law, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)

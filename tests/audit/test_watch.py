@@ -1,0 +1,221 @@
+"""The watch on bare loops: a good one raises nothing, each fault is seen, nothing of the run is changed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import StepError, WatchWarning, watch
+from earnest.audit.watch import Watch
+from tests.audit.steps import Tiny, logprobs, policy_batch
+
+LOOPS = 24
+
+
+def loop(
+    fault: Callable[[dict[str, Any]], None] | None = None, *, lr: float = 1e-3, dtype: torch.dtype = torch.float32,
+    model: nn.Module | None = None,
+) -> Watch:  # fmt: skip
+    """A small policy-gradient loop; ``fault`` may change what happens in a step."""
+    model = (model or Tiny(0)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    group = torch.tensor([0, 0, 0, 1, 1])
+    with watch(model, optimizer, every=3) as w:
+        for number in range(LOOPS):
+            batch = policy_batch(model, number)
+            now = logprobs(model, batch)
+            mask, a = batch["mask"], batch["advantages"][:, None]
+            gap = batch["ref"] - now
+            here: dict[str, Any] = {
+                "policy": -(a * (now - batch["old"]).exp() * mask).sum() / mask.sum(),
+                "kl": ((gap.exp() - gap - 1) * mask).sum() / mask.sum(),
+                "behaviour": now.detach().clone(),
+                "mask": mask,
+                "advantages": batch["advantages"],
+                "truncated": torch.tensor([1, 0, 0, 0, 1]),
+                "logged_kl": None,
+                "number": number,
+                "model": model,
+            }
+            if fault is not None:
+                fault(here)
+            loss = here["policy"] + 0.1 * here["kl"]
+            w.terms({"policy": here["policy"], "kl": 0.1 * here["kl"]})
+            loss.backward()
+            logged = here["kl"] if here["logged_kl"] is None else here["logged_kl"]
+            w.step(
+                loss, {"kl": logged}, mask=here["mask"], attention=batch["attention"][:, 1:], group=group,
+                advantages=here["advantages"], logprobs=now, behaviour=here["behaviour"], truncated=here["truncated"],
+            )  # fmt: skip
+            optimizer.step()
+            optimizer.zero_grad()
+    return w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_good_run_raises_nothing(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WatchWarning)
+        verdict = loop(dtype=dtype).verdict()
+    assert verdict.holds, str(verdict)
+    assert not [f for f in verdict.findings if f.outcome == "not declared"], str(verdict)
+
+
+def no_kl(here: dict[str, Any]) -> None:
+    here["kl"] = here["kl"].detach()
+
+
+def constant_kl(here: dict[str, Any]) -> None:
+    here["logged_kl"] = 0.0
+
+
+def not_a_number(here: dict[str, Any]) -> None:
+    if here["number"] == 13:  # between two looks: losses and metrics are seen all the same
+        here["logged_kl"] = math.nan
+
+
+def other_sampler(here: dict[str, Any]) -> None:
+    here["behaviour"] = here["behaviour"] / 0.7
+
+
+def no_signal(here: dict[str, Any]) -> None:
+    here["advantages"] = torch.zeros(5)
+
+
+def all_masked(here: dict[str, Any]) -> None:
+    here["mask"] = torch.zeros(5, 11)
+
+
+def all_cut(here: dict[str, Any]) -> None:
+    here["truncated"] = torch.ones(5)
+
+
+def infinite_gradient(here: dict[str, Any]) -> None:
+    if here["number"] == 0:
+        here["policy"] = here["policy"] + (here["model"].out.bias.sum() * 0.0).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject"),
+    [
+        (no_kl, "term kl"),
+        (constant_kl, "metric kl"),
+        (not_a_number, "metric kl"),
+        (other_sampler, "sampler = trainer"),
+        (no_signal, "groups without a signal"),
+        (all_masked, "supervised share"),
+        (all_cut, "answers cut at the limit"),
+        (infinite_gradient, "gradient of out.bias"),
+    ],
+)
+def test_a_fault_is_seen(fault: Callable[[dict[str, Any]], None], subject: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WatchWarning)
+        verdict = loop(fault).verdict()
+    assert subject in {f.subject for f in verdict.failures}, str(verdict)
+
+
+def everything_supervised() -> None:
+    model = Tiny(0)
+    with watch(model) as w:
+        for _ in range(5):
+            loss = model(torch.ones(2, 3, dtype=torch.long)).sum()
+            loss.backward()
+            w.step(loss, mask=torch.ones(2, 3), attention=torch.ones(2, 3))
+
+
+def test_everything_supervised_is_seen() -> None:
+    with pytest.warns(WatchWarning, match=r"supervised share: 100%"):
+        everything_supervised()
+
+
+def test_a_dead_parameter_is_said_once_and_by_name() -> None:
+    model = Tiny(0)
+    model.register_parameter("forgotten", nn.Parameter(torch.ones(3)))
+    with pytest.warns(WatchWarning, match=r"No gradient reached forgotten") as seen:
+        w = loop(model=model)
+    assert len([x for x in seen if issubclass(x.category, WatchWarning)]) == 1
+    assert [f.law for f in w.verdict().failures] == ["GL"]
+
+
+def test_an_update_that_vanishes_in_16_bits_is_seen() -> None:
+    """bf16 has 8 bits of mantissa: 1.0 + 1e-4 is 1.0, whatever the gradient."""
+
+    class Gated(Tiny):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.gate = nn.Parameter(torch.ones(16))
+
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            kept = self.embed.weight.data
+            self.embed.weight.data = kept * self.gate.detach()
+            out = super().forward(ids, attention, documents)
+            self.embed.weight.data = kept
+            return out + (self.gate.sum() - 16) * out.mean()
+
+    with pytest.warns(WatchWarning, match=r"gate get a gradient and do not move"):
+        verdict = loop(model=Gated(), lr=1e-4, dtype=torch.bfloat16).verdict()
+    assert [f.subject for f in verdict.failures] == ["the parameters' bits"]
+
+
+def test_the_run_is_bit_equal_with_and_without() -> None:
+    def trained(watched: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = Tiny(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        w = watch(model, optimizer, every=1)
+        if watched:
+            w.__enter__()
+        for number in range(6):
+            batch = policy_batch(model, number)
+            loss = -(logprobs(model, batch) * batch["mask"] * torch.rand(5, 11)).sum()
+            if watched:
+                w.terms({"all": loss})
+            loss.backward()
+            if watched:
+                w.step(loss, {}, mask=batch["mask"])
+            optimizer.step()
+            optimizer.zero_grad()
+        w.__exit__(None, None, None)
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        return [p.detach() for p in model.parameters()]
+
+    assert all(a.equal(b) for a, b in zip(trained(True), trained(False), strict=True))
+
+
+def test_what_is_not_handed_over_is_not_declared() -> None:
+    model = Tiny(0)
+    with watch(model) as w:
+        for _ in range(2):
+            loss = model(torch.ones(2, 3, dtype=torch.long)).sum()
+            loss.backward()
+            w.step(loss)
+    missing = {f.subject for f in w.verdict().findings if f.outcome == "not declared"}
+    assert {"terms", "supervised share", "sampler = trainer", "the parameters' bits"} <= missing
+
+
+def test_a_learning_rate_of_zero_is_no_vanishing_update() -> None:
+    """A warm-up starts at 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WatchWarning)
+        verdict = loop(lr=0.0).verdict()
+    assert not verdict.failures, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: watch(Tiny(0), every=0), "every=0"),
+        (lambda: watch(Tiny(0)).step(1.0, maks=torch.ones(2)), r"unknown signal 'maks': did you mean 'mask'\?"),
+    ],
+)
+def test_a_wrong_call_says_so(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        make()
+    assert isinstance(error.value, StepError) or "every" in sentence
