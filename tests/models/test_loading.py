@@ -299,3 +299,25 @@ def test_importing_and_listing_import_neither_torch_nor_transformers() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_nano_is_embedded_and_obeys_the_laws() -> None:
+    policy = load("nano")
+    assert policy.name == "nano"
+    assert policy.version == (places.nano_folder() / "VERSION").read_text().strip()
+    assert policy.cache_kind == "buffered"
+    assert policy.head.tied
+    assert policy.pad_id not in policy.eos_ids
+    entry = next(m for m in list_models() if m.name == "nano")
+    assert entry.offline
+    assert entry.parameters == policy.parameters
+    prompts = [
+        policy.render([{"role": "user", "content": text}]) for text in ("say hello", "sort 3 1 2", "what is 4 + 5?")
+    ]
+    out = sample(policy, prompts, 3, SampleSpec(max_new_tokens=12, temperature=0.8, seed=1))
+    assert any(c.finish == "stop" for c in out)
+    for c in out:
+        ids = torch.tensor([[*prompts[c.prompt_index], *c.tokens]])
+        with torch.no_grad():
+            logp = (policy.model(ids).logits[0, len(prompts[c.prompt_index]) - 1 : -1] / 0.8).log_softmax(-1)
+        assert c.logprobs == pytest.approx(logp.gather(-1, torch.tensor(c.tokens)[:, None])[:, 0].tolist(), abs=1e-4)
