@@ -94,7 +94,7 @@ def test_chat_with_and_without_the_adapter(
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         code, out, _ = main(capsys, "chat", "--temperature", "0", "--max-new-tokens", "12", *arguments)
         assert code == 0
-        return [line for line in out.splitlines() if ">" in line]
+        return [line for line in out.splitlines() if "> " in line or "is no command" in line]
 
     folder = str(run_folder(trained))
     plain = talk("sort 312\n", "--model", str(tiny))
@@ -118,14 +118,21 @@ def test_chat_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert code == 2 and "nowhere" in err
 
 
-def test_audit_holds_or_exits_1(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(recipe(tmp_path / "r.yaml", tiny))
-    code, out, _ = main(capsys, "audit", path, "--json")
+def test_audit_holds_on_the_quickstart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = main(capsys, "audit", "quickstart", "--json")
     verdict = json.loads(out)
-    assert (code, verdict["holds"]) == (0, True), verdict
-    code, out, _ = main(capsys, "audit", path, "optimizer.lr=0")
-    assert code == 1 and "fails" in out
-    assert not (tmp_path / "runs").exists()
+    assert (code, verdict["holds"]) == (0, True), [f for f in verdict["findings"] if f["outcome"] == "fails"]
+    assert list(tmp_path.iterdir()) == [], "nothing was trained or written"
+
+
+def test_audit_exits_1_on_a_broken_law(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A learning rate of 0 trains nothing, and the finding says so."""
+    code, out, _ = main(capsys, "audit", str(recipe(tmp_path / "r.yaml", tiny)), "optimizer.lr=0", "--json")
+    failed = [f["measured"] for f in json.loads(out)["findings"] if f["outcome"] == "fails"]
+    assert code == 1 and "0 changed their bits" in failed
 
 
 MISTAKES = [
