@@ -61,4 +61,9 @@ def parse_file(path: Path) -> dict[str, Any]:
 
 def spell(data: Mapping[str, Any]) -> str:
     """Data as YAML, in the given order, that ``parse`` reads back as the same data."""
-    return yaml.dump(dict(data), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    plain, escaped = (
+        yaml.dump(dict(data), sort_keys=False, allow_unicode=readable, default_flow_style=None, width=120)
+        for readable in (True, False)
+    )
+    # PyYAML writes some line breaks of Unicode (U+0085) as they are and reads them back as spaces.
+    return plain if parse(plain, "a config") == dict(data) else escaped
