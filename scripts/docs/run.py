@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class BlockFailed(Exception):
 
 def run_page(page: Page, folder: Path) -> None:
     """Raise BlockFailed at the first block that does not do what the page says."""
-    names: dict[str, object] = {"__name__": "docs_block"}
+    names = _fresh_names()
     for block in page.blocks:
         if block.one("run-by") is not None:
             continue
@@ -48,13 +49,19 @@ def run_page(page: Page, folder: Path) -> None:
             (folder / name).write_text(block.text)
         elif block.language in PYTHON:
             if block.one("fresh") is not None:
-                names = {"__name__": "docs_block"}
+                names = _fresh_names()
             _run_python(page, block, names)
         elif block.language in SHELL:
             _run_shell(page, block, folder)
         elif block.language not in (*DATA, "text"):
             raise BlockFailed(page, block.line, f"nothing knows how to run {block.language!r}")
         print(f"{page.where(block.line)}: {block.language} ok, {time.monotonic() - started:.1f} s", flush=True)
+
+
+def _fresh_names() -> dict[str, object]:
+    """The names of a module that can be found, as dataclasses and pickles demand."""
+    sys.modules["docs_block"] = module = types.ModuleType("docs_block")
+    return module.__dict__
 
 
 def _run_python(page: Page, block: Block, names: dict[str, object]) -> None:

@@ -136,7 +136,14 @@ def test_blocks_that_hold(page, tmp_path: Path) -> None:
         echo "$X" > x.txt
         ```
         ```python
+        from __future__ import annotations
+        from dataclasses import dataclass
         from pathlib import Path
+
+        @dataclass
+        class Row:
+            x: int = 1
+
         assert Path(HERE, "x.txt").read_text() == "1\\n"
         ```
         ```console
