@@ -61,7 +61,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
         check=True,
     ).stdout.splitlines()
     wanted = {n.removeprefix("src/") for n in listed if Path(n).suffix not in LEFT_OUT and (ROOT / n).is_file()}
-    assert not wanted - inside, "add their suffix to [tool.setuptools.package-data]"
+    assert not wanted - inside, f"not in [tool.setuptools.package-data]: {sorted(wanted - inside)}"
     assert any(n.endswith("/licenses/LICENSE") for n in inside) and any(n.endswith("/licenses/NOTICE") for n in inside)
 
 
