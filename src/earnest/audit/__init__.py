@@ -1,5 +1,7 @@
 """The laws that any training step obeys, and how to check them on code that was never seen before."""
 
+from typing import Any
+
 from earnest.audit.own import prove as prove
 from earnest.audit.own import step_of as step_of
 from earnest.audit.run import audit as audit
@@ -24,3 +26,12 @@ from earnest.audit.verdict import Verdict as Verdict
 from earnest.audit.watch import Watch as Watch
 from earnest.audit.watch import WatchWarning as WatchWarning
 from earnest.audit.watch import watch as watch
+
+
+def __getattr__(name: str) -> Any:
+    """``AuditCallback`` needs transformers' trainer, which is slow to import."""
+    if name == "AuditCallback":
+        from earnest.audit.callback import AuditCallback
+
+        return AuditCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

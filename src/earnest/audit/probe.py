@@ -148,10 +148,14 @@ class Probe:
     def resolution(self, batch: Mapping[str, Any] | None) -> float:
         """``floor``, measured now and on this batch."""
         before = self.gradient(batch)
-        with self.moved("nudged", lambda p, noise: p.detach().abs() * torch.finfo(p.dtype).eps * noise.sign()):
+        with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
             after = self.gradient(batch)
-        eps = max(torch.finfo(p.dtype).eps for p in self.step.model.parameters() if p.is_floating_point())
+        eps = max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
         return max(before.distance(after), self.noise(), 4 * eps)
+
+    def _eps(self, p: Tensor) -> float:
+        own, coarse = torch.finfo(p.dtype).eps, self.step.precision
+        return own if coarse is None else max(own, torch.finfo(coarse).eps)
 
     @property
     def tolerance(self) -> float:

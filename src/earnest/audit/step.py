@@ -74,6 +74,8 @@ class Step:
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
     ``twins``      pairs of an option's modes that share a gradient by definition
+    ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
+    ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
     """
 
@@ -94,6 +96,8 @@ class Step:
     family: Family | None = None
     value_is_loss: bool | None = None
     rows_interact: bool = False
+    all_supervised: bool | None = False
+    precision: torch.dtype | None = None
     twins: frozenset[tuple[Any, Any]] = frozenset()
     tokenizer: Any = None
     name: str = "the step"

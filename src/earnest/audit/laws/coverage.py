@@ -24,12 +24,16 @@ def check(probe: Probe) -> Iterator[Finding]:
     real = on.numel() if step.value("attention") is None else int((step.batch[step.roles["attention"]] != 0).sum())
     share = int(on.sum()) / max(real, 1)
     prompts = "ids" in step.roles and on.shape == step.batch[step.roles["ids"]].shape
+    prompts = prompts and not step.all_supervised
+    unknown = prompts and share == 1 and step.all_supervised is None
     yield LAW.finding(
         "supervised share",
         f"{share:.0%} of the tokens{_decoded(probe, on)}",
         "above 0 %, below 100 %" if prompts else "above 0 %",
-        share > 0 and (share < 1 or not prompts),
-        "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span.",
+        "not declared" if unknown else share > 0 and (share < 1 or not prompts),
+        "Everything is supervised. Declare all_supervised=True if the prompts are meant to be, or False if not."
+        if unknown
+        else "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span.",
     )
     if share > 0:
         yield from _every_position(probe, on)
@@ -54,6 +58,9 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     fitting = edits.fit(on, step.batch[key])
     assert fitting is not None
     flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
+    if role == "labels" and _in_place(probe, on):  # nothing stands before a row's first token to predict it from
+        flat = flat.clone()
+        flat[:, 0] = False
     silent: list[str] = []
     tried = 0
     quick = _slopes(probe, role, flat)
@@ -105,10 +112,10 @@ def _felt(probe: Probe, role: str, only: Tensor) -> bool:
 def _no_peeking(probe: Probe, on: Tensor) -> Iterator[Finding]:
     """A row's last supervised label is predicted from what stands before it: its own input token must not matter."""
     step = probe.step
-    ids, labels = step.value("ids"), step.value("labels")
     if step.rows_interact:
         return  # a term over all tokens (load balancing) reads the last input lawfully
-    if ids is None or labels is None or ids.shape != labels.shape or not bool((labels == ids)[on].all()):
+    ids = step.value("ids")
+    if ids is None or not _in_place(probe, on):
         return  # only where labels stand at their own place; shifted ones are told apart by nothing
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     last = torch.where(on, places, -1).amax(-1, keepdim=True)
@@ -128,6 +135,12 @@ def _no_peeking(probe: Probe, on: Tensor) -> Iterator[Finding]:
         "The token that is to be predicted is in the input that predicts it: logits and labels are shifted against "
         "each other.",
     )
+
+
+def _in_place(probe: Probe, on: Tensor) -> bool:
+    """Whether labels stand where their tokens do, so that the loss shifts them."""
+    ids, labels = probe.step.value("ids"), probe.step.value("labels")
+    return ids is not None and labels is not None and ids.shape == labels.shape and bool((labels == ids)[on].all())
 
 
 def _per_token(probe: Probe, role: str, on: Tensor) -> bool:

@@ -109,6 +109,9 @@ def _update(probe: Probe, gradient: object) -> None:
     if step.max_grad_norm is not None and owned:
         torch.nn.utils.clip_grad_norm_(owned, step.max_grad_norm)
     if step.optimizer is not None:
+        for group in step.optimizer.param_groups:  # a warm-up begins at 0: step as after it
+            if group.get("lr") == 0 and group.get("initial_lr"):
+                group["lr"] = group["initial_lr"]
         step.optimizer.step()
         step.optimizer.zero_grad(set_to_none=True)
         return

@@ -50,6 +50,8 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
             theirs, islands = _shadow_gradient(probe, shadow, batch)
         except (RuntimeError, TypeError, ValueError) as error:
             return Finding("F64", what, f"the shadow cannot run ({str(error)[:60]})", "-", "not applicable", "")
+    if theirs.norm() == 0 and mine.norm() > 0:
+        return Finding("F64", what, "the loss does not use the model that it is given", "-", "not applicable", "")
     if not theirs.finite():
         return Finding("F64", what, "the float64 shadow is not finite either", "-", "not applicable", "")
     # Rounding errors of many operations add up; 64 units of this step's own resolution is far below a wrong formula.

@@ -1,0 +1,148 @@
+"""``AuditCallback``: the laws on the first batch of a ``transformers.Trainer`` or a TRL trainer, then a watch.
+
+    trainer = SFTTrainer(..., callbacks=[AuditCallback()])
+    trainer.train()
+
+The audit runs inside the first training step, before any update, through the trainer's own ``compute_loss``; the model,
+the optimizer, the random generators and the trainer's counters are bit-equal afterwards, so the run is the same run.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from earnest.audit.probe import restored, seeded
+from earnest.audit.run import audit
+from earnest.audit.step import StepError
+from earnest.audit.trainers import asks_for_a_mask, step_of_trainer, unchanged, unwrapped
+from earnest.audit.verdict import Verdict
+from earnest.audit.watch import Watch, WatchWarning
+
+WAIT = 20  # batches without any signal (all advantages 0) before the audit is made on one all the same
+
+
+class AuditCallback(TrainerCallback):
+    """``quick`` does the cheap laws; ``stop`` raises ``LawBroken`` instead of warning; ``all_supervised`` says whether
+    prompts are meant to be supervised too (None: where everything is, the verdict says "not declared").
+
+    Overhead: some dozens of step times once, then the watch's (every ``every``-th update is looked at).
+    """
+
+    def __init__(
+        self,
+        *,
+        quick: bool = False,
+        stop: bool = False,
+        every: int = 10,
+        all_supervised: bool | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.quick, self.stop, self.every, self.all_supervised = quick, stop, every, all_supervised
+        self.progress = progress
+        self.audited: Verdict | None = None
+        self.watch: Watch | None = None
+        self._trainer: Any = None
+        self._waited = 0
+
+    def verdict(self) -> Verdict:
+        """What the audit and the watch have found up to now."""
+        both = [self.audited, self.watch.verdict() if self.watch is not None else None]
+        return Verdict(
+            tuple(f for v in both if v is not None for f in v.findings), sum(v.cost for v in both if v is not None)
+        )
+
+    # --- the trainer's events -----------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer = _calling_trainer()
+        self._own = self._trainer.compute_loss
+        self._trainer.compute_loss = self._compute_loss
+        self.audited, self.watch, self._waited = None, None, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.watch is not None and logs:
+            self.watch.step(None, {k: v for k, v in logs.items() if not k.startswith("eval_")})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer is not None:
+            vars(self._trainer).pop("compute_loss", None)
+        if self.watch is not None:
+            self.watch.__exit__(None, None, None)
+
+    # --- round the trainer's loss -------------------------------------------------------------------------------------
+
+    def _compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if model.training and torch.is_grad_enabled():
+            if self.audited is None and not self._postponed(inputs):
+                self.audited = self._audit(model, inputs, num_items_in_batch)
+            if self.watch is None and self.audited is not None:  # its hooks must not count the audit's own updates
+                self.watch = Watch(model, unwrapped(self._trainer.optimizer), self.every)
+                self.watch.__enter__()
+            if self.watch is not None:
+                self.watch.step(None, None, **self._signals(inputs))
+        return self._own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def _postponed(self, inputs: Any) -> bool:
+        """A batch whose advantages are all 0 has no gradient, lawfully; the next one may have."""
+        advantages = inputs.get("advantages") if hasattr(inputs, "get") else None
+        if not isinstance(advantages, Tensor) or bool((advantages != 0).any()):
+            return False
+        self._waited += 1
+        return self._waited < WAIT
+
+    def _audit(self, model: nn.Module, inputs: Any, items: Any) -> Verdict:
+        expects = asks_for_a_mask(self._trainer, inputs)
+        intended = False if expects else self.all_supervised
+        optimizer = unwrapped(self._trainer.optimizer)
+        with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
+            step = step_of_trainer(
+                self._trainer, model, _copied(inputs), self._own, items=items, all_supervised=intended
+            )
+            verdict = audit(step, quick=self.quick, progress=self.progress)
+        if self.stop:
+            verdict.raise_if_failed()
+        for f in verdict.failures:
+            text = f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}"
+            warnings.warn(text, WatchWarning, stacklevel=3)
+        return verdict
+
+    def _signals(self, inputs: Any) -> dict[str, Any]:
+        labels, mask = inputs.get("labels"), inputs.get("completion_mask")
+        signals: dict[str, Any] = {}
+        if isinstance(labels, Tensor):
+            signals["mask"] = labels != -100
+        elif isinstance(mask, Tensor):
+            signals["mask"] = mask
+        shown = inputs.get("attention_mask")
+        if isinstance(shown, Tensor) and asks_for_a_mask(self._trainer, inputs):
+            signals["attention"] = shown
+        for name, key in (("advantages", "advantages"), ("behaviour", "sampling_per_token_logps")):
+            if isinstance(inputs.get(key), Tensor):
+                signals[name] = inputs[key]
+        if "behaviour" in signals and isinstance(inputs.get("old_per_token_logps"), Tensor):
+            signals["logprobs"] = inputs["old_per_token_logps"]  # the trainer's, at the time of sampling
+        return signals
+
+
+def _copied(inputs: Any) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in dict(inputs).items()}
+
+
+def _calling_trainer() -> Any:
+    """The trainer whose event this is: callbacks are not told, but it stands in the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    raise StepError("AuditCallback was called by no transformers.Trainer; for a bare loop use earnest.audit.watch.")
