@@ -24,6 +24,9 @@ def test_by_hand() -> None:
     assert found(rewards, group, "none") == pytest.approx([-1, 0, 1, -2, 2])
     assert found(rewards, group, "leave_one_out") == pytest.approx([-1.5, 0, 1.5, -4, 4])
     assert found(rewards, group, "batch") == pytest.approx([x / 2.5**0.5 for x in (-1, 0, 1, -2, 2)])
+    # Groups of different means: the scale is the std of the rewards themselves (√5.3), not of the centred ones.
+    uneven = found([1.0, 2.0, 3.0, 0.0, 6.0], group, "batch")
+    assert uneven == pytest.approx([x / 5.3**0.5 for x in (-1, 0, 1, -3, 3)])
 
 
 groups = st.lists(st.lists(st.integers(0, 20).map(lambda x: x / 4), min_size=2, max_size=5), min_size=1, max_size=4)
