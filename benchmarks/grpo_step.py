@@ -32,7 +32,7 @@ def run_earnest(steps: int) -> dict[str, Any]:
     import torch
 
     import earnest as en
-    from earnest.signals.advantages import group_advantages
+    from earnest.signals import batch_of, with_advantages
     from earnest.tasks import get_task
 
     torch.set_num_threads(threads())
@@ -48,15 +48,7 @@ def run_earnest(steps: int) -> dict[str, Any]:
         mine = prompts[step * PROMPTS : (step + 1) * PROMPTS]
         rollouts = engine.sample(mine, COMPLETIONS, en.SampleSpec(max_new_tokens=TOKENS, seed=step))
         rewards = [reward_of(policy.decode(r.tokens)) for r in rollouts]
-        groups = [r.prompt_index for r in rollouts]
-        batch = en.Batch.from_rows(
-            [r.prompt for r in rollouts],
-            [r.tokens for r in rollouts],
-            group=groups,
-            advantages=group_advantages(rewards, groups).values.tolist(),
-            behaviour=[r.logprobs for r in rollouts],
-            policy_version=[r.policy_version for r in rollouts],
-        )
+        batch = with_advantages(batch_of(rollouts), rewards)
         engine.step(batch, en.GRPO(clip=0.2))
         tokens += sum(len(r.tokens) for r in rollouts) if step >= WARMUP else 0
         clock.append(time.perf_counter() - start)
@@ -72,7 +64,7 @@ def run_trl(steps: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from earnest.models import nano_folder
+    from earnest.models.places import nano_folder
     from earnest.tasks import get_task
 
     torch.set_num_threads(threads())

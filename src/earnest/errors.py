@@ -31,7 +31,7 @@ class UnknownModel(EarnestError):
 
 
 class UnusableModel(EarnestError):
-    """The model is there, but cannot be a policy: not a causal LM, pickled weights, missing tensors, an unreadable head."""
+    """The model is there, but cannot be a policy: no causal LM, pickled weights, missing tensors, an odd head."""
 
 
 class SamplingError(EarnestError):
