@@ -49,14 +49,27 @@ def run(
 
 @app.command()
 def audit(
-    recipe: Annotated[str, typer.Argument(help="A name from `earnest recipes`, or a YAML file.")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="A name from `earnest recipes`, a YAML file, or a training script (.py).")
+    ] = None,
     overrides: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
+    tests: Annotated[Path | None, typer.Option(help="Mutate --source under these tests; list what they miss.")] = None,
+    source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tests: so many mutants, evenly spread.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --tests: results as JSON lines; goes on from them.")] = None,
 ) -> None:
-    """Prove a recipe's training step; exit 1 where a law is broken."""
+    """Prove a training step: a recipe's, or a script's (extra words are its own); exit 1 where a law is broken."""
     from earnest import console
 
-    raise typer.Exit(console.audit(recipe, overrides or [], json))
+    if tests is not None:
+        raise typer.Exit(console.score_tests(tests, source, limit, out, json))
+    if recipe is None:
+        raise EarnestError("audit what? Give a recipe (`earnest recipes` lists them), a script.py, or --tests PATH.")
+    if recipe.endswith(".py"):
+        raise typer.Exit(console.audit_script(Path(recipe), overrides or [], json, quick))
+    raise typer.Exit(console.audit(recipe, overrides or [], json, quick))
 
 
 @app.command()

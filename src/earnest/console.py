@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from earnest.errors import EarnestError, nearest
+
+if TYPE_CHECKING:
+    from earnest.audit.verdict import Verdict
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -62,13 +66,44 @@ def _pm(value: float, se: float | None, sign: str = "") -> str:
     return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
 
 
-def audit(recipe: str, overrides: list[str], as_json: bool) -> int:
+def audit(recipe: str, overrides: list[str], as_json: bool, quick: bool = False) -> int:
     """Print the verdict on a recipe's step; 1 where it does not hold."""
     from earnest import config
     from earnest.runs import check
 
     _, settings = config.load(recipe, overrides)
-    verdict = check(settings, Console(stderr=True))
+    return _judge(check(settings, Console(stderr=True), quick=quick), as_json)
+
+
+def audit_script(path: Path, arguments: list[str], as_json: bool, quick: bool) -> int:
+    """Run a script under the audit and print the verdict; its own output goes to stderr."""
+    from contextlib import redirect_stdout
+
+    from earnest.audit.script import audit_script as run_script
+
+    with redirect_stdout(sys.stderr):
+        verdict = run_script(path, arguments, quick=quick)
+    return _judge(verdict, as_json)
+
+
+def score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:
+    """Print which mutants of ``source`` the tests do not see; 1 where there are any."""
+    from earnest.audit.mutation import score_tests as score
+
+    if source is None:
+        raise EarnestError("--tests needs --source: the file or folder of training code that the tests are about.")
+    progress = Console(stderr=True)
+    found = score(tests, source, out=out, limit=limit, progress=lambda line: progress.print(line, markup=False))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(found.table())
+        for o in found.survivors:
+            print(f"survived: {o.file}:{o.line}: {o.what}")
+    return 1 if found.survivors else 0
+
+
+def _judge(verdict: Verdict, as_json: bool) -> int:
     if as_json:
         print(json.dumps(verdict.to_dict(), indent=1))
     else:

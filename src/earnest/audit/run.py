@@ -11,6 +11,9 @@ from earnest.audit.step import Step
 from earnest.audit.subjects import Subject
 from earnest.audit.verdict import Finding, Verdict
 
+LISTENERS: list[Callable[[Verdict], None]] = []
+"""Each is told every verdict; `earnest audit SCRIPT.py` listens here."""
+
 
 def audit(
     subject: Step | Subject,
@@ -20,8 +23,13 @@ def audit(
     progress: Callable[[str], None] | None = None,
 ) -> Verdict:
     """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times."""
-    if not isinstance(subject, Step):
-        return Verdict(tuple(subject.check()))
+    verdict = _step(subject, quick, laws, progress) if isinstance(subject, Step) else Verdict(tuple(subject.check()))
+    for tell in LISTENERS:
+        tell(verdict)
+    return verdict
+
+
+def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[str], None] | None) -> Verdict:
     say = progress or (lambda _: None)
     probe = Probe(subject, say)
     findings: list[Finding] = []

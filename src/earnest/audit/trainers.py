@@ -160,7 +160,6 @@ def _knobs(trainer: Any, inputs: Inputs) -> dict[str, float]:
     """Settings that this loss reads from the trainer itself, where they are not 0 (a 0 switches its term off)."""
     names: list[str] = []
     if "advantages" in inputs:
-        names += ["temperature"]
         names += ["beta"] if "ref_per_token_logps" in inputs else []
         acts = getattr(trainer, "loss_type", None) in CLIPPED and "old_per_token_logps" in inputs
         names += ["epsilon_low", "epsilon_high"] if acts else []

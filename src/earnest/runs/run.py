@@ -69,11 +69,11 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
     return _go(setup, run, console, resumed=True)
 
 
-def check(config: RunConfig, console: Console | None = None) -> Verdict:
+def check(config: RunConfig, console: Console | None = None, *, quick: bool = False) -> Verdict:
     """Prove the step of a config without training it; nothing is written."""
     console = console or Console()
     setup = build(config, _teller(console))
-    return prove(setup.engine, setup.objective, probe_batch(setup))
+    return prove(setup.engine, setup.objective, probe_batch(setup), quick=quick)
 
 
 def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:

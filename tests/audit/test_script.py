@@ -1,0 +1,79 @@
+"""``earnest audit SCRIPT.py``: a script's own audits and the trainers that it makes are judged; the exit code tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from earnest.audit.script import ScriptError, audit_script
+from earnest.cli import main
+
+STEP = """
+import sys
+from earnest.audit import audit
+from tests.audit.steps import {step} as make, {loss} as right
+
+def wrong(model, batch, *args, **knobs):
+    loss, metrics = right(model, batch, *args, **knobs)
+    return {value}, metrics
+
+print("hello from", sys.argv[1:])
+audit(make(wrong), quick=True)
+"""
+TRAINER = """
+import torch
+from pathlib import Path
+from tests.audit.trainer_cases import plain
+plain(Path("{folder}"), 0, torch.float32, []).train()
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_good_script_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
+    with pytest.raises(SystemExit) as end:
+        main(["audit", str(path), "--json", "lr=3"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 0
+    assert json.loads(out)["holds"] and "hello from ['lr=3']" in err
+
+
+def test_a_broken_one_exits_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss * 0.0"))
+    with pytest.raises(SystemExit) as end:
+        main(["audit", str(path)])
+    assert end.value.code == 1 and "The step trains nothing" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_trainer_is_found(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    own = Trainer.__init__
+    verdict = audit_script(script(tmp_path, TRAINER.format(folder=tmp_path)), quick=True)
+    assert verdict.holds, str(verdict)
+    assert {"MI", "GL", "IG"} <= {f.law for f in verdict.findings if f.outcome == "holds"}
+    assert Trainer.__init__ is own
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("x = 1", "nothing to judge"), ("import sys; sys.exit(3)", "ended with 3"), (None, "there is no script")],
+)
+def test_what_cannot_be_judged_says_so(text: str | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "none.py" if text is None else script(tmp_path, text)
+    with pytest.raises(ScriptError, match=sentence):
+        audit_script(path)
+
+
+def test_nothing_to_audit_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["audit"])
+    assert end.value.code == 2 and "audit what?" in capsys.readouterr().err
