@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from earnest.tasks.base import Grade, Prompt, Split, TaskError, TaskInfo, Unknow
 from earnest.tasks.split import check_request, split_of, stable_rng
 
 _PREFIX = "reasoning_gym/"
-_SIZE = 2**31 - 1
+_SIZE = 500
+"""Entries of one block. It is the datasets' own default: some make all of them at once, some refuse larger sizes."""
 _PATIENCE = 500
-"""Entries in a row that may be of the other split or seen already before a repetition is accepted."""
+"""Entries in a row that may be of the other split or seen already before the dataset counts as used up."""
 
 
 def installed() -> bool:
@@ -31,7 +33,8 @@ def _datasets() -> dict[str, Any]:
         raise MissingExtra("reasoning-gym", "reasoning-gym", "a task reasoning_gym/<dataset>")
     from reasoning_gym import factory
 
-    return factory.DATASETS
+    # `composite` is no dataset of its own but a mixture of those that its configuration names.
+    return {name: made for name, made in factory.DATASETS.items() if name != "composite"}
 
 
 @functools.lru_cache(maxsize=64)
@@ -57,28 +60,28 @@ class ReasoningGym:
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         check_request(split, count)
-        base = stable_rng(self.name, split, seed).randrange(2**31)
-        dataset = _dataset(self.dataset, base)
         found: list[Prompt] = []
         seen: set[str] = set()
-        index = misses = 0
-        while len(found) < count:
-            entry = dataset[index]
+        misses = 0
+        for block, index in ((b, i) for b in itertools.count() for i in range(_SIZE)):
+            if len(found) == count:
+                break
+            block_seed = stable_rng(self.name, split, seed, block).randrange(2**31)
+            entry = _dataset(self.dataset, block_seed)[index]
             question = str(entry["question"])
-            if split_of(f"{self.name}|{question}") == split and (
-                question not in seen or (misses >= _PATIENCE and found)
-            ):
-                payload = {"seed": base, "index": index, "question": question, "answer": _text(entry["answer"])}
-                found.append(Prompt(f"{self.name}:{base}:{index}", ({"role": "user", "content": question},), payload))
+            if split_of(f"{self.name}|{question}") == split and question not in seen:
+                payload = {"seed": block_seed, "index": index, "question": question, "answer": _text(entry["answer"])}
+                found.append(
+                    Prompt(f"{self.name}:{block_seed}:{index}", ({"role": "user", "content": question},), payload)
+                )
                 seen.add(question)
                 misses = 0
-            else:
-                misses += 1
-                if misses > 20 * _PATIENCE:
-                    raise TaskError(
-                        f"{self.name}: no question of split {split!r} in {misses} entries; it has too few to split."
-                    )
-            index += 1
+                continue
+            misses += 1
+            if misses == _PATIENCE and seen:  # used up: a new pass, in which every question comes once again
+                seen.clear()
+            elif misses > 10 * _PATIENCE:
+                raise TaskError(f"{self.name}: no question of split {split!r} in {misses} entries; too few to split.")
         return found
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
