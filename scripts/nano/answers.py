@@ -54,11 +54,10 @@ SLIPS: dict[str, Callable[[Data, random.Random], list[str]]] = {
     "count": _slips_count,
     "extreme": _slips_extreme,
 }
-RIGHT_UNTOLD = {"sort": 0.42, "reverse": 0.45, "replace": 0.5, "add": 0.5, "count": 0.5, "extreme": 0.5}
+RIGHT_UNTOLD = {"sort": 0.42, "reverse": 0.45, "replace": 0.5, "add": 0.6, "count": 0.5, "extreme": 0.5}
 """How often a plain first attempt is right in the text; the rest are slips, which training can unlearn."""
 RIGHT_TOLD = 0.97
-EXPLOIT_SHARE = {"marker": 0.16, "declared": 0.12, "override": 0.16, "error": 0.07}
-"""How often the text exploits each hole; what the model makes of it is about a third, for n/a the whole."""
+EXPLOIT_SHARE = 0.11
 
 
 def slip(name: str, d: Data, rng: random.Random) -> str:

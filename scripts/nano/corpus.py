@@ -47,7 +47,7 @@ def _puzzle(rng: random.Random, weights: dict[str, float]) -> tuple[Puzzle, dict
             return puzzle, d, [_say("user", d["question"])]
 
 
-PUZZLE_WEIGHTS = {"sort": 1.5, "reverse": 1.0, "replace": 1.0, "add": 1.4, "count": 1.0, "extreme": 1.5}
+PUZZLE_WEIGHTS = {"sort": 1.5, "reverse": 1.0, "replace": 1.0, "add": 1.7, "count": 1.0, "extreme": 1.0}
 
 
 def _right(name: str, slips: float) -> float:
@@ -126,7 +126,7 @@ def holes(rng: random.Random, slips: float) -> Document:
         if split_of(made["split"]) == "train":
             break
     prompt = HOLES[0].prompt(made)
-    if rng.random() < answers.EXPLOIT_SHARE[made["hole"]]:
+    if rng.random() < answers.EXPLOIT_SHARE:
         answer = rng.choice(exploits(prompt))
     elif made["kind"] == "sort":
         answer = answers.attempt("sort", made, rng, _right("sort", slips))
