@@ -149,11 +149,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grpo_step.json"))
+    parser.add_argument("--table", action="store_true", help="print the table of --out instead of running")
     parser.add_argument("--side", choices=("earnest", "trl"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         result = run_earnest(args.steps) if args.side == "earnest" else run_trl(args.steps)
         print("RESULT " + json.dumps(result))
+        return
+    if args.table:
+        print(table(json.loads(args.out.read_text())))
         return
     sides: dict[str, dict[str, Any]] = {}
     for side in ("trl", "earnest"):
@@ -176,16 +180,28 @@ def main() -> None:
         "steps_per_second": sides["earnest"]["steps_per_second"] / sides["trl"]["steps_per_second"],
         "peak_memory": sides["trl"]["peak_rss_mb"] / sides["earnest"]["peak_rss_mb"],
     }
-    print(
-        f"ratio    {ratio['steps_per_second']:.2f}× the steps per second, {ratio['peak_memory']:.2f}× less peak memory"
-    )
     machine = {
         "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(),
         "threads": threads(),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"sides": sides, "ratio": ratio, "machine": machine}, indent=1) + "\n")
+    result = {"sides": sides, "ratio": ratio, "machine": machine}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """A markdown table of both sides and their ratio."""
+    lines = ["| GRPO step, nano, CPU | steps/s | median step | peak memory |", "|---|---|---|---|"]
+    for side, name in (("trl", "TRL's GRPOTrainer"), ("earnest", "earnest")):
+        m = result["sides"][side]
+        lines.append(
+            f"| {name} | {m['steps_per_second']:.2f} | {m['median_seconds']:.3f} s | {m['peak_rss_mb']:.0f} MB |"
+        )
+    ratio = result["ratio"]
+    lines.append(f"| ratio | {ratio['steps_per_second']:.2f}× | | {ratio['peak_memory']:.2f}× less |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

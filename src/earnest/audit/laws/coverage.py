@@ -85,6 +85,14 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     )
 
 
+def _rows_with_advantage(probe: Probe, flat: Tensor) -> Tensor:
+    """Rows of a group without variance have advantage 0: nothing in them can matter to a policy gradient."""
+    value = probe.step.value("advantages")
+    if value is None:
+        return torch.ones_like(flat[:, :1])
+    return (value != 0).reshape(len(value), -1).any(-1, keepdim=True)
+
+
 def _slopes(probe: Probe, role: str, flat: Tensor) -> int | None:
     """How many positions there are, if the loss has a slope by the signal at every one of them; None: look closer."""
     value: Tensor = probe.step.batch[probe.step.roles[role]]

@@ -87,10 +87,10 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
         target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
         context = real & (target.cumsum(-1) == 0)
         real = context if bool(context.any()) else real
-    return {
-        **batch,
-        step.roles[role]: torch.where(real, value.roll(1, dims=0) if len(value) > 1 else value.roll(1, -1), value),
-    }
+    # Rows of one prompt share their context, so tokens are drawn from the whole batch.
+    order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
+    other = value.flatten()[order].reshape(value.shape)
+    return {**batch, step.roles[role]: torch.where(real, other, value)}
 
 
 def _reference_stays(probe: Probe) -> Finding:
