@@ -49,8 +49,10 @@ def common(folder: Path, seed: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plain(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **more: Any) -> Trainer:
-    words = tokenizer()
+def plain(
+    folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], side: str = "right", **more: Any
+) -> Trainer:
+    words = tokenizer(side)
     rows = Dataset.from_list([dict(words(t + " <eos>", return_token_type_ids=False)) for t in TEXTS])
     return Trainer(
         model=llama(seed, dtype), args=TrainingArguments(**common(folder, seed, **more)), train_dataset=rows,

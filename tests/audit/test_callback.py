@@ -1,0 +1,91 @@
+"""``AuditCallback`` on trainers as released: no alarm, the same run with and without it; a broken one is seen."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from earnest.audit import AuditCallback, LawBroken, StepError, WatchWarning
+from tests.audit.trainer_cases import TRAINERS, plain
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+NAMES = list(TRAINERS)
+
+
+def audited(name: str, folder: Path, seed: int, **more: Any) -> AuditCallback:
+    callback = AuditCallback()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WatchWarning)
+        TRAINERS[name](folder, seed, torch.float32, [callback], **more).train()
+    return callback
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_released_trainer_raises_nothing(name: str, bf16: bool, tmp_path: Path) -> None:
+    callback = audited(name, tmp_path, int(bf16), bf16=bf16)
+    assert callback.audited is not None and callback.audited.holds
+    verdict = callback.verdict()
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_false_alarm_over_seeds(name: str, bf16: bool, seed: int, tmp_path: Path) -> None:
+    verdict = audited(name, tmp_path, seed, bf16=bf16).verdict()
+    assert verdict.holds, str(verdict)
+
+
+def test_the_run_is_the_same_run(tmp_path: Path) -> None:
+    weights = []
+    for callbacks in ([], [AuditCallback(quick=True)]):
+        trainer = plain(tmp_path, 0, torch.float32, callbacks)
+        trainer.train()
+        weights.append([p.detach() for p in trainer.model.parameters()])
+        assert "compute_loss" not in vars(trainer), "the trainer has its own method back"
+    assert all(a.equal(b) for a, b in zip(*weights, strict=True))
+
+
+def test_norms_that_cannot_move_in_16_bits_are_seen(tmp_path: Path) -> None:
+    """Parameters kept in bf16: a norm's weight of 1 plus 1e-3 is 1 again."""
+    callback = AuditCallback(quick=True)
+    plain(tmp_path, 0, torch.bfloat16, [callback]).train()
+    assert callback.audited is not None
+    (failure,) = callback.audited.failures
+    assert failure.law == "GL" and "norm" in failure.meaning
+
+
+def test_left_padding_trains_the_first_token_from_a_pad(tmp_path: Path) -> None:
+    """docs/findings/left-padding.md; this model holds its pad's embedding at 0, so the label has no gradient either."""
+    callback = AuditCallback()
+    plain(tmp_path, 0, torch.float32, [callback], side="left").train()
+    assert callback.audited is not None
+    seen = {(f.law, f.subject) for f in callback.audited.failures}
+    assert seen == {("MI", "ids where masked"), ("CV", "every supervised position")}
+
+
+def test_a_broken_trainer_is_seen_before_the_first_update(tmp_path: Path) -> None:
+    callback = AuditCallback(stop=True)
+    trainer = plain(tmp_path, 0, torch.float32, [callback])
+    own = type(trainer).compute_loss
+
+    class Broken(type(trainer)):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            return own(self, model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}, **more)
+
+    trainer.__class__ = Broken
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(LawBroken, match="attention"):
+        trainer.train()
+    assert all(a.equal(b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_without_a_trainer_it_says_so() -> None:
+    with pytest.raises(StepError, match="for a bare loop use"):
+        AuditCallback().on_train_begin(None, None, None)

@@ -1,0 +1,82 @@
+"""MU on a small project: weak tests let mutants live, strong ones do not, and a stopped run goes on."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from earnest.audit.mutation import OPERATORS, score_tests
+from earnest.audit.mutation.run import MutationError
+from earnest.audit.mutation_ops import mutants
+
+SOURCE = """
+def loss(logp, kl, beta):
+    return -logp + beta * kl
+"""
+WEAK = """
+from tiny import loss
+
+def test_it_runs():
+    assert isinstance(loss(1.0, 2.0, 0.5), float)
+"""
+STRONG = """
+from tiny import loss
+
+def test_hand_worked():
+    assert loss(1.0, 3.0, 0.25) == -0.25
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "tiny.py").write_text(SOURCE)
+    (tmp_path / "test_weak.py").write_text(WEAK)
+    (tmp_path / "test_strong.py").write_text(STRONG)
+    return tmp_path
+
+
+def test_weak_tests_let_mutants_live_and_strong_ones_do_not(project: Path) -> None:
+    source = project / "src" / "tiny.py"
+    weak = score_tests(project / "test_weak.py", source, root=project, limit=3)
+    strong = score_tests(project / "test_strong.py", source, root=project, limit=3)
+    assert weak.share == 0.0 and len(weak.survivors) == 3
+    assert strong.share == 1.0 and "| 3 | 3 | 0 | 100% |" in strong.table()
+    assert source.read_text() == SOURCE, "the project itself is never touched"
+
+
+def test_a_stopped_run_goes_on(project: Path) -> None:
+    source, out = project / "src" / "tiny.py", project / "mutants.jsonl"
+    first = score_tests(project / "test_strong.py", source, root=project, out=out, limit=2)
+    lines = out.read_text().splitlines()
+    out.write_text(lines[0] + "\n" + lines[1][:10] + "\n")  # the second line is torn
+    said: list[str] = []
+    again = score_tests(project / "test_strong.py", source, root=project, out=out, limit=2, progress=said.append)
+    assert again == first and len(said) == 2
+    assert len(out.read_text().splitlines()) == 3, "only the torn one was made again"
+
+
+def test_what_cannot_be_judged_says_so(project: Path) -> None:
+    source = project / "src" / "tiny.py"
+    (project / "test_red.py").write_text("def test_red():\n    assert False\n")
+    (project / "test_none.py").write_text("")
+    (project / "src" / "empty.py").write_text("")
+    with pytest.raises(MutationError, match="fail before anything is changed"):
+        score_tests(project / "test_red.py", source, root=project)
+    with pytest.raises(MutationError, match="no test in"):
+        score_tests(project / "test_none.py", source, root=project)
+    with pytest.raises(MutationError, match="can be mutated"):
+        score_tests(project / "test_weak.py", project / "src" / "empty.py", root=project)
+    with pytest.raises(MutationError, match="not inside"):
+        score_tests(project / "test_weak.py", Path(__file__), root=project)
+
+
+def test_whole_methods_stop_working() -> None:
+    source = "class A:\n  def state_dict(self):\n    return {'a': 1}\n  def forward(self, x):\n    return x + 1\n"
+    made = {m.what: m.source for m in mutants(source, OPERATORS)}
+    assert "return {}" in made["state_dict is emptied"]
+    assert made["forward is bypassed"].count("return x") == 1 and "x + 1" not in made["forward is bypassed"]
+    for text in made.values():
+        ast.parse(text)
