@@ -2,8 +2,8 @@
 # Needs python3 (≥ 3.11) with venv, and make. Everything else is installed into .venv, with the versions in constraints.txt.
 
 PYTHON ?= python3
-# More words for pip. Linux machines without a GPU spare themselves some GB of CUDA with
-#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# More words for pip, for example --extra-index-url with the address of torch's CPU builds: on a Linux machine without a GPU
+# that spares some GB of CUDA packages.
 PIP_FLAGS ?=
 # More words for the command at hand, as in: make demo ARGS="seed=3", make test ARGS="tests/objectives -x"
 ARGS ?=
