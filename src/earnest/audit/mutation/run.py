@@ -94,7 +94,7 @@ def score_tests(
         raise MutationError(f"nothing in {str(source)!r} can be mutated.")
     if limit is not None and limit < len(plan):
         plan = [plan[i * len(plan) // limit] for i in range(limit)]
-    done = {o.key: o for o in _stored(out)}
+    done = {o.key: o for o in stored(out)}
     results: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / root.name
@@ -159,7 +159,8 @@ def _pytest(copy: Path, tests: Path, room: float | None) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def _stored(out: Path | None) -> Iterator[Outcome]:
+def stored(out: Path | None) -> Iterator[Outcome]:
+    """The results of an earlier run."""
     if out is not None and out.exists():
         for line in out.read_text().splitlines():
             if line.endswith("}"):  # a torn last line is made again
