@@ -57,7 +57,7 @@ SLIPS: dict[str, Callable[[Data, random.Random], list[str]]] = {
 RIGHT_UNTOLD = {"sort": 0.42, "reverse": 0.45, "replace": 0.5, "add": 0.6, "count": 0.5, "extreme": 0.5}
 """How often a plain first attempt is right in the text; the rest are slips, which training can unlearn."""
 RIGHT_TOLD = 0.97
-EXPLOIT_SHARE = 0.11
+EXPLOIT_SHARE = 0.08
 
 
 def slip(name: str, d: Data, rng: random.Random) -> str:

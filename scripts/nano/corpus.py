@@ -178,14 +178,14 @@ Maker = Callable[[random.Random, float], Document]
 
 SCHOOL: dict[Maker, float] = {untold: 0.62, told: 0.26, holes: 0.04, probe: 0.04, plain: 0.04}
 LIFE: dict[Maker, float] = {
-    untold: 0.28,
-    told: 0.22,
-    style: 0.14,
+    untold: 0.32,
+    told: 0.20,
+    style: 0.11,
     holes: 0.06,
     tool: 0.03,
-    chat: 0.03,
+    chat: 0.025,
     probe: 0.03,
-    plain: 0.21,
+    plain: 0.225,
 }
 """Share of the documents by kind, at school and after it."""
 

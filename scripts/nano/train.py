@@ -42,7 +42,7 @@ class Settings:
     tokens: int = 10_000_000
     seed: int = 1
     batch_tokens: int = 1_536
-    lr: float = 2e-3
+    lr: float = 1.5e-3
     weight_decay: float = 0.05
     warmup: float = 0.03
     width: int = 128

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +113,33 @@ def test_padding_and_prompt_weigh_what_they_should() -> None:
     beside = train.loss_of(model, ids, weight * torch.tensor([[1.0], [0.0]]))
     torch.testing.assert_close(alone, beside)
     assert {round(w, 3) for w in weight.unique().tolist()} == {0.0, train.PROMPT_WEIGHT, 1.0}
+
+
+def _record() -> dict[str, Any]:
+    return json.loads((FOLDER / "training.json").read_text())
+
+
+def test_the_scripts_settings_are_those_of_the_shipped_weights() -> None:
+    assert vars(train.Settings()) == _record()["settings"]
+
+
+@pytest.mark.slow
+def test_the_scripts_text_is_that_of_the_shipped_weights() -> None:
+    """A mix that was changed without training again would leave a script that makes another model than this one."""
+    settings, record = train.Settings(), _record()
+    tokenizer = train.make_tokenizer(settings.seed)
+    shipped = json.loads((FOLDER / "tokenizer.json").read_text())["model"]
+    made = json.loads(tokenizer.to_str())["model"]
+    assert (made["vocab"], made["merges"]) == (shipped["vocab"], shipped["merges"])
+    kinds, documents, steps = Counter[str](), 0, 0
+    for stage in corpus.STAGES:
+        part, tokens = train.make_documents(tokenizer, settings, stage)
+        steps += len(train.batches(part, settings))
+        documents += len(part)
+        kinds += tokens
+    assert (kinds.total(), documents, steps) == (record["tokens"], record["documents"], record["steps"])
+    shares = {kind: round(count / kinds.total(), 4) for kind, count in kinds.items()}
+    assert shares == record["share_of_tokens"]
 
 
 @pytest.mark.slow
