@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
+PATIENCE = 180_000  # milliseconds; a machine with two busy cores takes its time, and no test asserts one
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -36,7 +37,7 @@ def find() -> str:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find(), args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=find(), args=list(FLAGS), timeout=PATIENCE)
         try:
             yield browser
         finally:
@@ -59,6 +60,7 @@ class Watched:
 def opened(browser: Browser, path: Path, **context: Any) -> Iterator[Watched]:
     """``path`` from file:// in a fresh context (viewport, color_scheme, … as playwright names them)."""
     with browser.new_context(**context) as fresh:
+        fresh.set_default_timeout(PATIENCE)
         watched = Watched(fresh.new_page())
         watched.page.goto(path.resolve().as_uri())
         yield watched
