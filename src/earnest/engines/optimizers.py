@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,15 @@ def _check(owner: str, **limits: tuple[float, float, float]) -> None:
     for name, (value, low, high) in limits.items():
         if not low <= value < high:
             raise ConfigError(f"{owner}.{name} is {value}; it must be in [{low}, {high}).")
+
+
+Parameters = Sequence[torch.nn.Parameter]
+
+
+def _groups(decayed: Parameters, plain: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups, of which the second never decays; an empty one is left out."""
+    groups = [{"params": list(decayed), "weight_decay": weight_decay}, {"params": list(plain), "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
 
 
 @dataclass(frozen=True)
@@ -36,14 +46,8 @@ class AdamW:
             weight_decay=(self.weight_decay, 0.0, inf),
         )
 
-    def build(
-        self, decayed: Sequence[torch.nn.Parameter], plain: Sequence[torch.nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        groups = [
-            {"params": list(decayed), "weight_decay": self.weight_decay},
-            {"params": list(plain), "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, betas=self.betas, eps=self.eps)
+    def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(_groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,8 @@ class SGD:
             weight_decay=(self.weight_decay, 0.0, inf),
         )
 
-    def build(
-        self, decayed: Sequence[torch.nn.Parameter], plain: Sequence[torch.nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        groups = [
-            {"params": list(decayed), "weight_decay": self.weight_decay},
-            {"params": list(plain), "weight_decay": 0.0},
-        ]
-        return torch.optim.SGD([g for g in groups if g["params"]], lr=self.lr, momentum=self.momentum)
+    def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD(_groups(decayed, plain, self.weight_decay), lr=self.lr, momentum=self.momentum)
 
 
 Optimizer = AdamW | SGD
