@@ -293,3 +293,17 @@ def test_bad_settings_say_the_way_out(make_engine: Make) -> None:
         make_engine(micro_tokens=0)
     with pytest.raises(ConfigError, match=r"AdamW.lr is -1"):
         make_engine(lr=-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_a_step_in_every_dtype_follows_float64(make_engine: Make, batch: Batch, dtype: torch.dtype) -> None:
+    """The adapter stays in fp32 and moves; the direction is float64's up to the base's rounding."""
+    exact, engine = make_engine().gradients(batch, GRPO(clip=0.9)), make_engine(dtype=dtype)
+    rounded = engine.gradients(batch, GRPO(clip=0.9))
+    a = torch.cat([g.double().flatten() for g in exact.values()])
+    b = torch.cat([g.double().flatten() for g in rounded.values()])
+    assert float(torch.cosine_similarity(a, b, dim=0)) > (0.9999 if dtype == torch.float32 else 0.97)
+    before = [p.detach().clone() for p in engine.parameters]
+    engine.step(batch, GRPO(clip=0.9))
+    assert {p.dtype for p in engine.parameters} == {torch.float32}
+    assert all(not torch.equal(p, q) for p, q in zip(engine.parameters, before, strict=True))
