@@ -2,6 +2,7 @@
 
 from earnest.adapters.adapter import Adapter as Adapter
 from earnest.adapters.adapter import rows as rows
+from earnest.adapters.adapter import without_adapters as without_adapters
 from earnest.adapters.attach import attach as attach
 from earnest.adapters.errors import AdapterError as AdapterError
 from earnest.adapters.files import load_adapter as load_adapter

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +287,8 @@ def rows(model: Any, adapters: Sequence[Adapter | Sequence[Adapter] | None]) -> 
     finally:
         for key, gate in gates.items():
             gate.scale, gate.rows, gate.batch = saved[key]
+
+
+def without_adapters(model: Any) -> AbstractContextManager[None]:
+    """The base policy, bit for bit, inside the block: every adapter of the model is off, frozen history included."""
+    return rows(model, ())

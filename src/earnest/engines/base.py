@@ -20,7 +20,8 @@ from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars
 from earnest.signals.batch import Batch
 
-Who = Literal["live", "base"]
+Who = Literal["live", "base", "previous"]
+"""The policy as it is; without any adapter; with frozen history but without the adapter that is trained."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Either way the gradient is the whole batch's, whatever the cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from earnest.adapters import Adapter
+from earnest.adapters import Adapter, without_adapters
 from earnest.engines import checkpoint, micro, scoring
 from earnest.engines.base import (
     AtIdsWanted,
@@ -109,9 +109,10 @@ class LocalEngine:
 
     @torch.no_grad()
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
-        """What the live policy, or the base policy (the adapter's gate at 0), thinks of the batch's targets."""
+        """What the live policy thinks of the batch's targets, or the base (every gate at 0), or the previous round
+        (this adapter's gate at 0, frozen history as it is)."""
         batch = batch.to(self.policy.device)
-        with self.adapter.off() if policy == "base" else nullcontext():
+        with self._as(policy):
             if isinstance(want, LogProbsWanted):
                 need = LogProb(want.temperature)
                 return self.scalars(batch, [need])[need].values
@@ -129,6 +130,17 @@ class LocalEngine:
             if isinstance(want, AtIdsWanted):
                 return scoring.at_ids(hidden, self.policy.head, want.ids.to(batch.device))
             return scoring.all_logits(hidden, self.policy.head)
+
+    def _as(self, who: Who) -> AbstractContextManager[object]:
+        """Inside the block the model is that policy. Where nothing is stacked, base and previous are one."""
+        if who == "live":
+            return nullcontext()
+        if who == "base":
+            return without_adapters(self.policy)
+        if who == "previous":
+            off: AbstractContextManager[object] = self.adapter.off()
+            return off
+        raise ConfigError(f"policy is {who!r}; score as 'live', 'base' or 'previous'.")
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class Term:
         """The signals of the batch that this term reads; all of them are required."""
         return frozenset()
 
+    @property
+    def reference_kind(self) -> str:
+        """Whose numbers its reference signals are: the base's, or the previous round's."""
+        return "base"
+
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
         """The per-token scalars that this term asks the engine for."""
         raise NotImplementedError  # abstract: every concrete term defines it (tested over the registry)

@@ -111,6 +111,10 @@ class KLBarrier(Term):
     def need(self) -> Divergence:
         return Divergence("reference", alpha=1.0 if self.direction == "reverse" else 0.0)
 
+    @property
+    def reference_kind(self) -> str:
+        return self.reference
+
     def signals(self) -> frozenset[Signal]:
         return frozenset({"reference.distribution"})
 

@@ -98,7 +98,7 @@ class EMATeacher:
 
     def distribution(self, engine: Scorer, batch: Batch) -> Distribution:
         with self.installed():
-            return distribution(engine, batch, "base")  # the gate is at 0; the average is added by the hooks
+            return distribution(engine, batch, "previous")  # the gate is at 0; the average is added by the hooks
 
     @contextmanager
     def installed(self) -> Iterator[None]:
