@@ -1,0 +1,1 @@
+"""earnest's objectives inside other people's trainers."""
