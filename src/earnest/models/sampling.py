@@ -38,7 +38,8 @@ class SampleSpec:
     """temperature 0 is greedy, and its log-probs are those at temperature 1. top_k 0 and top_p 1 are off.
 
     Order: temperature, then top-k, then top-p (the smallest set of mass ≥ top_p). A completion ends with the token that
-    ends the turn, or that completes one of the ``stop`` strings; that token is part of it.
+    ends the turn, or that completes one of the ``stop`` strings; that token is part of it. ``stop_ids`` are ids that
+    end it instead of the model's own (none at all where it is empty).
     """
 
     max_new_tokens: int = 32
@@ -47,6 +48,11 @@ class SampleSpec:
     top_k: int = 0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] | None = None
+
+    def ends(self, policy: Policy) -> frozenset[int]:
+        """The ids that end a completion."""
+        return policy.eos_ids if self.stop_ids is None else frozenset(self.stop_ids)
 
     def __post_init__(self) -> None:
         def need(good: bool, field: str, allowed: str) -> None:
@@ -177,6 +183,11 @@ def _uniforms(rows: list[_Row], seed: int, steps: int) -> Float64[np.ndarray, "R
     return out
 
 
+def uniforms(prompt: tuple[int, ...], seed: int, draw: int, steps: int) -> Float64[np.ndarray, " S"]:
+    """The numbers that decide the ``draw``-th completion of a prompt, one a step."""
+    return _uniforms([_Row(0, draw, prompt, draw)], seed, steps)[0]
+
+
 def _decode(
     policy: Policy,
     rows: list[_Row],
@@ -195,7 +206,7 @@ def _decode(
     uniforms = torch.as_tensor(_uniforms(rows, spec.seed, steps)).to(device=device, dtype=exact)
     tokens = torch.zeros(steps, total, dtype=torch.long, device=device)
     logprobs = torch.zeros(steps, total, device=device)
-    eos = torch.as_tensor(sorted(policy.eos_ids), dtype=torch.long, device=device)
+    eos = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=device)
     length = torch.full((total,), steps, device=device)  # of the finished; the rest run out
     stopped = torch.zeros(total, dtype=torch.bool, device=device)
     batch = torch.arange(total, device=device)  # which row each sequence of the batch is
@@ -243,7 +254,7 @@ def _choose(
     """The next token of each row and its log-prob, some rows at a time so that [R, V] stays small."""
     size = max(1, _CHOOSE_ELEMENTS // policy.head.weight.shape[0])
     parts = [
-        _pick(policy.head.logits(h).float(), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)
+        pick(policy.head.logits(h).float(), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)
     ]
     token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if not bool(logprob.isfinite().all()):
@@ -254,9 +265,10 @@ def _choose(
     return token, logprob
 
 
-def _pick(
+def pick(
     logits: Float[Tensor, "r V"], u: Float[Tensor, " r"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " r"], Float[Tensor, " r"]]:
+    """The token that each row's number u chooses, and its log-prob under what was chosen from."""
     if spec.temperature == 0:
         token = logits.argmax(-1, keepdim=True)
         return token[:, 0], logits.log_softmax(-1).gather(-1, token)[:, 0]

@@ -1,0 +1,362 @@
+"""Decoding for everybody at once: sequences join and leave the batch at every token.
+
+Each row has its own adapter, its own sampling settings and its own random numbers, which are those of
+``earnest.models.sample``: a completion is a function of (weights, prompt, seed, draw), whoever shares the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from earnest.errors import EarnestError, SamplingError
+from earnest.models.cache import Cached, Sequences, start
+from earnest.models.policy import Policy
+from earnest.models.sampling import SampleSpec, pick, uniforms
+from earnest.serve.joining import join, trim
+
+if TYPE_CHECKING:
+    from earnest.adapters import Adapter
+    from earnest.serve.host import Host
+
+log = logging.getLogger("earnest.serve")
+Finish = Literal["stop", "length", "cancelled"]
+
+
+class Full(EarnestError):
+    """Too many sequences wait already."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoded token: its log-prob under what was sampled from, and on request the most probable ones beside it."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished completion."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """``n`` completions of one prompt by one adapter (None: the base). ``top``: how many alternatives to report."""
+
+    prompt: tuple[int, ...]
+    spec: SampleSpec
+    adapter: Adapter | None = None
+    n: int = 1
+    top: int = 0
+    on_step: Callable[[int, Step], None] | None = None
+
+
+class Flight:
+    """A request under way."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.cancelled = False
+        self.done: list[Done | None] = [None] * request.n
+        self.future: Future[list[Done]] = Future()
+
+    def cancel(self) -> None:
+        """Nobody waits any more: its rows leave the batch at the next token."""
+        self.cancelled = True
+
+    def result(self, timeout: float | None = None) -> list[Done]:
+        return self.future.result(timeout)
+
+    def finish(self, index: int, done: Done) -> None:
+        self.done[index] = done
+        if all(d is not None for d in self.done) and not self.future.done():
+            self.future.set_result([d for d in self.done if d is not None])
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class _Row:
+    flight: Flight
+    index: int
+    numbers: list[float]
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def spec(self) -> SampleSpec:
+        return self.flight.request.spec
+
+    def end(self, finish: Finish) -> None:
+        tops = tuple(s.top for s in self.steps) if self.flight.request.top else ()
+        done = Done(tuple(s.token for s in self.steps), tuple(s.logprob for s in self.steps), finish, tops)
+        self.flight.finish(self.index, done)
+
+
+@dataclass(eq=False)
+class _Group:
+    rows: list[_Row]
+    sequences: Sequences
+
+
+def check(policy: Policy, request: Request) -> None:
+    """Refuse what cannot be decoded, before it waits for a place."""
+    vocabulary = policy.head.weight.shape[0]
+    if not request.prompt:
+        raise SamplingError("the prompt has no tokens; give at least one.")
+    bad = [t for t in request.prompt if not 0 <= t < vocabulary]
+    if bad:
+        raise SamplingError(f"the prompt has the token id {bad[0]}, {policy.name} knows 0 to {vocabulary - 1}.")
+    room = positions(policy)
+    if room is not None and len(request.prompt) + request.spec.max_new_tokens - 1 > room:
+        raise SamplingError(
+            f"the prompt has {len(request.prompt)} tokens; with {request.spec.max_new_tokens} more that is beyond the "
+            f"{room} positions of {policy.name}. Shorten the prompt or lower max_tokens."
+        )
+
+
+def positions(policy: Policy) -> int | None:
+    """How many tokens the model can look at, where it has a limit."""
+    limit = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+class Batch:
+    """The sequences that are decoded together. Every call is one unit of work, inside somebody's turn."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.groups: list[_Group] = []
+
+    def __len__(self) -> int:
+        return sum(len(g.rows) for g in self.groups)
+
+    @torch.no_grad()
+    def admit(self, flights: Sequence[Flight]) -> None:
+        """Read the prompts (each once for each adapter) and join the batch."""
+        policy = self.host.policy
+        buffered = policy.cache_kind == "buffered"
+        waves: dict[int, list[Flight]] = {}
+        for flight in flights:  # only a buffered cache takes prompts of different lengths
+            waves.setdefault(0 if buffered else len(flight.request.prompt), []).append(flight)
+        for wave in waves.values():
+            places: dict[tuple[tuple[int, ...], int], int] = {}
+            owner: list[int] = []
+            adapters: list[Adapter | None] = []
+            rows: list[_Row] = []
+            for flight in wave:
+                r = flight.request
+                place = places.setdefault((r.prompt, id(r.adapter)), len(places))
+                if place == len(adapters):
+                    adapters.append(r.adapter)
+                for index in range(r.n):
+                    numbers = uniforms(r.prompt, r.spec.seed, index, r.spec.max_new_tokens)
+                    rows.append(_Row(flight, index, numbers.tolist()))
+                    owner.append(place)
+            new = max(f.request.spec.max_new_tokens for f in wave)
+            with self.host.rows(adapters):
+                prompts = [prompt for prompt, _ in places]
+                fresh = start(policy, policy.cache_kind, prompts, torch.as_tensor(owner, device=policy.device), new)
+            if buffered and self.groups:
+                group = self.groups[0]
+                ours = group.sequences
+                assert isinstance(ours, Cached) and isinstance(fresh, Cached)
+                join(ours, fresh)
+                group.rows += rows
+            else:
+                self.groups.append(_Group(rows, fresh))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One more token for every sequence."""
+        for group in list(self.groups):
+            self._choose(group)
+            alive = [i for i, row in enumerate(group.rows) if not self._ends(row)]
+            if not alive:
+                self.groups.remove(group)
+                continue
+            if len(alive) < len(group.rows):
+                group.sequences.keep(torch.as_tensor(alive, device=self.host.policy.device))
+                group.rows = [group.rows[i] for i in alive]
+            if isinstance(group.sequences, Cached) and self.host.policy.cache_kind == "buffered":
+                trim(group.sequences)
+            with self.host.rows([row.flight.request.adapter for row in group.rows]):
+                tokens = [row.steps[-1].token for row in group.rows]
+                group.sequences.step(torch.as_tensor(tokens, device=self.host.policy.device))
+
+    def fail(self, error: BaseException) -> None:
+        """Everybody in the batch is told, and it is empty."""
+        for group in self.groups:
+            for row in group.rows:
+                row.flight.fail(error)
+        self.groups = []
+
+    # --- one token ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, group: _Group) -> None:
+        """Append a token to every row: rows with the same settings are chosen together."""
+        policy, hidden = self.host.policy, group.sequences.last
+        exact = torch.float32 if policy.device.type == "mps" else torch.float64
+        kinds: dict[tuple[float, int, float], list[int]] = {}
+        for i, row in enumerate(group.rows):
+            kinds.setdefault((row.spec.temperature, row.spec.top_k, row.spec.top_p), []).append(i)
+        # An adapter may sit on the head, too.
+        with self.host.rows([row.flight.request.adapter for row in group.rows]):
+            logits = policy.head.logits(hidden[:, None] if not policy.head.plain else hidden).float()
+            logits = logits.reshape(len(group.rows), -1)
+        for places in kinds.values():
+            rows = [group.rows[i] for i in places]
+            u = torch.tensor([r.numbers[len(r.steps)] for r in rows], dtype=exact, device=policy.device)
+            own = logits if len(places) == len(group.rows) else logits[places]
+            token, logprob = pick(own, u, rows[0].spec)
+            tops = _tops(own, rows)
+            for row, t, lp, top in zip(rows, token.tolist(), logprob.tolist(), tops, strict=True):
+                step = Step(t, lp, top[: row.flight.request.top])
+                row.steps.append(step)
+                if row.flight.request.on_step is not None:
+                    row.flight.request.on_step(row.index, step)
+
+    def _ends(self, row: _Row) -> bool:
+        policy = self.host.policy
+        last = row.steps[-1]
+        if last.logprob != last.logprob or last.logprob == -float("inf"):
+            row.flight.fail(
+                SamplingError(
+                    f"{policy.name} gave logits that are no numbers (nan or inf): the adapter has diverged; roll back."
+                )
+            )
+            return True
+        if row.flight.future.done():  # a sibling failed
+            return True
+        finish: Finish | None = None
+        if last.token in row.spec.ends(policy) or (row.spec.stop and self._stopped(row)):
+            finish = "stop"
+        elif len(row.steps) == row.spec.max_new_tokens:
+            finish = "length"
+        elif row.flight.cancelled:
+            finish = "cancelled"
+        if finish is None:
+            return False
+        row.end(finish)
+        return True
+
+    def _stopped(self, row: _Row) -> bool:
+        ids = [s.token for s in row.steps]
+        text = self.host.policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(s in text for s in row.spec.stop)
+
+
+def _tops(logits: Tensor, rows: Sequence[_Row]) -> list[tuple[tuple[int, float], ...]]:
+    """The most probable tokens of each row, as many as the row that wants most; of what was sampled from."""
+    most = max(r.flight.request.top for r in rows)
+    if most == 0:
+        return [()] * len(rows)
+    from earnest.models.sampling import truncate
+
+    spec = rows[0].spec
+    if spec.temperature > 0:
+        logits = truncate(logits / spec.temperature, spec.top_k, spec.top_p)
+    values, ids = logits.log_softmax(-1).topk(min(most, logits.shape[-1]), -1)
+    return [
+        tuple((t, v) for t, v in zip(a, b, strict=True) if v > -float("inf"))
+        for a, b in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+class Decoder:
+    """The thread that answers chats: it takes the turn while there is something to decode, and breathes at each
+    token."""
+
+    def __init__(self, host: Host, max_rows: int, max_waiting: int) -> None:
+        self.host, self.max_rows, self.max_waiting = host, max_rows, max_waiting
+        self.batch = Batch(host)
+        self.tokens = 0
+        self._waiting: deque[Flight] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="earnest-chat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> Flight:
+        """Take a request up; it waits for a place in the batch. ``Full`` where too many wait."""
+        check(self.host.policy, request)
+        if request.n > self.max_rows:
+            raise SamplingError(f"n is {request.n}; this server decodes at most {self.max_rows} sequences together.")
+        flight = Flight(request)
+        with self._wake:
+            if self._closed:
+                raise Full("the server is shutting down.")
+            waiting = sum(f.request.n for f in self._waiting)
+            if waiting + request.n > self.max_waiting:
+                raise Full(f"{waiting} sequences wait already, at most {self.max_waiting} may; try again in a moment.")
+            self._waiting.append(flight)
+            self._wake.notify()
+        return flight
+
+    def load(self) -> dict[str, int]:
+        return {"running": len(self.batch), "waiting": sum(f.request.n for f in list(self._waiting))}
+
+    def close(self) -> None:
+        """What is under way is finished first; what still waits is refused."""
+        with self._wake:
+            self._closed = True
+            refused = list(self._waiting)
+            self._waiting.clear()
+            self._wake.notify()
+        for flight in refused:
+            flight.fail(Full("the server is shutting down."))
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+            with self.host.turn("chat") as turn:
+                while self._waiting or len(self.batch):
+                    try:
+                        if flights := self._next():
+                            self.batch.admit(flights)
+                        if len(self.batch):
+                            self.tokens += len(self.batch)
+                            self.batch.step()
+                    except Exception as error:  # one request's trouble must not end the thread for all
+                        log.exception("decoding failed")
+                        self.batch.fail(error)
+                        for flight in flights:
+                            flight.fail(error)
+                    turn.breathe()
+
+    def _next(self) -> list[Flight]:
+        """Those that have a place now, in the order they came."""
+        room = self.max_rows - len(self.batch)
+        chosen: list[Flight] = []
+        with self._wake:
+            while self._waiting and (self._waiting[0].cancelled or self._waiting[0].request.n <= room):
+                flight = self._waiting.popleft()
+                if flight.cancelled:
+                    for index in range(flight.request.n):
+                        flight.finish(index, Done((), (), "cancelled"))
+                    continue
+                room -= flight.request.n
+                chosen.append(flight)
+        return chosen

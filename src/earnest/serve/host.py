@@ -1,0 +1,252 @@
+"""The host: one policy, the adapters on it, and the turns that all torch work takes.
+
+At rest every adapter's gate is closed (scale 0), so the model is the base. Inside a turn exactly what was asked for is
+open: one adapter (``turn(kind, adapter)``, ``only``), or one a row (``rows``). When a turn is handed over in
+the middle (``Turn.breathe``) the gates are closed for the others and put back afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from earnest.errors import EarnestError
+from earnest.serve.settings import ServeSettings
+from earnest.serve.turns import ORDER, Kind, Ticket, Turns
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from earnest.adapters import Adapter, Variant
+    from earnest.models import Policy
+    from earnest.serve.decode import Decoder, Done, Request
+
+log = logging.getLogger("earnest.serve")
+
+
+class Stopping(Exception):
+    """The server shuts down: whoever holds a turn ends its work here, without a result."""
+
+
+class NotReady(EarnestError):
+    """The model is not there (yet)."""
+
+
+class Turn:
+    """A turn that is being held. ``breathe`` between micro-batches, decoding steps and the like."""
+
+    def __init__(self, host: Host, ticket: Ticket) -> None:
+        self._host, self._ticket = host, ticket
+        self.to: Collection[Kind] = ORDER
+        """Kinds that may be served while this turn breathes."""
+
+    @property
+    def kind(self) -> Kind:
+        return self._ticket.kind
+
+    def breathe(self) -> None:
+        """Let others go first whose turn it is. Raises ``Stopping`` for background work when the server shuts down."""
+        if self.kind == "learn" and self._host.stopping:
+            raise Stopping
+        held: dict[str, float] = {}
+
+        def close() -> None:
+            held.update(self._host._scales())
+            self._host._set({})
+
+        self._host.turns.breathe(self._ticket, self.to, close, lambda: self._host._set(held))
+
+    @contextmanager
+    def serving(self, *kinds: Kind) -> Iterator[None]:
+        """Inside the block only these kinds are served while this turn breathes."""
+        before, self.to = self.to, kinds
+        try:
+            yield
+        finally:
+            self.to = before
+
+
+class Host:
+    """Loads the policy in a thread of its own; everything that needs it waits for ``ready``."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.turns = Turns()
+        self.failure: str | None = None
+        self.stopping = False
+        self.after_load: list[Callable[[], None]] = []
+        """Called in the loading thread when the policy is there, before ``ready``."""
+        self._policy: Policy | None = None
+        self._decoder: Decoder | None = None
+        self._adapters: dict[str, Adapter] = {}
+        self._ready = threading.Event()
+        self._mine = threading.local()
+        self._thread: threading.Thread | None = None
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load; returns at once."""
+        self._thread = threading.Thread(target=self._load, name="earnest-load", daemon=True)
+        self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            if self.settings.threads is not None:  # a thread that starts later takes its number from here
+                os.environ["OMP_NUM_THREADS"] = str(self.settings.threads)
+            from earnest.models import load
+
+            if self.settings.threads is not None:
+                import torch
+
+                torch.set_num_threads(self.settings.threads)
+            policy = load(self.settings.model, device=self.settings.device, dtype=self.settings.dtype)
+            _ = policy.cache_kind, policy.fingerprint()
+            from earnest.serve.decode import Decoder
+
+            self._policy = policy
+            self._decoder = Decoder(self, self.settings.max_rows, self.settings.max_waiting)
+            for call in self.after_load:
+                call()
+            self._decoder.start()
+            log.info("loaded %s", policy.describe())
+        except EarnestError as error:
+            self.failure = str(error)
+        except Exception as error:  # whatever it is, the server must say it instead of waiting for ever
+            log.exception("the model could not be loaded")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._ready.set()
+
+    def ready(self) -> bool:
+        return self._ready.is_set() and self.failure is None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the policy is there; ``NotReady`` where it does not come."""
+        if not self._ready.wait(timeout):
+            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
+        if self.failure is not None:
+            raise NotReady(f"the model {self.settings.model} could not be loaded: {self.failure}")
+
+    @property
+    def policy(self) -> Policy:
+        if self._policy is None:
+            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
+        return self._policy
+
+    @property
+    def decoder(self) -> Decoder:
+        if self._decoder is None:
+            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
+        return self._decoder
+
+    def close(self) -> None:
+        """Stop the threads; work under way in the background is given up, nothing of it is kept."""
+        self.stopping = True
+        if self._thread is not None:
+            self._thread.join()
+        if self._decoder is not None:
+            self._decoder.close()
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def turn(self, kind: Kind, adapter: Adapter | None = None) -> Iterator[Turn]:
+        """Torch work happens in here and nowhere else; ``adapter`` alone is open, or none. A thread that holds a turn
+        already goes on with it."""
+        held: Turn | None = getattr(self._mine, "turn", None)
+        if held is not None:
+            with self.only(adapter):
+                yield held
+            return
+        ticket = self.turns.acquire(kind)
+        turn = self._mine.turn = Turn(self, ticket)
+        try:
+            with self.only(adapter):
+                yield turn
+        finally:
+            self._mine.turn = None
+            self._set({})
+            self.turns.release(ticket)
+
+    @contextmanager
+    def only(self, adapter: Adapter | None) -> Iterator[None]:
+        """This adapter is open inside the block, and no other."""
+        before = self._scales()
+        self._set({} if adapter is None else {adapter.name: 1.0})
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    @contextmanager
+    def rows(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """Inside the block row i of a batch runs with ``adapters[i]`` (None: the base)."""
+        named = {a.name: a for a in adapters if a is not None}
+        if len(named) <= 1 and (None not in adapters or not named):
+            with self.only(next(iter(named.values()), None)):
+                yield
+            return
+        from earnest.adapters.adapter import rows
+
+        before = self._scales()
+        self._set(dict.fromkeys(named, 1.0))
+        try:
+            with rows(self.policy, adapters):
+                yield
+        finally:
+            self._set(before)
+
+    def _scales(self) -> dict[str, float]:
+        return {name: a.scale for name, a in self._adapters.items() if a.scale != 0.0}
+
+    def _set(self, scales: dict[str, float]) -> None:
+        for name, adapter in self._adapters.items():
+            wanted = scales.get(name, 0.0)
+            if adapter.scale != wanted:
+                adapter.scale = wanted
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def attach(self, name: str, variant: Variant, **how: Any) -> Adapter:
+        """Put a new adapter on the policy, closed; ``how`` goes to ``earnest.attach``."""
+        from earnest.adapters import attach
+
+        return self._add(name, lambda: attach(self.policy, variant, name=name, **how))
+
+    def mount(self, name: str, folder: Path) -> Adapter:
+        """Put a saved adapter on the policy, closed."""
+        from earnest.adapters import load_adapter
+
+        return self._add(name, lambda: load_adapter(self.policy, folder, name=name))
+
+    def _add(self, name: str, make: Callable[[], Adapter]) -> Adapter:
+        with self.turn("load"):
+            if name in self._adapters:
+                raise EarnestError(f"there is an adapter {name!r} on the model already; detach it first.")
+            adapter = make()
+            adapter.scale = 0.0
+            self._adapters[name] = adapter
+            return adapter
+
+    def detach(self, name: str) -> None:
+        """Take an adapter off."""
+        with self.turn("load"):
+            self._adapters.pop(name).detach()
+
+    def attached(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def sample(self, requests: Sequence[Request]) -> list[list[Done]]:
+        """The completions of each request; requests of different adapters are decoded together. Blocks; never call it
+        while holding a turn."""
+        assert getattr(self._mine, "turn", None) is None, "the decoder needs the turn that this thread holds"
+        self.wait()
+        flights = [self.decoder.submit(r) for r in requests]
+        return [flight.result() for flight in flights]

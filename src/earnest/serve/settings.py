@@ -1,0 +1,48 @@
+"""What a server is told."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1", "[::1]")
+
+
+class ServeSettings(BaseModel):
+    """One process, one port, one base model, any number of adapters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="the address to listen on; beyond loopback, keys are needed"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="0: any free one, which the first line of output names")
+    model: str = Field("nano", min_length=1, description="`nano`, `smollm2`, a Hugging Face id, or a folder")
+    device: str = Field("auto", min_length=1, description="`auto` (CUDA, else MPS, else CPU) or a torch device")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the base model")
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's choice")
+    data: Path = Field(Path("earnest-data"), description="the folder of the database and of all versions")
+    keys: Path | None = Field(None, description="a YAML file of API keys; none: no keys, and then loopback only")
+    learn: Path | None = Field(None, description="a YAML file that says how adapters learn; none: SDPO with hindsight")
+    adapters: tuple[str, ...] = Field(("assistant",), description="adapters that exist from the start")
+    max_body: int = Field(1 << 20, ge=1024, description="bytes of a request's body")
+    max_rows: int = Field(32, ge=1, description="sequences that are decoded together")
+    max_waiting: int = Field(256, ge=1, description="sequences that may wait for a place; beyond, 429")
+    max_tokens: int = Field(256, ge=1, description="length of an answer where the request names none")
+    max_queued: int = Field(1000, ge=1, description="feedback that may wait for an adapter's learner; beyond, 429")
+    max_resident: int = Field(16, ge=2, description="versions kept in memory; those not in use leave, oldest first")
+    load_wait: float = Field(120.0, gt=0, description="seconds that a chat waits for the model to be loaded; then 503")
+    shutdown_wait: int = Field(10, ge=1, description="seconds that answers under way get to finish at shutdown")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host in LOOPBACK_NAMES:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
