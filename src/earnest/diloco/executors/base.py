@@ -1,0 +1,134 @@
+"""What starts replicas, and nothing else: N × ``earnest worker RUN_URL --replica i``.
+
+A replica meets the others in the bucket only, so an executor needs no addresses, no ranks and no rendezvous. It starts
+a command, says which of its commands ended and how, and starts one again when told to; ``supervise`` does the telling,
+the same way for every executor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from earnest.errors import EarnestError, nearest
+
+STORE_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "OBJECT_STORE_")
+"""Prefixes of the environment variables by which a store's address and keys reach a worker."""
+
+
+class ExecutorError(EarnestError):
+    """Replicas cannot be started, or they die faster than it makes sense to start them again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start. ``env`` is what a worker needs besides its machine's own environment: the store's keys."""
+
+    url: str
+    replicas: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    """Where workers on this machine keep their checkpoints and logs; elsewhere each chooses its own."""
+    max_restarts: int = 3
+    """How often each replica is started again."""
+
+    def words(self, replica: int) -> list[str]:
+        """The words after the interpreter or ``earnest``: the command that every executor runs."""
+        own = [] if self.folder is None else ["--folder", f"{self.folder}/replica-{replica}"]
+        return ["worker", self.url, "--replica", str(replica), *own]
+
+    def command(self, replica: int) -> list[str]:
+        return ["earnest", *self.words(replica)]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A replica's command ended. ``code`` 0: the run is over; below 0: minus the signal; ``detail``: its last words."""
+
+    replica: int
+    attempt: int
+    code: int
+    detail: str = ""
+
+
+class Executor(Protocol):
+    """``start`` begins attempt number ``attempt`` of one replica and returns; ``poll`` gives what ended since the last
+    call; ``stop`` ends everything that still runs. ``dry_run`` says what would be submitted, as JSON-able data, and
+    submits nothing."""
+
+    name: ClassVar[str]
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]: ...
+
+    def start(self, job: Job, replica: int, attempt: int) -> None: ...
+
+    def poll(self) -> list[Exit]: ...
+
+    def stop(self) -> None: ...
+
+
+EXECUTORS: dict[str, str] = {
+    "local": "earnest.diloco.executors.local:LocalExecutor",
+}
+"""Name → "module:class"; the class takes the options of ``--on NAME[:OPTION]`` as one string."""
+
+
+def get_executor(on: str) -> Executor:
+    """The executor that ``--on NAME`` or ``--on NAME:OPTION`` (a cluster's address, a flavour of machine) names."""
+    name, _, option = on.partition(":")
+    if name not in EXECUTORS:
+        raise ExecutorError(f"--on {on}: executor {name!r} is unknown: {nearest(name, EXECUTORS)}")
+    module, _, cls = EXECUTORS[name].partition(":")
+    made: Executor = getattr(importlib.import_module(module), cls)(option)
+    return made
+
+
+def supervise(
+    executor: Executor,
+    job: Job,
+    tick: Callable[[], None],
+    say: Callable[[str], None],
+    *,
+    finished: Callable[[], bool],
+    poll: float = 0.5,
+) -> list[Exit]:
+    """Start all replicas, start dead ones again, and return every exit once no replica runs any more.
+
+    ``tick`` is called between looks; ``finished`` says whether the run itself is over: then nobody is started again.
+    """
+    attempts = dict.fromkeys(range(job.replicas), 1)
+    exits: list[Exit] = []
+    try:
+        for replica in attempts:
+            executor.start(job, replica, 1)
+        running = set(attempts)
+        while running:
+            tick()
+            for end in executor.poll():
+                exits.append(end)
+                running.discard(end.replica)
+                if end.code == 0 or finished():
+                    continue
+                if attempts[end.replica] > job.max_restarts:
+                    say(f"replica {end.replica} ended with {end.code} for the {end.attempt}th time and is left")
+                    continue
+                attempts[end.replica] += 1
+                say(f"replica {end.replica} ended with {end.code}; started again ({attempts[end.replica]})")
+                executor.start(job, end.replica, attempts[end.replica])
+                running.add(end.replica)
+            if running:
+                time.sleep(poll)
+        tick()
+    finally:
+        executor.stop()
+    if not finished():
+        last = exits[-1] if exits else None
+        words = f" The last words of replica {last.replica}: {last.detail}" if last and last.detail else ""
+        raise ExecutorError(
+            f"every replica ended before the run did ({len(exits)} exits, {job.max_restarts} restarts allowed each)."
+            f"{words}\nWhat is committed is safe in {job.url}: resume the run, or start `earnest worker {job.url}`."
+        )
+    return exits
