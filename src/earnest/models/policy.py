@@ -60,8 +60,14 @@ class Policy:
 
     # --- text and tokens ----------------------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Messages through the chat template to token ids."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Messages, and the tools on offer, through the chat template to token ids."""
         if not messages:
             raise EarnestError(
                 "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."
@@ -74,6 +80,7 @@ class Policy:
         return list(
             self.tokenizer.apply_chat_template(
                 [dict(m) for m in messages],
+                tools=[dict(t) for t in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
