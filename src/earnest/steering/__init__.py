@@ -1,0 +1,23 @@
+"""Steering: vectors from contrasts, a dose in nats, a filter, and the loop that heals what steering showed."""
+
+from earnest.steering.controller import walk_down as walk_down
+from earnest.steering.dose import calibrate_dose as calibrate_dose
+from earnest.steering.errors import Collapsed as Collapsed
+from earnest.steering.errors import Starved as Starved
+from earnest.steering.errors import SteeringError as SteeringError
+from earnest.steering.evaluate import Evaluation as Evaluation
+from earnest.steering.evaluate import Yardstick as Yardstick
+from earnest.steering.filter import Filter as Filter
+from earnest.steering.filter import read as read
+from earnest.steering.filter import separation as separation
+from earnest.steering.heal import Healing as Healing
+from earnest.steering.heal import equal_firing as equal_firing
+from earnest.steering.heal import heal as heal
+from earnest.steering.heal import observer as observer
+from earnest.steering.loop import Contrast as Contrast
+from earnest.steering.loop import Loop as Loop
+from earnest.steering.loop import Steering as Steering
+from earnest.steering.vectors import Vector as Vector
+from earnest.steering.vectors import mean_difference as mean_difference
+from earnest.steering.vectors import principal as principal
+from earnest.steering.vectors import weight_space as weight_space

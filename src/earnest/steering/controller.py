@@ -1,0 +1,64 @@
+"""Walk the dose down until enough samples survive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from earnest.steering.errors import Starved, SteeringError
+from earnest.steering.filter import Filter, Sample
+
+
+@dataclass(frozen=True)
+class Try:
+    """One dose: how many were sampled, how many survived, and what refused the others."""
+
+    dose: float
+    sampled: int
+    survived: int
+    refused: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """The survivors at the first dose that gave enough, and every dose on the way."""
+
+    dose: float
+    survivors: list[Sample]
+    tries: tuple[Try, ...]
+
+
+def walk_down(
+    sample: Callable[[float], Sequence[Sample]],
+    limits: Filter,
+    dose: float,
+    enough: int,
+    *,
+    factor: float = 0.75,
+    tries: int = 6,
+) -> Harvest:
+    """Sample at ``dose``, then at factor·dose, …, until ``enough`` survive; ``Starved`` after ``tries`` doses."""
+    if not 0 < factor < 1:
+        raise SteeringError(f"factor is {factor}; the dose goes down, so give a number between 0 and 1.")
+    if enough < 1 or tries < 1:
+        raise SteeringError(f"enough is {enough} and tries {tries}; both are at least 1.")
+    seen: list[Try] = []
+    for step in range(tries):
+        at = dose * factor**step
+        found = list(sample(at))
+        kept = limits.survivors(found)
+        seen.append(Try(at, len(found), len(kept), limits.counts(found)))
+        if len(kept) >= enough:
+            return Harvest(at, kept, tuple(seen))
+    shown = "; ".join(f"dose {t.dose:.3g}: {t.survived} of {t.sampled}, {_why(t.refused)}" for t in seen)
+    raise Starved(
+        f"{enough} steered samples have to survive the filter, and at no dose did so many ({shown}). Sample more, "
+        "lower the target of the dose, or look at whether the filter separates."
+    )
+
+
+def _why(refused: dict[str, int]) -> str:
+    return (
+        ", ".join(f"{count} by {reason}" for reason, count in sorted(refused.items(), key=lambda i: -i[1]))
+        or "none refused"
+    )

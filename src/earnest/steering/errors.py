@@ -1,0 +1,17 @@
+"""Errors of steering."""
+
+from __future__ import annotations
+
+from earnest.errors import EarnestError
+
+
+class SteeringError(EarnestError):
+    """A vector cannot be made, applied, or calibrated as asked."""
+
+
+class Starved(SteeringError):
+    """Too few steered samples survived the filter at every dose that was tried."""
+
+
+class Collapsed(SteeringError):
+    """The policy fell below the coherence floor."""

@@ -1,0 +1,154 @@
+"""Which steered samples are good enough to learn from, and whether that judgement separates at all.
+
+tail perplexity   exp(mean −log π₀(y_t)) over the last half of the answer, under the base: a steered answer decays
+                  towards its end, which a mean over the whole answer hides
+repetition        of words and of characters: a loop has a *low* perplexity, so perplexity alone lets it pass
+phrases           narration (talks about answering) and refusal
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.adapters import without_adapters
+from earnest.engines.vocabulary import scalars
+from earnest.models.policy import Policy
+from earnest.objectives.needs import LogProb
+from earnest.signals.batch import Batch
+from earnest.steering.dose import states
+from earnest.steering.errors import SteeringError
+from earnest.steering.text import NARRATION, REFUSAL, char_repetition, says, word_repetition
+
+TAIL_TOKENS = 4
+"""A tail has at least so many tokens, or all that there are."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, an answer to it, and how the base finds the answer's tail."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    tail_perplexity: float
+
+
+@torch.no_grad()
+def read(
+    policy: Policy, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, rows: int = 64
+) -> list[Sample]:
+    """The answers with their tail perplexity under the base: no adapter, no vector (call it outside ``applied``)."""
+    found: list[Sample] = []
+    for start in range(0, len(prompts), rows):
+        part = slice(start, start + rows)
+        batch = Batch.from_rows(prompts[part], answers[part], pad=policy.pad_id).to(policy.device)
+        with without_adapters(policy):
+            lp = scalars(states(policy, batch), policy.head, batch, [LogProb()])[LogProb()].values
+        for r, (prompt, answer) in enumerate(zip(prompts[part], answers[part], strict=True)):
+            tail = tail_perplexity(lp[batch.row == r])
+            found.append(Sample(tuple(prompt), tuple(answer), policy.decode(answer), tail))
+    return found
+
+
+def tail_perplexity(logprobs: Float[Tensor, " n"]) -> float:
+    """Perplexity of the last half."""
+    size = max(math.ceil(len(logprobs) / 2), min(TAIL_TOKENS, len(logprobs)))
+    return float(logprobs[-size:].double().mean().neg().exp())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Limits; a sample that passes every one survives. ``tail_perplexity`` None: set it with ``calibrated`` first."""
+
+    tail_perplexity: float | None = None
+    word_repetition: float = 0.3
+    char_repetition: float = 0.3
+    narration: tuple[str, ...] = NARRATION
+    refusal: tuple[str, ...] = REFUSAL
+
+    def __post_init__(self) -> None:
+        if self.tail_perplexity is not None and not self.tail_perplexity > 1:
+            raise SteeringError(f"tail_perplexity is {self.tail_perplexity}; a perplexity is above 1.")
+        for name in ("word_repetition", "char_repetition"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SteeringError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1.")
+
+    def reasons(self, sample: Sample) -> list[str]:
+        """Why the sample is refused; empty where it survives."""
+        if self.tail_perplexity is None:
+            raise SteeringError("the filter has no limit for the tail perplexity; give one, or use calibrated(good).")
+        found = []
+        if not sample.text.strip():
+            found.append("empty")
+        if not sample.tail_perplexity <= self.tail_perplexity:
+            found.append("tail perplexity")
+        if word_repetition(sample.text) > self.word_repetition:
+            found.append("word repetition")
+        if char_repetition(sample.text) > self.char_repetition:
+            found.append("character repetition")
+        if says(sample.text, self.narration):
+            found.append("narration")
+        if says(sample.text, self.refusal):
+            found.append("refusal")
+        return found
+
+    def survivors(self, samples: Sequence[Sample]) -> list[Sample]:
+        return [s for s in samples if not self.reasons(s)]
+
+    def counts(self, samples: Sequence[Sample]) -> dict[str, int]:
+        """How many samples each reason refuses (one sample may have several)."""
+        return dict(Counter(reason for s in samples for reason in self.reasons(s)))
+
+    def calibrated(self, good: Sequence[Sample], share: float = 0.95, margin: float = 1.5) -> Self:
+        """With the perplexity limit at ``margin`` × the ``share`` quantile of answers that are known to be good."""
+        if not good:
+            raise SteeringError("there is no good sample to calibrate the filter on.")
+        values = torch.tensor([s.tail_perplexity for s in good], dtype=torch.float64)
+        return replace(self, tail_perplexity=margin * float(values.quantile(share)))
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How the filter treats answers that are known to be good and known to be broken.
+
+    ``auc``: the chance that a broken answer has the higher tail perplexity. ``separates`` where at least half more of
+    the good ones pass: a filter that passes all, or none, says so here.
+    """
+
+    good: float
+    broken: float
+    auc: float
+    reasons: dict[str, int]
+
+    @property
+    def separates(self) -> bool:
+        return self.good - self.broken >= 0.5
+
+    def __str__(self) -> str:
+        verdict = "separates" if self.separates else "does NOT separate"
+        return (
+            f"the filter {verdict}: it passes {self.good:.0%} of the good answers and {self.broken:.0%} of the broken "
+            f"ones (tail perplexity alone: AUC {self.auc:.2f})"
+        )
+
+
+def separation(limits: Filter, good: Sequence[Sample], broken: Sequence[Sample]) -> Separation:
+    """The report of a filter on known cases."""
+    if not good or not broken:
+        raise SteeringError(f"the report needs both kinds, got {len(good)} good and {len(broken)} broken answers.")
+    pairs = [(b.tail_perplexity > g.tail_perplexity) + 0.5 * (b.tail_perplexity == g.tail_perplexity)
+             for g in good for b in broken]  # fmt: skip
+    return Separation(
+        len(limits.survivors(good)) / len(good),
+        len(limits.survivors(broken)) / len(broken),
+        sum(pairs) / len(pairs),
+        limits.counts(broken),
+    )

@@ -1,0 +1,168 @@
+"""Heal: put what steering showed into weights, within a trust region.
+
+    min over the new adapter   SFT on the survivors + λ(1+round)^p · relu(D − τ) + γ · mean relu(σ_max(ΔW) − cap)
+
+Earlier rounds are frozen adapters below the new one, the base is untouched; D is measured against the base (every gate
+at 0) or the previous round (the new gate at 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from earnest.adapters import Adapter, attach
+from earnest.adapters.variant import Variant
+from earnest.engines import LocalEngine
+from earnest.engines.base import StepReport
+from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.models.policy import Policy
+from earnest.objectives import SFT, KLBarrier, Objective, SpectralCap
+from earnest.objectives.trust import AGGREGATES
+from earnest.signals import Batch, with_reference
+from earnest.steering.errors import SteeringError
+from earnest.steering.filter import Sample
+
+NEVER = 1e9
+"""A τ that no divergence reaches: the barrier only measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing:
+    """How a round is trained. ``cap`` is None for no spectral cap."""
+
+    steps: int = 24
+    rows: int = 24
+    over: str = "rmse"
+    reference: str = "previous"
+    tau: float = 0.3
+    weight: float = 1.0
+    growth: float = 0.0
+    cap: float | None = None
+    cap_weight: float = 1.0
+    pressure_every: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "pressure_every"):
+            if getattr(self, name) < 1:
+                raise SteeringError(f"{name} is {getattr(self, name)}; give at least 1.")
+        self.objective()
+
+    def objective(self) -> Objective:
+        """SFT, the barrier, and the cap where there is one."""
+        barrier = KLBarrier(
+            over=self.over, reference=self.reference, tau=self.tau, weight=self.weight, growth=self.growth
+        )
+        found = SFT() + barrier
+        return found if self.cap is None else found + self.cap_weight * SpectralCap(cap=self.cap)
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A trained round: its adapter, frozen, and what each step was worth.
+
+    ``pressure`` is ‖∇barrier‖/‖∇SFT‖ over the measured steps; ``firing`` the share of steps in which the barrier acted.
+    """
+
+    adapter: Adapter
+    reports: tuple[StepReport, ...]
+
+    def series(self, term: str, metric: str) -> list[float]:
+        return [report.terms[term].metrics[metric] for report in self.reports]
+
+    def summary(self) -> dict[str, float]:
+        pressures = [
+            (r.terms["kl_barrier"].gradient_norm or 0.0) / norm
+            for r in self.reports
+            if (norm := r.terms["sft"].gradient_norm)
+        ]
+        nll = self.series("sft", "nll")
+        caps = [r.terms["spectral_cap"].metrics["sigma_max"] for r in self.reports if "spectral_cap" in r.terms]
+        return {
+            "nll_first": nll[0],
+            "nll_last": nll[-1],
+            "firing": fmean(self.series("kl_barrier", "beyond")),
+            "aggregate_last": self.series("kl_barrier", "aggregate")[-1],
+            "divergence_last": self.series("kl_barrier", "divergence")[-1],
+            "strength": self.series("kl_barrier", "strength")[-1],
+            "pressure": fmean(pressures) if pressures else 0.0,
+        } | ({"sigma_max": caps[-1]} if caps else {})
+
+
+def demonstrations(policy: Policy, samples: Sequence[Sample]) -> Batch:
+    """The survivors as rows to imitate."""
+    return Batch.from_rows(
+        [s.prompt for s in samples], [s.tokens for s in samples], role="demonstration", pad=policy.pad_id
+    ).to(policy.device)
+
+
+def heal(
+    policy: Policy,
+    samples: Sequence[Sample],
+    variant: Variant,
+    optimizer: Optimizer | None = None,
+    *,
+    how: Healing | None = None,
+    objective: Objective | None = None,
+    targets: str | Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    round_number: int = 0,
+    seed: int = 0,
+    max_grad_norm: float | None = 1.0,
+) -> Healed:
+    """A new adapter on top of what is attached, trained on ``samples`` and frozen.
+
+    objective: another one than ``how`` describes (it must read demonstrations).
+    """
+    how = how or Healing()
+    objective = how.objective() if objective is None else objective
+    adapter = attach(policy, variant, targets, layers, seed=seed)
+    try:
+        engine = LocalEngine(policy, adapter, optimizer or AdamW(lr=2e-3), max_grad_norm=max_grad_norm)
+        engine.objective_state = _state(objective, round_number)
+        # Neither reference moves while this adapter trains, so it is scored once.
+        everything = with_reference(engine, demonstrations(policy, samples), objective)
+        generator = torch.Generator().manual_seed(seed)
+        reports = []
+        for step in range(how.steps):
+            chosen = torch.randperm(len(everything), generator=generator)[: how.rows]
+            measure = step % how.pressure_every == how.pressure_every - 1
+            reports.append(engine.step(everything.rows(chosen.to(policy.device)), objective, shares=measure))
+    except BaseException:
+        adapter.detach()
+        raise
+    adapter.freeze()
+    return Healed(adapter, tuple(reports))
+
+
+def _state(objective: Objective, round_number: int) -> dict[str, dict[str, Any]]:
+    state: Mapping[str, Mapping[str, Any]] = objective.initial_state()
+    for _ in range(round_number):
+        state = objective.next_round(state)
+    return {label: dict(value) for label, value in state.items()}
+
+
+def observer(reference: str = "previous") -> Objective:
+    """SFT beside barriers of every aggregate that only measure: one training path, four readings of each batch."""
+    found = Objective.of(SFT())
+    for over in AGGREGATES:
+        found = found + KLBarrier(over=over, tau=NEVER, reference=reference, name=over)
+    return found
+
+
+def equal_firing(readings: Mapping[str, Sequence[float]], rate: float) -> dict[str, float]:
+    """For every aggregate the τ that its readings exceed in a share ``rate`` of the steps.
+
+    τ means something else for each aggregate: at one τ a mean hardly ever acts and a maximum always does, and the
+    comparison would be of strengths, not of aggregates.
+    """
+    if not 0 < rate < 1:
+        raise SteeringError(f"rate is {rate}; it is a share of the steps between 0 and 1.")
+    return {
+        over: float(torch.tensor(list(values), dtype=torch.float64).quantile(1 - rate))
+        for over, values in readings.items()
+    }

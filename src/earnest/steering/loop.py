@@ -1,0 +1,275 @@
+"""The loop: find the direction in the student as it is now, steer, keep what is sane, train it in, look, again.
+
+A round is a folder: the vector, the adapter, and ``record.json``, which is written last. A loop that is called again
+with the same settings and folder goes on behind the last whole round, with the same numbers: every random draw is a
+function of the seed, the round and its purpose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from earnest.adapters import Adapter, LoRA, load_adapter, without_adapters
+from earnest.adapters.variant import Variant
+from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.models.policy import Policy
+from earnest.models.sampling import SampleSpec, sample
+from earnest.runs.atomic import write_json
+from earnest.runs.seeds import derive
+from earnest.steering.controller import Harvest, walk_down
+from earnest.steering.dose import Dose, calibrate_dose
+from earnest.steering.errors import Collapsed, SteeringError
+from earnest.steering.evaluate import Evaluation, Yardstick
+from earnest.steering.filter import Filter, Sample, Separation, read, separation
+from earnest.steering.heal import Healing, demonstrations, heal
+from earnest.steering.records import finished_rounds
+from earnest.steering.vectors import Vector, mean_difference, principal
+from earnest.tasks.base import Prompt, Task
+
+Say = Callable[[str], None]
+MAKERS = {"mean": mean_difference, "pca": principal}
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Instructions for both poles; contexts pair them over many questions, so that only the pole differs."""
+
+    high: tuple[str, ...]
+    low: tuple[str, ...]
+
+    def contexts(self, policy: Policy, questions: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
+        """(high, low), one pair a question; the instructions take turns."""
+
+        def side(instructions: tuple[str, ...]) -> list[list[int]]:
+            return [
+                policy.render([{"role": "system", "content": instructions[i % len(instructions)]}, *q.messages])
+                for i, q in enumerate(questions)
+            ]
+
+        return side(self.high), side(self.low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steering:
+    """How a round is steered: the vector, its dose in nats, how much is sampled and has to survive."""
+
+    method: str = "mean"
+    contexts: int = 32
+    layers: tuple[int, ...] | None = None
+    nats: float = 1.0
+    questions: int = 96
+    enough: int = 48
+    factor: float = 0.75
+    tries: int = 6
+    max_new_tokens: int = 48
+    overdose: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.method not in MAKERS:
+            raise SteeringError(f"method is {self.method!r}; give one of {', '.join(MAKERS)}.")
+        if not self.overdose > 1:
+            raise SteeringError(
+                f"overdose is {self.overdose}; broken answers are made with more than the dose: above 1."
+            )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every finished round's record, the first look at the base, and why the loop ended before its time, if it did."""
+
+    records: tuple[dict[str, Any], ...]
+    before: dict[str, Any]
+    stopped: str | None
+
+
+class Loop:
+    """R rounds of steer and heal on one policy. ``close`` gives the policy back as it was."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        contrast: Contrast,
+        yardstick: Yardstick,
+        folder: Path,
+        *,
+        steering: Steering | None = None,
+        healing: Healing | None = None,
+        limits: Filter | None = None,
+        variant: Variant | None = None,
+        optimizer: Optimizer | None = None,
+        targets: str | Sequence[str] | None = None,
+        adapter_layers: Sequence[int] | None = None,
+        max_grad_norm: float | None = 1.0,
+        seed: int = 0,
+        say: Say = lambda text: None,
+    ) -> None:
+        self.policy, self.task, self.contrast, self.yardstick, self.folder = policy, task, contrast, yardstick, folder
+        self.steering, self.healing, self.limits = steering or Steering(), healing or Healing(), limits or Filter()
+        self.variant, self.optimizer = variant or LoRA(rank=8), optimizer or AdamW(lr=2e-3)
+        self.targets, self.adapter_layers, self.max_grad_norm = targets, adapter_layers, max_grad_norm
+        self.seed, self.say = seed, say
+        self.history: list[Adapter] = []
+        self.vectors: list[Vector] = []
+        self.records: list[dict[str, Any]] = []
+        self._base = policy.fingerprint()
+        self._limits: tuple[Filter, list[Sample]] | None = None
+        for number, record in finished_rounds(folder):
+            adapter = load_adapter(policy, folder / f"round-{number}" / "adapter")
+            adapter.freeze()
+            self.history.append(adapter)
+            self.vectors.append(Vector.load(folder / f"round-{number}" / "vector.safetensors"))
+            self.records.append(record)
+
+    def run(self, rounds: int, before: Evaluation) -> Outcome:
+        """All rounds that are missing, or until the coherence floor."""
+        if before.coherence < before.floor:
+            raise Collapsed(
+                f"{self.policy.name} has a coherence of {before.coherence:.2f} before it is steered, the floor "
+                f"is {before.floor:g}; lower the floor, or take another model."
+            )
+        stopped = self._stopped()
+        while len(self.records) < rounds and stopped is None:
+            self.round()
+            stopped = self._stopped()
+        if self.policy.fingerprint(fresh=True) != self._base:
+            raise SteeringError("the base's weights have changed during the loop, which only adapters may learn from.")
+        return Outcome(tuple(self.records), before.to_dict(), stopped)
+
+    def _stopped(self) -> str | None:
+        if not self.records:
+            return None
+        last = self.records[-1]
+        healed = last["healed"]
+        if healed["coherence"] >= healed["floor"]:
+            return None
+        return f"round {last['round']}: coherence {healed['coherence']:.2f} is below the floor of {healed['floor']:g}"
+
+    def close(self) -> None:
+        """Take every adapter off again, newest first."""
+        for adapter in reversed(self.history):
+            adapter.detach()
+        self.history.clear()
+
+    # --- one round ----------------------------------------------------------------------------------------------------
+
+    def round(self) -> dict[str, Any]:
+        """Steer, harvest, heal, look; the record is also in the round's folder."""
+        number, begun = len(self.records) + 1, time.monotonic()
+        place = self.folder / f"round-{number}"
+        place.mkdir(parents=True, exist_ok=True)
+        vector, dose, harvest, separated = self.harvest(number)
+        with self._merged(), vector.applied(self.policy, harvest.dose):
+            steered = self.yardstick.measure()
+        healed = heal(
+            self.policy,
+            harvest.survivors,
+            self.variant,
+            self.optimizer,
+            how=self.healing,
+            targets=self.targets,
+            layers=self.adapter_layers,
+            round_number=number - 1,
+            seed=derive(self.seed, "heal", number) % 2**31,
+            max_grad_norm=self.max_grad_norm,
+        )
+        self.history.append(healed.adapter)
+        with self._merged():
+            after = self.yardstick.measure()
+        summary = healed.summary()
+        record: dict[str, Any] = {
+            "round": number,
+            "dose": {"coefficient": dose.coefficient, "kl": dose.kl, "target": dose.target, "used": harvest.dose},
+            "tries": [asdict(t) for t in harvest.tries],
+            "survivors": len(harvest.survivors),
+            "filter": None if separated is None else asdict(separated) | {"separates": separated.separates},
+            "vector": {"made": vector.made, "norm": vector.norm, **self._wander(vector)},
+            "heal": summary,
+            "steered": steered.to_dict(),
+            "healed": after.to_dict(),
+            "samples": [s.text for s in harvest.survivors[:4]],
+            "seconds": time.monotonic() - begun,
+        }
+        healed.adapter.save(place / "adapter", self.policy.name)
+        vector.save(place / "vector.safetensors")
+        write_json(place / "record.json", record)
+        self.vectors.append(vector)
+        self.records.append(record)
+        self.say(
+            f"round {number}: trait {after.trait:.2f} (steered {steered.trait:.2f}), coherence {after.coherence:.3f} "
+            f"(steered {steered.coherence:.3f}), {len(harvest.survivors)} survivors at dose {harvest.dose:.2f}, "
+            f"barrier/SFT {summary['pressure']:.2f}, {record['seconds']:.0f} s"
+        )
+        return record
+
+    def harvest(self, number: int) -> tuple[Vector, Dose, Harvest, Separation | None]:
+        """The student's own direction, its dose, and the steered answers that survive."""
+        how = self.steering
+        vector = self.extract(number)
+        questions = self.task.prompts("train", how.questions, derive(self.seed, "questions", number))
+        prompts = [self.policy.render(q.messages) for q in questions]
+        own = self._sample(prompts[: how.contexts], "own", number)
+        with self._merged():
+            dose = calibrate_dose(self.policy, vector, demonstrations(self.policy, own), how.nats)
+        limits, good = self._filter()
+
+        def steered(coefficient: float) -> list[Sample]:
+            return self._sample(prompts, "steered", number, vector, coefficient)
+
+        harvest = walk_down(steered, limits, dose.coefficient, how.enough, factor=how.factor, tries=how.tries)
+        if number > 1:
+            return vector, dose, harvest, None
+        broken = self._sample(prompts[: len(good)], "broken", number, vector, how.overdose * dose.coefficient)
+        return vector, dose, harvest, separation(limits, good, broken)
+
+    def extract(self, number: int) -> Vector:
+        """The vector of the student as it is now."""
+        how = self.steering
+        questions = self.task.prompts("train", how.contexts, derive(self.seed, "contexts", number))
+        high, low = self.contrast.contexts(self.policy, questions)
+        with self._merged():
+            return MAKERS[how.method](self.policy, high, low, how.layers)
+
+    def _wander(self, vector: Vector) -> dict[str, float]:
+        """1 is the first (or the last) round's direction, 0 has nothing to do with it."""
+        first, previous = (self.vectors[0], self.vectors[-1]) if self.vectors else (vector, vector)
+        return {"cosine_first": vector.cosine(first), "cosine_previous": vector.cosine(previous)}
+
+    def _filter(self) -> tuple[Filter, list[Sample]]:
+        """The limits, with the perplexity's from the base's own answers; and those answers."""
+        if self._limits is None:
+            questions = self.task.prompts("train", self.steering.contexts, derive(self.seed, "good", 0))
+            prompts = [self.policy.render(q.messages) for q in questions]
+            with without_adapters(self.policy):
+                good = self._sample(prompts, "good", 0, merged=False)
+            self._limits = (
+                self.limits if self.limits.tail_perplexity is not None else self.limits.calibrated(good),
+                good,
+            )
+        return self._limits
+
+    def _merged(self) -> Any:
+        """Open adapters written into the weights, for speed where nothing is trained; 16 bits would round them."""
+        ready = self.history and self.policy.model.dtype.itemsize >= 4
+        return self.history[-1].merged() if ready else nullcontext()
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        purpose: str,
+        number: int,
+        vector: Vector | None = None,
+        dose: float = 0.0,
+        *,
+        merged: bool = True,
+    ) -> list[Sample]:
+        spec = SampleSpec(max_new_tokens=self.steering.max_new_tokens, seed=derive(self.seed, purpose, number) % 2**31)
+        steered = vector.applied(self.policy, dose) if vector is not None else nullcontext()
+        with self._merged() if merged else nullcontext(), steered:
+            found = sample(self.policy, prompts, 1, spec)
+        return read(self.policy, [prompts[c.prompt_index] for c in found], [c.tokens for c in found])
