@@ -15,6 +15,11 @@ BASE := .venv/.base-$(HASH)
 DEV := .venv/.dev-$(HASH)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
+# Integrations that cannot share .venv: envs/NAME.txt has all their pins, .venv-NAME is made from it (docs/adr/0002).
+ENVS := $(patsubst envs/%.txt,%,$(wildcard envs/*.txt))
+env-hash = $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + open(sys.argv[1], "rb").read()).hexdigest()[:16])' envs/$(1).txt)
+OTHERS := $(foreach name,$(ENVS),.venv-$(name)/.made-$(call env-hash,$(name)))
+
 # One thread each: two workers on two cores beat two threads that fight, and sums come out the same everywhere.
 test nightly bench docs-tables: export OMP_NUM_THREADS := 1
 # The same versions also where pip builds a package in an environment of its own.
@@ -34,7 +39,7 @@ help:  ## print this list
 demo: $(BASE)  ## install, then train and check an adapter on the embedded model (at most 3 minutes)
 	$(BIN)/earnest run quickstart $(ARGS)
 
-test: $(DEV)  ## install what the tests need, then run all but the slow ones
+test: $(DEV) $(OTHERS)  ## install what the tests need, then run all but the slow ones
 	@$(if $(BROWSER),,echo "No Chromium here: the tests marked 'browser' are left out (apt-get install chromium brings it).")
 	$(BIN)/python -m pytest -m "$(FAST)" -n $(WORKERS) --dist worksteal --durations 15 $(ARGS)
 
@@ -47,7 +52,7 @@ format: $(DEV)  ## let ruff write what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-nightly: $(DEV)  ## the slow tests too, and more examples for each property
+nightly: $(DEV) $(OTHERS)  ## the slow tests too, and more examples for each property
 	EARNEST_HYPOTHESIS=nightly $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 30 $(ARGS)
 
 bench: $(DEV)  ## every benchmark, one after the other, each with its JSON in benchmarks/results
@@ -60,7 +65,7 @@ pins: $(DEV)  ## write constraints.txt from what is installed
 	$(BIN)/python -m scripts.pins --write
 
 clean:  ## remove the environment and caches (runs stay)
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"earnest needs Python 3.11 or newer, this is {sys.version}; set PYTHON=/path/to/python3.11")'
@@ -75,3 +80,12 @@ $(DEV): | $(BIN)/python
 	@echo "Installing earnest and all that its tests need into .venv (once)"
 	$(INSTALL) --editable '.[dev]'
 	@touch $(BASE) $@
+
+define other-environment
+.venv-$(1)/.made-$(call env-hash,$(1)): envs/$(1).txt
+	@echo "Installing what the tests of '$(1)' need into .venv-$(1) (once)"
+	$(PYTHON) -m venv .venv-$(1)
+	PIP_CONSTRAINT= .venv-$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --requirement envs/$(1).txt
+	@touch $$@
+endef
+$(foreach name,$(ENVS),$(eval $(call other-environment,$(name))))

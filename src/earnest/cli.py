@@ -40,11 +40,12 @@ def run(
     ],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder, bit for bit.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="An experiment with all its arms, controls and seeds.")] = False,
 ) -> None:
     """Train."""
     from earnest import console
 
-    console.run(recipe, overrides or [], resume)
+    console.run(recipe, overrides or [], resume, full)
 
 
 @app.command()

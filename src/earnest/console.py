@@ -29,14 +29,25 @@ def _row(table: Table, *cells: str) -> None:
     table.add_row(*(escape(cell) for cell in cells))
 
 
-def run(recipe: str, overrides: list[str], resume: bool) -> None:
+def run(recipe: str, overrides: list[str], resume: bool, full: bool = False) -> None:
     """Train, then say what came of it and what to do next."""
     from earnest import config
+    from earnest.config import recipes as known
     from earnest.runs import resume as resume_run
     from earnest.runs import start
     from earnest.runs.errors import Interrupted
 
     out = Console()
+    if not (resume and Path(recipe).is_dir()):
+        name, data = known.read(recipe)
+        if "experiment" in data:
+            from earnest import experiments
+
+            page = experiments.run(name, data, overrides, full=full, resume=resume, console=out)
+            out.print(f"{'report':<16} {page}", markup=False, highlight=False, soft_wrap=True)
+            return
+    if full:
+        raise EarnestError(f"--full: {recipe} is one run and has no longer form; leave it out, or raise steps=.")
     try:
         if resume:
             finished = resume_run(Path(recipe), overrides, out)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from earnest.config import recipes, text
 from earnest.config.explain import sentence
 from earnest.config.schema import RunConfig
 from earnest.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
 
 NOT_OF_THE_RUN = ("out", "description")
 """Keys that say nothing about what is computed: a moved folder is still the same run."""
@@ -21,6 +23,10 @@ NOT_OF_THE_RUN = ("out", "description")
 def load(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
     """(name of the recipe, config) of a recipe by name or of a YAML file."""
     name, data = recipes.read(recipe)
+    if "experiment" in data:
+        raise ConfigError(
+            f"{recipe} is an experiment of several runs, not one run; `earnest run {recipe}` starts it."
+        )
     return name, from_mapping(data, overrides)
 
 
@@ -30,13 +36,18 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Check ``data`` with the overrides applied. Problems are one sentence in a ``ConfigError``."""
+    return check_mapping(RunConfig, data, overrides)
+
+
+def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[str] = ()) -> M:
+    """The same for another model than a run's."""
     merged = copy.deepcopy(dict(data))
     for override in overrides:
         _apply(merged, override)
     try:
-        return RunConfig.model_validate(merged)
+        return model.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(sentence(error, RunConfig)) from None
+        raise ConfigError(sentence(error, model)) from None
 
 
 def dump(config: RunConfig) -> str:

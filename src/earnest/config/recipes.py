@@ -32,8 +32,9 @@ def list_recipes() -> list[Recipe]:
     found = []
     for name, path in _files().items():
         data = text.parse_file(path)
-        kinds = tuple(term["kind"] for term in data["objective"])
-        found.append(Recipe(name, data["description"], data.get("model", "nano"), data["task"], kinds, path))
+        kinds = tuple(term["kind"] for term in data.get("objective", ()))
+        task = data.get("task", "several") if "experiment" in data else data["task"]
+        found.append(Recipe(name, data["description"], data.get("model", "nano"), str(task), kinds, path))
     return found
 
 

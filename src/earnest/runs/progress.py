@@ -76,7 +76,8 @@ class Bars:
 
     def step(self, line: dict[str, Any]) -> None:
         facts = f"[green]{reward_text(line)}[/]  [dim]{escape(loss_text(line))}[/]"
-        self.progress.update(self.bar, completed=line["step"], facts=facts)
+        # a step faster than the next refresh is still seen once
+        self.progress.update(self.bar, completed=line["step"], facts=facts, refresh=True)
 
     def evaluation(self, line: dict[str, Any]) -> None:
         self.progress.console.print(f"  step {line['step']:>4}  [bold green]{heldout_text(line)}[/]")

@@ -61,11 +61,15 @@ class PlainHead:
         self.leaves = tuple(t for t in (self.weight, self.bias) if t is not None and t.requires_grad)
 
     def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
-        states = self._scaled(states)
-        for part, weight in self._slices():
-            torch.mm(states, weight.t(), out=out[:, part])
+        states = self.scaled(states)
+        for part, weight in self.slices():
+            self.tile(states, part, weight, out[:, part])
+
+    def tile(self, states: Float[Tensor, "n d"], part: slice, weight: Tensor, out: Float[Tensor, "n v"]) -> None:
+        """The logits of some columns: of states that are ``scaled`` already, and a weight that ``slices`` gave."""
+        torch.mm(states, weight.t(), out=out)
         if self.bias is not None:
-            out += self.bias.detach().to(self.dtype) * self.scale
+            out += self.bias.detach()[part].to(self.dtype) * self.scale
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
 
@@ -77,31 +81,31 @@ class PlainHead:
         self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None
     ) -> Float[Tensor, "n d"]:
         out = torch.zeros(slope.shape[0], self.weight.shape[1], dtype=self.dtype, device=slope.device)
-        for part, weight in self._slices():
+        for part, weight in self.slices():
             out.addmm_(slope[:, part], weight, alpha=self.scale)
         if into is not None:
             grads = iter(into)
             if self.weight.requires_grad:
-                next(grads).addmm_(slope.t(), self._scaled(states))
+                next(grads).addmm_(slope.t(), self.scaled(states))
             if self.bias is not None and self.bias.requires_grad:
                 next(grads).add_(slope.sum(0), alpha=self.scale)
         return out
 
-    def _scaled(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    def scaled(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         states = states.to(self.dtype)
         return states if self.scale == 1 else states * self.scale
 
-    def _slices(self) -> Iterator[tuple[slice, Float[Tensor, "v d"]]]:
+    def slices(self, columns: int | None = None) -> Iterator[tuple[slice, Float[Tensor, "v d"]]]:
+        """The weight in the pass's dtype, ``columns`` of the vocabulary at a time; whole where nothing forbids it."""
         weight = self.weight.detach()
         V, d = weight.shape
-        if weight.dtype == self.dtype:
-            yield slice(0, V), weight
-            return
-        rows = max(1, min(V, SLICE_BYTES // (d * self.dtype.itemsize)))
-        widened = torch.empty(rows, d, dtype=self.dtype, device=weight.device)
-        for start in range(0, V, rows):
-            part = slice(start, min(V, start + rows))
-            yield part, widened[: part.stop - start].copy_(weight[part])
+        narrow = weight.dtype != self.dtype
+        most = max(1, SLICE_BYTES // (d * self.dtype.itemsize)) if narrow else V
+        step = min(V, most if columns is None else min(columns, most))
+        widened = torch.empty(step, d, dtype=self.dtype, device=weight.device) if narrow else None
+        for start in range(0, V, step):
+            part = slice(start, min(V, start + step))
+            yield part, weight[part] if widened is None else widened[: part.stop - start].copy_(weight[part])
 
 
 class ModuleHead:

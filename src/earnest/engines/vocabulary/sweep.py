@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from earnest.engines.vocabulary import tiled
 from earnest.engines.vocabulary.kernels import Block, block
 from earnest.engines.vocabulary.plan import Plan, TokenNeed
-from earnest.engines.vocabulary.product import Product
+from earnest.engines.vocabulary.product import PlainHead, Product
 from earnest.engines.vocabulary.scratch import Scratch
 from earnest.objectives.needs import Divergence, LogProb, Source, SourceEntropy
 from earnest.signals.distributions import FullLogits, Hidden, TopK
@@ -93,6 +94,8 @@ class Sweep:
 
     def values(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
         """All scalars, no derivative."""
+        if (alone := self._log_probs_alone()) is not None:
+            return self._tiled(alone, hidden, slope=False)
         found = self._empty()
         for chunk in self._chunks(hidden, blocks=1 + self._source_blocks()):
             for source, needs in self.groups.items():
@@ -103,6 +106,8 @@ class Sweep:
 
     def derive(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
         """All scalars, and of each its derivative by the hidden state."""
+        if (alone := self._log_probs_alone()) is not None:
+            return self._tiled(alone, hidden, slope=True)
         found = self._empty()
         sloped: list[TokenNeed] = [
             n for needs in self.groups.values() for n in needs if not isinstance(n, SourceEntropy)
@@ -150,6 +155,21 @@ class Sweep:
             states = hidden[chunk.start : chunk.stop]
             by_hidden[chunk.start : chunk.stop] = self.product.pull(states, total, into or None)
         return by_hidden
+
+    # --- log-probs alone ----------------------------------------------------------------------------------------------
+
+    def _log_probs_alone(self) -> LogProb | None:
+        """The only need, where it is the targets' log-probs and the head is one that can be cut into tiles."""
+        only = self.todo.needs[0] if len(self.todo.needs) == 1 else None
+        return only if isinstance(only, LogProb) and isinstance(self.product, PlainHead) else None
+
+    def _tiled(self, need: LogProb, hidden: Float[Tensor, "N d"], *, slope: bool) -> dict[TokenNeed, Found]:
+        assert isinstance(self.product, PlainHead)
+        ids = self.targets if self.targets.ndim == 2 else self.targets[:, None]
+        values, by_hidden = tiled.logprobs(
+            hidden, self.product, ids, need.temperature, slope=slope, budget_bytes=self.budget_bytes
+        )
+        return {need: Found(values.view(self.targets.shape), by_hidden, "logprob")}
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

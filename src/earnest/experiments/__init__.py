@@ -1,0 +1,63 @@
+"""Recipes that are more than one run: arms, seeds, controls, rounds; one folder, one table, one figure.
+
+A recipe's YAML names its experiment (``experiment: hacking``). Each is a module here with
+
+    Config                                     a ``Strict`` model, with ``experiment``, ``seed`` and ``out`` among its fields
+    start(config, *, full, folder, console)    does what is left to do in ``folder`` and returns the page to look at
+
+``start`` is resumable: called again with the same config and folder, it keeps what is finished.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from earnest.errors import ConfigError, nearest
+
+EXPERIMENTS: dict[str, str] = {}
+"""Name in a recipe → module."""
+
+
+class Experiment(Protocol):
+    """What a module of this package offers."""
+
+    Config: Any
+
+    def start(self, config: Any, *, full: bool, folder: Path, console: Console) -> Path: ...
+
+
+def find(name: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        raise ConfigError(f"experiment {name!r} is unknown: {nearest(name, EXPERIMENTS)}")
+    module: Any = import_module(EXPERIMENTS[name])
+    return module
+
+
+def run(name: str, data: dict[str, Any], overrides: list[str], *, full: bool, resume: bool, console: Console) -> Path:
+    """Check the config, keep it in the folder, and do what is left to do there."""
+    from earnest.config import text
+    from earnest.config.load import check_mapping
+    from earnest.runs.folder import default_place, require_free
+
+    experiment = find(data["experiment"])
+    config = check_mapping(experiment.Config, data, overrides)
+    folder = Path(config.out) if config.out is not None else default_place(name)
+    kept = {k: v for k, v in config.model_dump(mode="python").items() if k != "out"} | {"full": full}
+    written = folder / "experiment.yaml"
+    if resume and written.exists():
+        before = text.parse_file(written)
+        if changed := [k for k in {**before, **kept} if before.get(k) != kept.get(k)]:
+            raise ConfigError(
+                f"{', '.join(sorted(changed))}: {folder} was begun with other values; repeat them, or take a new out=."
+            )
+    elif resume:
+        raise ConfigError(f"{folder} has no experiment to resume; leave out --resume, or give its folder as out=DIR.")
+    else:
+        require_free(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        written.write_text(text.spell(kept))
+    return experiment.start(config, full=full, folder=folder, console=console)

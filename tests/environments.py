@@ -1,0 +1,14 @@
+"""The Pythons of the second environments, for tests that start a script in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def python_of(name: str) -> str:
+    """``.venv-NAME``'s interpreter. Missing is a failure, never a skip: `make test` makes it from envs/NAME.txt."""
+    found = ROOT / f".venv-{name}" / "bin" / "python"
+    assert found.exists(), f"{found} is missing; `make test` makes it from envs/{name}.txt"
+    return str(found)
