@@ -53,8 +53,9 @@ from earnest.signals.distributions import Distribution, Hidden
 class LocalEngine:
     """A policy, an adapter on it and an optimizer of exactly the adapter's parameters.
 
-    ``version`` counts updates; every rollout and every checkpoint carries it. ``micro_tokens`` bounds the padded tokens
-    of one forward pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard.
+    ``version`` counts updates; every rollout and every checkpoint carries it. ``tokens`` counts what was trained on
+    since the engine was made: a replica's weight among others. ``micro_tokens`` bounds the padded tokens of one forward
+    pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class LocalEngine:
             [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
         )
         self.version = 0
+        self.tokens = 0
         self.objective_state: dict[str, dict[str, Any]] = {}
 
     # --- sampling and scoring -----------------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ class LocalEngine:
         batch = batch.to(self.policy.device)
         measured = self.gradient_shares(batch, objective) if shares else {}
         loss, values, passes, parts = self._accumulate(batch, objective)
+        self.tokens += batch.active.shape[0]
         update = self.update()
         terms = {}
         idle = objective.idle(batch)
