@@ -1,0 +1,29 @@
+"""What can go wrong between replicas: errors for the user, and three states that a replica mends by itself."""
+
+from __future__ import annotations
+
+from earnest.errors import EarnestError
+
+
+class StoreError(EarnestError):
+    """A bucket cannot be used: it overwrites, it is not there, or it did not answer for too long."""
+
+
+class Damaged(EarnestError):
+    """An object is not the one that was written."""
+
+
+class RoundStuck(EarnestError):
+    """A round cannot be finished: too few replicas came, or a committed object is damaged and no later state exists."""
+
+
+class Heal(Exception):
+    """This replica's state is not the run's any more; it takes the run's state from the bucket and goes on."""
+
+
+class Behind(Heal):
+    """The others are further, or the objects that would lead there step by step are gone."""
+
+
+class Junk(Heal):
+    """The weights at the start of the round are not those that the others agreed on: nothing is averaged in."""

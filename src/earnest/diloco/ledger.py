@@ -1,0 +1,123 @@
+"""The keys of a run, and what each holds. Rounds count from 0; every key is created once and never changed.
+
+config.yaml                     the run's settings
+workers/{i}                     replica number i is taken
+outer/{k}/hello/{i}             replica i began round k: worth waiting for
+outer/{k}/delta/{i}             start of round k minus the weights of replica i after its inner steps
+outer/{k}/commit                who is averaged, in which order, with which tokens; and the hashes before and after
+state/{k}                       the weights at the start of round k, with the outer optimizer's state
+versions/{n}                    weights for samplers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from earnest.diloco.errors import Damaged, RoundStuck
+from earnest.diloco.store import Bucket, Object
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The decision on a round: ``members`` are averaged in this order, weighted by ``tokens``.
+
+    ``start`` and ``result`` are fingerprints of the global state before and after: commits form a chain from state 0.
+    """
+
+    round: int
+    members: tuple[int, ...]
+    tokens: tuple[int, ...]
+    start: str
+    result: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Typed reading and writing of a run's objects."""
+
+    bucket: Bucket
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def put_config(self, text: str, meta: Mapping[str, Any]) -> bool:
+        return self.bucket.create(CONFIG, "config", text.encode(), meta)
+
+    def config(self) -> Object | None:
+        return self.bucket.get(CONFIG)
+
+    def claim(self, replicas: int) -> int:
+        """A replica number that nobody claimed, the smallest one."""
+        taken = {int(key.rsplit("/", 1)[1]) for key in self.bucket.list("workers/")}
+        number = 0
+        while number in taken or not self.bucket.create(f"workers/{number:05d}", "worker", meta={"of": replicas}):
+            number += 1
+        return number
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    def hello(self, k: int, replica: int) -> None:
+        self.bucket.create(f"outer/{k:08d}/hello/{replica:05d}", "hello")
+
+    def put_delta(self, k: int, replica: int, payload: bytes, meta: Mapping[str, Any]) -> bool:
+        """True: it is the one that counts. False: another process of the same number was first."""
+        return self.bucket.create(f"outer/{k:08d}/delta/{replica:05d}", "delta", payload, meta)
+
+    def delta(self, k: int, replica: int) -> Object | None:
+        return self.bucket.get(f"outer/{k:08d}/delta/{replica:05d}")
+
+    def present(self, k: int) -> tuple[list[int], list[int]]:
+        """(replicas whose delta is there, replicas that began) in one listing."""
+        deltas, hellos = [], []
+        for key in self.bucket.list(f"outer/{k:08d}/"):
+            *_, kind, last = key.split("/")
+            if kind in ("delta", "hello"):
+                (deltas if kind == "delta" else hellos).append(int(last))
+        return deltas, hellos
+
+    def commit(self, k: int) -> Commit | None:
+        try:
+            found = self.bucket.get(f"outer/{k:08d}/commit")
+        except Damaged as error:
+            raise RoundStuck(f"the decision on round {k} cannot be read ({error}); restore that object.") from None
+        if found is None:
+            return None
+        data = json.loads(found.payload)
+        return Commit(data["round"], tuple(data["members"]), tuple(data["tokens"]), data["start"], data["result"])
+
+    def put_commit(self, commit: Commit) -> Commit:
+        """The decision that holds: this one, or that of whoever was first."""
+        payload = json.dumps(asdict(commit)).encode()
+        if self.bucket.create(f"outer/{commit.round:08d}/commit", "commit", payload):
+            return commit
+        found = self.commit(commit.round)
+        assert found is not None, "a create failed on a key that is not there"
+        return found
+
+    def committed(self) -> int:
+        """How many rounds are committed; rounds that were cleaned up count."""
+        rounds = [int(key.split("/")[1]) + 1 for key in self.bucket.list("outer/") if key.endswith("/commit")]
+        return max([*rounds, *self.states()], default=0)
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def states(self) -> list[int]:
+        """Rounds at whose start the state was written."""
+        return [int(key.rsplit("/", 1)[1]) for key in self.bucket.list("state/")]
+
+    def put_state(self, k: int, payload: bytes, fingerprint: str) -> bool:
+        return self.bucket.create(f"state/{k:08d}", "state", payload, {"round": k, "fingerprint": fingerprint})
+
+    def state(self, k: int) -> Object | None:
+        return self.bucket.get(f"state/{k:08d}")
+
+    def clean(self, before: int) -> int:
+        """Remove rounds and states before ``before``; returns how many objects went."""
+        old = [key for key in self.bucket.list("outer/") if int(key.split("/")[1]) < before]
+        old += [f"state/{k:08d}" for k in self.states() if k < before]
+        self.bucket.delete(old)
+        return len(old)

@@ -1,0 +1,336 @@
+"""An engine's outer hook: torchft's DiLoCo or LocalSGD, run after each update and its guard.
+
+    update  →  guard  →  [every H updates]  Θ − θᵢ  →  average over replicas  →  outer SGD on Θ  →  θᵢ ← Θ
+
+torchft works on fp32 copies on the CPU: so every machine computes the same bits, whatever the engine trains on. What a
+guard keeps (its quarantine) travels beside the weights, through the same linear step: main = total − quarantine holds
+for the averages as it held for each replica.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.diloco.errors import Behind, Heal
+from earnest.diloco.globals import Globals, OuterSGD
+from earnest.diloco.ledger import Ledger
+from earnest.diloco.manager import BucketManager
+from earnest.diloco.protocol import Rules, beginning
+from earnest.diloco.wire import Wire
+from earnest.errors import CheckpointError, ConfigError, MissingExtra
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When and how replicas meet. ``every`` updates for a fragment; ``outer`` None is LocalSGD."""
+
+    every: int = 10
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    outer: OuterSGD | None = field(default_factory=OuterSGD)
+
+    def __post_init__(self) -> None:
+        if self.every % self.fragments:
+            raise ConfigError(
+                f"sync.every is {self.every}; it must be a multiple of sync.fragments ({self.fragments})."
+            )
+        if not 0 <= self.delay < self.interval:
+            raise ConfigError(
+                f"sync.delay is {self.delay}; it must be at least 0 and below every / fragments ({self.interval})."
+            )
+
+    @property
+    def interval(self) -> int:
+        """Updates between two rounds."""
+        return self.every // self.fragments
+
+
+class Tick(torch.optim.Optimizer):
+    """An optimizer that moves nothing: its hooks are where torchft counts steps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(list(parameters), {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+
+
+class Mirror:
+    """fp32 copies on the CPU of what is trained: the adapter's parameters, then the guard's floating tensors."""
+
+    def __init__(self, engine: Any, fragments: int) -> None:
+        self.guarded = sorted(k for k, t in _guard_state(engine).items() if t.is_floating_point())
+        tensors = self._live(engine)
+        self.copies = [nn.Parameter(t.detach().float().cpu().clone()) for t in tensors]
+        count = len(engine.parameters)
+        if fragments > count:
+            raise ConfigError(f"sync.fragments is {fragments}, but there are only {count} tensors to share out.")
+        owner = _share_out([p.numel() for p in engine.parameters], fragments)
+        owner += [self._owner(name, engine.names, owner) for name in self.guarded]
+        self.groups = [[i for i, o in enumerate(owner) if o == f] for f in range(fragments)]
+
+    @staticmethod
+    def _owner(name: str, names: Sequence[str], owner: Sequence[int]) -> int:
+        """A parameter's quarantine meets in the same round as the parameter."""
+        return next((o for n, o in zip(names, owner, strict=False) if n in name), 0)
+
+    def _live(self, engine: Any) -> list[Tensor]:
+        state = _guard_state(engine)
+        return [*engine.parameters, *(state[name] for name in self.guarded)]
+
+    def modules(self) -> list[nn.Module]:
+        return [nn.ParameterList([self.copies[i] for i in group]) for group in self.groups]
+
+    def tensors(self) -> list[list[Tensor]]:
+        return [[self.copies[i].detach() for i in group] for group in self.groups]
+
+    @torch.no_grad()
+    def pull(self, engine: Any) -> None:
+        for held, live in zip(self.copies, self._live(engine), strict=True):
+            held.copy_(live.float())
+
+    @torch.no_grad()
+    def push(self, engine: Any) -> None:
+        count = len(engine.parameters)
+        for held, live in zip(self.copies[:count], engine.parameters, strict=True):
+            live.copy_(held.to(live.dtype))
+        if self.guarded:
+            new = dict(zip(self.guarded, self.copies[count:], strict=True))
+            state = _guard_state(engine)
+            engine.guard.load_state_dict({k: new[k].detach().to(t) if k in new else t for k, t in state.items()})
+
+    @torch.no_grad()
+    def become(self, globals_: Globals) -> None:
+        for group, fragment in zip(self.groups, globals_.fragments, strict=True):
+            for index, weight in zip(group, fragment.weights, strict=True):
+                self.copies[index].copy_(weight)
+
+
+def algorithm(manager: Any, mirror: Mirror, schedule: Schedule) -> tuple[Any, Tick]:
+    """torchft's DiLoCo or LocalSGD on the copies, with any Manager: ours, or torchft's own with its Lighthouse."""
+    try:
+        from torchft.local_sgd import DiLoCo, LocalSGD
+    except ImportError:
+        raise MissingExtra("torchft", "diloco", "a run with replicas") from None
+    tick = Tick(mirror.copies)
+    modules = mirror.modules()
+    if schedule.outer is None:
+        return LocalSGD(manager, nn.ModuleList(modules), tick, schedule.every), tick
+    made = DiLoCo(
+        manager,
+        modules,
+        tick,
+        [schedule.outer.build(list(m.parameters())) for m in modules],
+        sync_every=schedule.every,
+        fragment_sync_delay=schedule.delay,
+        fragment_update_alpha=schedule.alpha,
+        use_bucketization=False,  # with more than one bucket it leaves replicas apart without a word (0.2.0)
+    )
+    return made, tick
+
+
+class ReplicaOuter:
+    """One replica's outer hook over a bucket.
+
+    ``rounds``: after so many the run is over. ``snapshot_every`` rounds one of the members writes the whole state, from
+    which others join, and removes what nobody needs any more.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        ledger: Ledger,
+        replica: int,
+        rules: Rules,
+        schedule: Schedule,
+        wire: Wire,
+        *,
+        rounds: int,
+        snapshot_every: int = 10,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if schedule.outer is None and wire.lossy:
+            raise ConfigError(
+                f"sync.wire: local_sgd averages weights, not differences, so {wire.kind} would lose them."
+            )
+        self.ledger, self.replica, self.schedule, self.rounds = ledger, replica, schedule, rounds
+        self.snapshot_every, self.say = snapshot_every, say
+        self.mirror = Mirror(engine, schedule.fragments)
+        agreed = Globals(self.mirror.tensors(), schedule.outer)
+        self.manager = BucketManager(ledger, rules, replica, agreed, wire)
+        self.inner = 0
+        self.heals = 0
+        self._tokens_before = 0
+        self._algorithm: Any = None
+        self._loaded = False
+        self._build()
+
+    def _build(self) -> None:
+        if self._algorithm is not None:
+            self._algorithm.__exit__(None, None, None)
+        self.manager.reset()
+        self._algorithm, self.tick = algorithm(self.manager, self.mirror, self.schedule)
+        if self.schedule.outer is not None:
+            for fragment, held in zip(self._algorithm._fragments, self.globals.fragments, strict=True):
+                for name, weight in zip(fragment.original_parameters, held.weights, strict=True):
+                    fragment.original_parameters[name].copy_(weight.detach())
+                fragment._outer_optimizer.load_state_dict(_copy_state(held.optimizer))
+        self._algorithm.__enter__()
+
+    # --- where it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def globals(self) -> Globals:
+        return self.manager.globals
+
+    @property
+    def round(self) -> int:
+        """Rounds that are behind this replica."""
+        return self.globals.round
+
+    @property
+    def updates(self) -> int:
+        """Updates that are behind it, counting those of rounds that it skipped."""
+        return self.round * self.schedule.interval + self.inner
+
+    @property
+    def over(self) -> bool:
+        return self.round >= self.rounds
+
+    @property
+    def between(self) -> bool:
+        """Whether a checkpoint may be taken: no meeting is under way."""
+        return self.inner == 0
+
+    # --- joining ------------------------------------------------------------------------------------------------------
+
+    def join(self, engine: Any) -> bool:
+        """Enter the run: with what was loaded where it is of the present round or of the one before (that one is then
+        trained again, to the same bits), else with the newest committed state. True: what was loaded is kept."""
+        if not self.ledger.states():
+            first = Globals(self.mirror.tensors(), self.schedule.outer)
+            self.ledger.put_state(0, first.pack(), first.fingerprint())
+        kept = self._loaded and self.ledger.committed() - self.round in (0, 1) and self._is_true()
+        if not kept:
+            self._take(engine)
+        if not self.over:
+            self.ledger.hello(self.round, self.replica)
+        return kept
+
+    def _is_true(self) -> bool:
+        try:
+            return beginning(self.ledger, self.round)[0] == self.globals.fingerprint()
+        except Behind:
+            return False
+
+    def _take(self, engine: Any) -> None:
+        """Become the newest committed state."""
+        self.globals.recover(self.ledger)
+        self.mirror.become(self.globals)
+        self.mirror.push(engine)
+        self._build()
+        self.inner = 0
+        self._tokens_before = engine.tokens
+
+    # --- after every update -------------------------------------------------------------------------------------------
+
+    def after_update(self, engine: Any) -> Mapping[str, float]:
+        if self.over:
+            return {}
+        try:
+            return self._step(engine)
+        except Heal as why:
+            self.heals += 1
+            at = self.round
+            self._take(engine)
+            self.say(f"round {at}: {why}; brought back from the bucket to the start of round {self.round}")
+            if not self.over:
+                self.ledger.hello(self.round, self.replica)
+            return {"healed": 1.0, "round": float(self.round)}
+
+    def _step(self, engine: Any) -> Mapping[str, float]:
+        self.inner += 1
+        interval, last = self.schedule.interval, self.inner == self.schedule.interval
+        if self.inner == interval - self.schedule.delay or last:
+            self.mirror.pull(engine)
+            self.manager.tokens = engine.tokens - self._tokens_before
+        self.tick.step()
+        if not last:
+            self.manager.begin()
+            return {}
+        self.mirror.push(engine)
+        self.inner = 0
+        self._tokens_before = engine.tokens
+        return {**self.manager.last, **self._after_round(), "healed": 0.0}
+
+    def _after_round(self) -> dict[str, float]:
+        """Say hello to the next round, keep the bucket tidy, and see whether the others are already further."""
+        numbers: dict[str, float] = {}
+        commit = self.manager.commit
+        if self.round % self.snapshot_every == 0 or self.over:
+            turn = commit.members[(self.round // self.snapshot_every) % len(commit.members)]
+            if turn == self.replica:
+                numbers = {"bytes_state": float(self.snapshot())}
+        if self.over:
+            return numbers
+        if self.ledger.commit(self.round) is not None:
+            raise Behind("the others have finished the next round already")
+        self.ledger.hello(self.round, self.replica)
+        return numbers
+
+    def snapshot(self) -> int:
+        """Write the state, and remove all before the snapshot before it; bytes written, 0 where another was first."""
+        older = [k for k in self.ledger.states() if k < self.round]
+        payload = self.globals.pack()
+        if not self.ledger.put_state(self.round, payload, self.globals.fingerprint()):
+            return 0
+        self.ledger.clean(max(older, default=0))
+        return len(payload)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The agreed state and what is not sent yet; only between rounds."""
+        if not self.between:
+            raise CheckpointError(f"a checkpoint inside a round ({self.inner} updates in) would lose its meeting.")
+        state = {f"global.{k}": v.clone() for k, v in self.globals.tensors().items()}
+        state |= {f"residual.{k}": v.clone() for k, v in self.manager.residual.items()}
+        return state | {"round": torch.tensor(self.round)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a checkpoint; ``join`` decides whether the run is still there."""
+        agreed = {k.removeprefix("global."): v for k, v in state.items() if k.startswith("global.")}
+        self.globals.load(agreed, int(state["round"]))
+        self.manager.residual = {
+            int(k.removeprefix("residual.")): v.clone() for k, v in state.items() if k.startswith("residual.")
+        }
+        self.mirror.become(self.globals)
+        self._build()
+        self.inner, self._loaded = 0, True
+
+
+def _guard_state(engine: Any) -> dict[str, Tensor]:
+    return engine.guard.state_dict() if engine.guard is not None else {}
+
+
+def _copy_state(optimizer: Any) -> Any:
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def _share_out(sizes: Sequence[int], fragments: int) -> list[int]:
+    """Neighbouring tensors together, about equally many numbers in each fragment, none empty."""
+    total, owner, seen = sum(sizes), [], 0
+    for i, size in enumerate(sizes):
+        wanted = min(fragments - 1, (seen + size // 2) * fragments // max(total, 1))
+        floor = owner[-1] if owner else 0
+        rest = len(sizes) - i  # so many are left to fill the fragments that are still empty
+        owner.append(max(floor, min(wanted, floor + 1), fragments - rest))
+        seen += size
+    return owner

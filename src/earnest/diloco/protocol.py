@@ -1,0 +1,181 @@
+"""One outer round among replicas that share only a bucket.
+
+    1. write one's delta (create: it counts once, also if its writer dies now)
+    2. look: once a quorum of valid deltas is there, and everybody who is expected came or the grace window is over,
+       write the commit = the member list (create: the first one decides)
+    3. read the members' deltas, average them in list order, weighted by tokens: the same bits everywhere
+
+A delta is valid where its hash is right, its numbers are finite, and it starts from the state that the last commit ends
+in. Expected are the members of the last round and everybody who said hello in this one; so a dead replica costs one
+grace window, not one a round. No clock is compared with another machine's.
+
+Invariants (tests/diloco/test_schedules.py checks them under random schedules, kills, lost answers and damage):
+    agreement     all who finish round k have the same state, and it is the fingerprint in commit k
+    chain         commit k starts where commit k-1 ended; rounds are committed without gaps
+    validity      only deltas that were written for this round, from its start, are averaged; each replica once
+    durability    a committed round is never undone: whoever joins later arrives at the same state
+    progress      with a quorum alive, some replica can always finish the round
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.diloco.errors import Behind, Damaged, Junk, RoundStuck
+from earnest.diloco.ledger import Commit, Ledger
+from earnest.diloco.wire import Vector, decode
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``quorum``: valid deltas that a commit needs; ``grace``: seconds that the late ones get after that."""
+
+    replicas: int
+    quorum: int
+    grace: float = 30.0
+    timeout: float = 3600.0
+    poll: float = 0.1
+
+
+@dataclass(frozen=True)
+class Mine:
+    """What a replica brings to a round."""
+
+    round: int
+    replica: int
+    start: str
+    """Fingerprint of the state that its delta is a difference to."""
+    payload: bytes
+    tokens: int
+    n: int
+    """How many numbers the delta has."""
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Met:
+    """How a round ended. ``sent`` is this replica's delta as the others read it; None where it is not averaged."""
+
+    commit: Commit
+    average: Vector
+    sent: Vector | None
+    superseded: bool
+    """Another process with this replica's number had written the delta."""
+    damaged: tuple[int, ...]
+
+
+def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
+    """Where round ``k`` starts, as the bucket has it: the fingerprint of the state, and who averaged it."""
+    last = ledger.commit(k - 1) if k else None
+    if last is not None:
+        return last.result, last.members
+    state = ledger.state(k)
+    if state is None:
+        raise Behind(f"round {k - 1} is gone")
+    return str(state.meta["fingerprint"]), ()
+
+
+def average(vectors: Sequence[Vector], tokens: Sequence[int]) -> Vector:
+    """Σ wᵢ·vᵢ / Σ wᵢ in the order given, in fp32; w = tokens divided by what they have in common.
+
+    With equal tokens every w is 1, and this is a plain sum and one division: gloo's arithmetic.
+    """
+    unit = math.gcd(*tokens)
+    weights = [t // unit for t in tokens] if unit else [1] * len(tokens)
+    total = vectors[0] * float(weights[0])
+    for vector, weight in zip(vectors[1:], weights[1:], strict=True):
+        total += vector * float(weight)
+    return total / float(sum(weights))
+
+
+def meet(
+    ledger: Ledger, rules: Rules, mine: Mine, outcome: Callable[[Vector], str], clock: Callable[[], float]
+) -> Generator[float, None, Met]:
+    """Finish round ``mine.round``. Yields the seconds it would like to wait; ``outcome`` is the fingerprint of the
+    state that an average leads to. Raises ``Junk`` or ``Behind`` where this replica has to be brought back."""
+    k = mine.round
+    start, members = beginning(ledger, k)
+    yield 0.0
+    if mine.start != start:
+        raise Junk(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")
+    valid: dict[int, tuple[Vector, int]] = {}
+    bad: set[int] = set()
+    superseded = False
+
+    def read(replica: int) -> None:
+        try:
+            found = ledger.delta(k, replica)
+            if found is None:
+                return
+            if found.meta.get("start") != start or found.meta.get("round") != k:
+                raise Damaged(f"{found.key} is a difference to another state")
+            valid[replica] = (decode(found.payload, mine.n, found.key), int(found.meta["tokens"]))
+        except Damaged:
+            bad.add(replica)
+
+    commit = ledger.commit(k)
+    yield 0.0
+    if commit is None:
+        meta = {**mine.meta, "round": k, "replica": mine.replica, "start": start, "tokens": mine.tokens}
+        superseded = not ledger.put_delta(k, mine.replica, mine.payload, meta)
+        yield 0.0
+        members = members or tuple(range(rules.replicas))
+        began, ready = clock(), None
+        while commit is None:
+            commit = ledger.commit(k)
+            if commit is not None:
+                break
+            deltas, hellos = ledger.present(k)
+            yield 0.0
+            for replica in deltas:
+                if replica not in valid and replica not in bad:
+                    read(replica)
+                    yield 0.0
+            missing = ({*members, *hellos}) - set(valid) - bad
+            now = clock()
+            if len(valid) >= rules.quorum:
+                ready = now if ready is None else ready
+                if not missing or now - ready >= rules.grace:
+                    ids = tuple(sorted(valid))
+                    tokens = tuple(valid[i][1] for i in ids)
+                    result = outcome(average([valid[i][0] for i in ids], tokens))
+                    yield 0.0
+                    commit = ledger.put_commit(Commit(k, ids, tokens, start, result))
+                    yield 0.0
+                    break
+            elif now - began >= rules.timeout:
+                raise RoundStuck(
+                    f"round {k}: {len(valid)} of {rules.quorum} replicas came within {rules.timeout:g} s. Start more "
+                    f"with `earnest worker {ledger.bucket.url}`, or lower sync.quorum."
+                )
+            yield rules.poll
+    for replica in commit.members:
+        if replica not in valid:
+            bad.discard(replica)
+            read(replica)
+            yield 0.0
+        if replica not in valid:
+            raise Behind(f"the delta of replica {replica} in round {k} cannot be read any more")
+    total = average([valid[i][0] for i in commit.members], commit.tokens)
+    if outcome(total) != commit.result:
+        raise Junk(f"round {k} leads the others to {commit.result[:12]}")
+    sent = valid[mine.replica][0] if mine.replica in commit.members else None
+    return Met(commit, total, sent, superseded, tuple(sorted(bad)))
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """sha256 over shapes and bytes."""
+    import hashlib
+
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous()
+        total.update(f"{tuple(flat.shape)} {flat.dtype}\n".encode())
+        total.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,280 @@
+"""Write-once objects in a bucket, each with its writer's id and a hash of all its bytes.
+
+    object  =  "# " + JSON header + "\\n" + payload           header: kind, writer, meta, sha256
+
+The one primitive is *create*: it succeeds for exactly one writer. Nothing is ever overwritten, and no decision rests on
+a clock. An answer that was lost on its way is recognised: the object is there, and it is one's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote, urlparse
+
+from earnest.diloco.errors import Damaged, StoreError
+from earnest.errors import MissingExtra
+
+T = TypeVar("T")
+FORMAT = 1
+
+
+class AlreadyThere(Exception):
+    """A create found the key taken."""
+
+
+class Unavailable(Exception):
+    """The store did not answer, or not as a store does; the same request may succeed later."""
+
+
+class Store(Protocol):
+    """Four operations. ``create`` raises ``AlreadyThere``; any of them may raise ``Unavailable``, done or not."""
+
+    def create(self, key: str, data: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def list(self, prefix: str) -> list[str]: ...
+
+    def delete(self, keys: list[str]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Object:
+    """What a key holds. ``size`` counts the header, too: it is what crossed the wire."""
+
+    key: str
+    kind: str
+    writer: str
+    meta: Mapping[str, Any]
+    payload: bytes
+    size: int
+
+
+@dataclass
+class Traffic:
+    """Requests and bytes since this bucket was opened."""
+
+    requests: int = 0
+    sent: int = 0
+    received: int = 0
+    retries: int = 0
+
+
+@dataclass
+class Bucket:
+    """A prefix in a store, as one writer sees it. ``patience``: seconds of silence after which it is an error."""
+
+    store: Store
+    url: str = "memory:"
+    writer: str = field(default_factory=lambda: uuid.uuid4().hex)
+    patience: float = 120.0
+    sleep: Callable[[float], None] = time.sleep
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @classmethod
+    def open(cls, url: str, *, writer: str = "", patience: float = 120.0) -> Bucket:
+        """The bucket at ``s3://…``, ``gs://…``, ``az://…`` or ``file:///…``."""
+        label = f"{writer}-{uuid.uuid4().hex[:12]}" if writer else uuid.uuid4().hex
+        return cls(open_store(url), url, label, patience)
+
+    def create(self, key: str, kind: str, payload: bytes = b"", meta: Mapping[str, Any] | None = None) -> bool:
+        """Write ``key`` if nobody did. True: what is there now is this very object (also where an answer was lost)."""
+        data = seal(kind, self.writer, payload, meta or {})
+
+        def attempt() -> bool:
+            try:
+                self.store.create(key, data)
+            except AlreadyThere:
+                return self._is(key, data)
+            self.traffic.sent += len(data)
+            return True
+
+        return self._patiently(f"create {key}", attempt)
+
+    def _is(self, key: str, data: bytes) -> bool:
+        found = self.store.get(key)
+        self.traffic.requests += 1
+        self.traffic.received += len(found or b"")
+        return found == data
+
+    def get(self, key: str) -> Object | None:
+        """The object, None where there is none; ``Damaged`` where it is not what was written."""
+        data = self._patiently(f"get {key}", lambda: self.store.get(key))
+        if data is None:
+            return None
+        self.traffic.received += len(data)
+        return unseal(key, data)
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys under ``prefix``, sorted."""
+        return sorted(self._patiently(f"list {prefix}", lambda: self.store.list(prefix)))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        wanted = list(keys)
+        if wanted:
+            self._patiently(f"delete {len(wanted)} objects", lambda: self.store.delete(wanted))
+
+    def probe(self) -> None:
+        """Refuse a store on which the second create of a key succeeds: replicas would overwrite each other silently."""
+        key = f"probe/{uuid.uuid4().hex}"
+        payload = b"once"
+        if not self.create(key, "probe", payload):
+            raise StoreError(f"{self.url}: the fresh key {key} is taken; use a prefix of the run's own.")
+        self.traffic.requests += 1
+        try:
+            self.store.create(key, seal("probe", self.writer, b"twice", {}))
+        except AlreadyThere:
+            second = False
+        else:
+            second = True
+        found = self.get(key)
+        self.delete([key])
+        if second or found is None or found.payload != payload:
+            raise StoreError(
+                f"{self.url} does not keep what is written first: creating the same key twice succeeded (it ignores "
+                "If-None-Match). Replicas would lose rounds silently there. Use S3, GCS, Azure, SeaweedFS, or a folder."
+            )
+
+    def _patiently(self, what: str, attempt: Callable[[], T]) -> T:
+        wait, waited = 0.05, 0.0
+        while True:
+            self.traffic.requests += 1
+            try:
+                return attempt()
+            except Unavailable as error:
+                if waited >= self.patience:
+                    raise StoreError(
+                        f"{self.url} did not answer for {self.patience:g} s ({what}: {error}). When it is back, start "
+                        "the worker again: nothing that is committed is lost."
+                    ) from None
+                self.traffic.retries += 1
+                pause = wait * (0.5 + random.random())  # not in step with the others
+                self.sleep(pause)
+                waited, wait = waited + pause, min(2 * wait, 2.0)
+
+
+def seal(kind: str, writer: str, payload: bytes, meta: Mapping[str, Any]) -> bytes:
+    """Header and payload as one object; the hash covers both."""
+    header = {"earnest": FORMAT, "kind": kind, "writer": writer, "size": len(payload), "meta": dict(meta)}
+    return b"# " + _line({**header, "sha256": _hash(header, payload)}) + b"\n" + payload
+
+
+def unseal(key: str, data: bytes) -> Object:
+    """Check and open; a missing, added or flipped byte is ``Damaged``."""
+    first, newline, payload = data.partition(b"\n")
+    try:
+        header = json.loads(first.removeprefix(b"# "))
+        told = header.pop("sha256")
+        kind, writer, meta = header["kind"], header["writer"], header["meta"]
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise Damaged(f"{key} has no readable header: {len(data)} bytes.") from None
+    if not newline or header.get("size") != len(payload) or _hash(header, payload) != told:
+        raise Damaged(
+            f"{key} is not what {writer} wrote: {len(payload)} of {header.get('size')} bytes, or changed ones."
+        )
+    return Object(key, kind, writer, meta, payload, len(data))
+
+
+def _line(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _hash(header: Mapping[str, Any], payload: bytes) -> str:
+    total = hashlib.sha256(_line(header))
+    total.update(payload)
+    return total.hexdigest()
+
+
+# --- real stores ------------------------------------------------------------------------------------------------------
+
+
+class ObjectStore:
+    """``obstore``: S3 (and what speaks it), GCS, Azure, a folder, memory."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import obstore
+            from obstore import exceptions
+            from obstore.store import from_url
+        except ImportError:
+            raise MissingExtra("obstore", "diloco", "a run in a bucket") from None
+        self._api, self._absent = obstore, (exceptions.NotFoundError, FileNotFoundError)
+        self._taken = (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileExistsError)
+        self._failures = (exceptions.BaseError, OSError)
+        self._refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+        options: dict[str, Any] = {}
+        if urlparse(url).scheme == "file":
+            options["mkdir"] = True
+        elif urlparse(url).scheme != "memory":
+            from datetime import timedelta
+
+            options["client_options"] = {"allow_http": True, "timeout": timedelta(seconds=60)}
+            # Bucket retries, and counts; obstore's own would hide a silent store for minutes.
+            options["retry_config"] = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
+        try:
+            self._store = from_url(url, **options)
+        except Exception as error:
+            raise StoreError(f"{url} cannot be opened as a store: {error}") from None
+        self._url = url
+
+    def create(self, key: str, data: bytes) -> None:
+        try:
+            self._answered(lambda: self._api.put(self._store, key, data, mode="create", use_multipart=False))
+        except self._taken:
+            raise AlreadyThere(key) from None
+        except self._absent:
+            raise StoreError(f"{self._url}: there is no such bucket; make it first, or mend the URL.") from None
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self._answered(lambda: bytes(self._api.get(self._store, key).bytes()))
+        except self._absent:
+            return None
+
+    def list(self, prefix: str) -> list[str]:
+        return self._answered(
+            lambda: [str(item["path"]) for page in self._api.list(self._store, prefix or None) for item in page]
+        )
+
+    def delete(self, keys: list[str]) -> None:
+        with suppress(*self._absent):  # somebody else tidied up
+            self._answered(lambda: self._api.delete(self._store, keys))
+
+    def _answered(self, request: Callable[[], T]) -> T:
+        try:
+            return request()
+        except (*self._taken, *self._absent):
+            raise
+        except self._refused as error:
+            raise StoreError(f"{self._url} refuses us: {error}. Set the store's keys in the environment.") from None
+        except self._failures as error:
+            raise Unavailable(" ".join(str(error).split())[:300]) from None
+
+
+def open_store(url: str) -> Store:
+    """The store of a URL; a typo in it is said here."""
+    scheme = urlparse(url).scheme
+    if scheme not in ("s3", "s3a", "gs", "az", "abfs", "abfss", "file", "memory"):
+        raise StoreError(
+            f"store={url}: give s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or file:///folder."
+        )
+    return ObjectStore(url)
+
+
+def folder_of(url: str) -> Path | None:
+    """The folder of a ``file://`` URL."""
+    parts = urlparse(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def join(url: str, name: str) -> str:
+    return f"{url.rstrip('/')}/{name}"
