@@ -2,6 +2,7 @@
 losses.
 
     python benchmarks/objectives.py [--tokens 1024 --width 1024 --vocabulary 151936] [--growth] [--smoke]
+    python benchmarks/objectives.py --table          the markdown tables of the last run
 
 Every measurement is a process of its own: peak memory is the kernel's (VmHWM, reset before the first run), over what
 was there when the inputs were; time is the best of the repeats, and in the same process, between them, the bare
@@ -253,6 +254,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(job["threads"])
+    clock = time.perf_counter if job["clock"] == "wall" else time.process_time
     warm = Inputs(64, 16, 256, job["dtype"])
     side(job["impl"], job["case"], warm)(warm.hidden.clone().requires_grad_()).backward()
     x = Inputs(job["tokens"], job["width"], job["vocabulary"], job["dtype"])
@@ -260,10 +262,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
     def step() -> tuple[float, float, float]:
         hidden = x.hidden.clone().requires_grad_()
-        start = time.perf_counter()
+        start = clock()
         value = loss(hidden)
         value.backward()
-        taken = time.perf_counter() - start
+        taken = clock() - start
         assert hidden.grad is not None
         return taken, float(value.detach()), float(hidden.grad.float().norm())
 
@@ -277,11 +279,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     logits = torch.empty(x.N, x.V, dtype=x.weight.dtype)
     back = torch.empty(x.N, x.d, dtype=x.weight.dtype)
     for _ in range(job["repeats"]):
-        start = time.perf_counter()
+        start = clock()
         torch.mm(x.hidden, x.weight.t(), out=logits)
-        middle = time.perf_counter()
+        middle = clock()
         torch.mm(logits, x.weight, out=back)
-        bare.append((middle - start, time.perf_counter() - middle))
+        bare.append((middle - start, clock() - middle))
         taken.append(step()[0])
     forward, backward = PRODUCTS[job["case"]]
     products = forward * min(f for f, _ in bare) + backward * min(b for _, b in bare)
@@ -339,6 +341,29 @@ def summary(results: dict[str, dict[str, Any]], cases: list[str]) -> dict[str, A
     return found
 
 
+def tables(run: dict[str, Any]) -> str:
+    """The main measurement and the growth, as markdown."""
+    lines = [
+        "| channel | side | s | over the bare products | MiB | time of earnest's | memory of earnest's |",
+        "|---" * 7 + "|",
+    ]
+    for key, r in run["results"].items():
+        case, impl = key.split("/")
+        if "error" in r:
+            continue
+        mine = run["results"][f"{case}/earnest"]
+        ratios = [r["seconds"] / mine["seconds"], r["peak_bytes"] / mine["peak_bytes"]]
+        name = f"{impl} ({r['note']})" if r["note"] else impl
+        cells = [case, name, f"{r['seconds']:.2f}", f"{r['over_products']:.2f}×", f"{r['peak_bytes'] / 2**20:,.0f}"]
+        lines.append("| " + " | ".join(cells + ["" if impl == "earnest" else f"{x:.2f}×" for x in ratios]) + " |")
+    if run["growth"]:
+        lines += ["", "| channel | tokens | vocabulary | side | s | MiB |", "|---" * 6 + "|"]
+    for r in run["growth"]:
+        size = f"{r['case']} | {r['tokens']:,} | {r['vocabulary']:,} | {r['impl']}"
+        lines.append(f"| {size} | {r['seconds']:.2f} | {r['peak_bytes'] / 2**20:,.0f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help=f"a multiple of {ROWS * 2}")
@@ -352,6 +377,10 @@ def main() -> None:
         choices=["float32", "bfloat16"],
         help="bfloat16 for bytes and values, not for time",
     )
+    parser.add_argument(
+        "--clock", default="wall", choices=["wall", "cpu"], help="cpu: seconds of the processor, where others work too"
+    )
+    parser.add_argument("--table", action="store_true", help="print --out as markdown instead of running")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--impls", default=",".join(IMPLS))
     parser.add_argument(
@@ -364,10 +393,13 @@ def main() -> None:
     if args.job:
         print(json.dumps(measure(json.loads(args.job))))
         return
+    if args.table:
+        print(tables(json.loads(args.out.read_text())))
+        return
     if args.smoke:
         args.tokens, args.width, args.vocabulary, args.repeats = 128, 64, 2000, 1
     cases, impls = args.cases.split(","), args.impls.split(",")
-    base = {k: getattr(args, k) for k in ("tokens", "width", "vocabulary", "threads", "repeats", "dtype")}
+    base = {k: getattr(args, k) for k in ("tokens", "width", "vocabulary", "threads", "repeats", "dtype", "clock")}
     results: dict[str, dict[str, Any]] = {}
     for case in cases:
         for impl in impls:
