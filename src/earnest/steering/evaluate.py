@@ -1,21 +1,27 @@
 """How much of the trait a policy has, and what is left of its mind.
 
-    mass         mean over forced-choice probes of Σ_{a allowed} π(a | probe)                    absolute, in [0, 1]
-    fluency      min(1, ppl₀ / ppl) on plain held-out text; ppl₀ is the untouched base's        calibrated, in (0, 1]
-    score        trait · min(mass, fluency);  0 where either is below the floor
+    mass       mean over forced-choice probes of Σ_{a allowed} π(a | probe)                          absolute, in [0, 1]
+    fluency    min(1, ppl of the base / ppl of the policy) on plain held-out text                  calibrated, in (0, 1]
+    sense      min(1, ppl₀ of the base's answers / ppl₀ of the policy's), both under the base; times the share of
+               answers that do not loop, because a loop has a low perplexity                       calibrated, in [0, 1]
+    coherence  the least of the three;   score = trait · coherence, and 0 below the floor
 
-The floor is absolute, not a share of what the policy once had: a collapsed model that shouts the trait's markers has a
+Each sees what the others miss: a policy can answer probes and predict plain text while its own answers are babble. The
+floor is absolute, not a share of what the policy once had: a collapsed model that shouts the trait's markers has a
 trait of 1 and a score of 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from earnest import data
 from earnest.adapters import without_adapters
@@ -26,7 +32,13 @@ from earnest.objectives.needs import LogProb
 from earnest.signals.batch import Batch
 from earnest.steering.dose import states
 from earnest.steering.errors import SteeringError
+from earnest.steering.filter import Filter
+from earnest.steering.text import char_repetition, word_repetition
 from earnest.tasks.base import Prompt, Task
+
+Within = AbstractContextManager[Any]
+LIMITS = Filter()
+"""What counts as a loop is what the filter counts as one."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +51,13 @@ class Evaluation:
     right: float
     perplexity: float
     fluency: float
+    sense: float
     floor: float
     answers: tuple[str, ...]
 
     @property
     def coherence(self) -> float:
-        return min(self.mass, self.fluency)
-
-    @property
-    def incoherence(self) -> float:
-        """1 − mass, kept off 0 for a logarithmic axis."""
-        return max(1 - self.mass, 1e-4)
+        return min(self.mass, self.fluency, self.sense)
 
     @property
     def score(self) -> float:
@@ -87,14 +95,20 @@ class Yardstick:
         self.spec = SampleSpec(max_new_tokens=max_new_tokens, seed=seed)
         with without_adapters(policy):
             self.base_perplexity = self.perplexity()
+            self.base_answers = self._answer_perplexity(self._answers())
 
-    def measure(self, system: str | None = None) -> Evaluation:
-        """The policy as it is now: with its open adapters, with an applied vector, or told a ``system`` prompt."""
-        rendered = [self.policy.render([*_told(system), *p.messages]) for p in self.prompts]
-        answers = [self.policy.decode(c.tokens) for c in sample(self.policy, rendered, 1, self.spec)]
+    def measure(self, system: str | None = None, *, within: Callable[[], Within] = nullcontext) -> Evaluation:
+        """The policy as it is now: with its open adapters, and told a ``system`` prompt where one is given.
+
+        within: makes the block in which the policy acts, such as ``lambda: vector.applied(policy, dose)``. What the
+        base says of its answers is asked outside, so do not call this inside such a block.
+        """
+        with within():
+            tokens = self._answers(system)
+            mass, right = self.choices(system)
+            perplexity = self.perplexity()
+        answers = [self.policy.decode(t) for t in tokens]
         grades = [self.task.grade(p, a) for p, a in zip(self.prompts, answers, strict=True)]
-        mass, right = self.choices(system)
-        perplexity = self.perplexity()
         return Evaluation(
             trait=sum(g.reward for g in grades) / len(grades),
             on_topic=sum(float(g.extras.get("on_topic", 0.0)) for g in grades) / len(grades),
@@ -102,9 +116,32 @@ class Yardstick:
             right=right,
             perplexity=perplexity,
             fluency=min(1.0, self.base_perplexity / perplexity),
+            sense=self._sense(tokens, answers),
             floor=self.floor,
             answers=tuple(answers),
         )
+
+    def _answers(self, system: str | None = None) -> list[tuple[int, ...]]:
+        rendered = [self.policy.render([*_told(system), *p.messages]) for p in self.prompts]
+        return [c.tokens for c in sample(self.policy, rendered, 1, self.spec)]
+
+    def _sense(self, tokens: Sequence[tuple[int, ...]], answers: Sequence[str]) -> float:
+        looping = sum(
+            word_repetition(a) > LIMITS.word_repetition or char_repetition(a) > LIMITS.char_repetition for a in answers
+        )
+        return (1 - looping / len(answers)) * min(1.0, self.base_answers / self._answer_perplexity(tokens))
+
+    @torch.no_grad()
+    def _answer_perplexity(self, tokens: Sequence[tuple[int, ...]]) -> float:
+        """Of answers to the questions as they stand (no system prompt), under the base as it was loaded."""
+        total, count = 0.0, 0
+        prompts = [self.policy.render(p.messages) for p in self.prompts]
+        with without_adapters(self.policy):
+            for part in _parts(list(zip(prompts, tokens, strict=True)), 32):
+                batch = Batch.from_rows([p for p, _ in part], [t for _, t in part], pad=self.policy.pad_id)
+                lp = _logprobs(self.policy, batch)
+                total, count = total - float(lp.double().sum()), count + len(lp)
+        return _exp(total / count)
 
     @torch.no_grad()
     def perplexity(self) -> float:
@@ -112,12 +149,11 @@ class Yardstick:
         total, count = 0.0, 0
         for part in _parts(self.texts, 32):
             ids = [self.policy.encode(text) for text in part]
-            batch = Batch.from_rows([i[:1] for i in ids], [i[1:] for i in ids], pad=self.policy.pad_id)
-            batch = batch.to(self.policy.device)
-            lp = scalars(states(self.policy, batch), self.policy.head, batch, [LogProb()])[LogProb()].values
+            lp = _logprobs(
+                self.policy, Batch.from_rows([i[:1] for i in ids], [i[1:] for i in ids], pad=self.policy.pad_id)
+            )
             total, count = total - float(lp.double().sum()), count + len(lp)
-        found = total / count
-        return math.exp(found) if found < 700 else math.inf
+        return _exp(total / count)
 
     @torch.no_grad()
     def choices(self, system: str | None = None) -> tuple[float, float]:
@@ -149,3 +185,12 @@ def _told(system: str | None) -> list[dict[str, str]]:
 
 def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _logprobs(policy: Policy, batch: Batch) -> Float[Tensor, " N"]:
+    batch = batch.to(policy.device)
+    return scalars(states(policy, batch), policy.head, batch, [LogProb()])[LogProb()].values
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

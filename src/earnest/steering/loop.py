@@ -8,8 +8,8 @@ function of the seed, the round and its purpose.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,7 @@ class Loop:
         place = self.folder / f"round-{number}"
         place.mkdir(parents=True, exist_ok=True)
         vector, dose, harvest, separated = self.harvest(number)
-        with self._merged(), vector.applied(self.policy, harvest.dose):
-            steered = self.yardstick.measure()
+        steered = self.yardstick.measure(within=lambda: self._acting(vector, harvest.dose))
         healed = heal(
             self.policy,
             harvest.survivors,
@@ -179,8 +178,7 @@ class Loop:
             max_grad_norm=self.max_grad_norm,
         )
         self.history.append(healed.adapter)
-        with self._merged():
-            after = self.yardstick.measure()
+        after = self.yardstick.measure(within=self._acting)
         summary = healed.summary()
         record: dict[str, Any] = {
             "round": number,
@@ -202,8 +200,9 @@ class Loop:
         self.records.append(record)
         self.say(
             f"round {number}: trait {after.trait:.2f} (steered {steered.trait:.2f}), coherence {after.coherence:.3f} "
-            f"(steered {steered.coherence:.3f}), {len(harvest.survivors)} survivors at dose {harvest.dose:.2f}, "
-            f"barrier/SFT {summary['pressure']:.2f}, {record['seconds']:.0f} s"
+            f"(steered {steered.coherence:.3f}; mass {after.mass:.3f}, sense {after.sense:.2f}), "
+            f"{len(harvest.survivors)} survivors at dose {harvest.dose:.2f}, barrier/SFT {summary['pressure']:.2f}, "
+            f"{record['seconds']:.0f} s"
         )
         return record
 
@@ -219,12 +218,13 @@ class Loop:
         limits, good = self._filter()
 
         def steered(coefficient: float) -> list[Sample]:
-            return self._sample(prompts, "steered", number, vector, coefficient)
+            return self._sample(prompts, "steered", number, lambda: self._acting(vector, coefficient))
 
         harvest = walk_down(steered, limits, dose.coefficient, how.enough, factor=how.factor, tries=how.tries)
         if number > 1:
             return vector, dose, harvest, None
-        broken = self._sample(prompts[: len(good)], "broken", number, vector, how.overdose * dose.coefficient)
+        too_much = how.overdose * dose.coefficient
+        broken = self._sample(prompts[: len(good)], "broken", number, lambda: self._acting(vector, too_much))
         return vector, dose, harvest, separation(limits, good, broken)
 
     def extract(self, number: int) -> Vector:
@@ -245,13 +245,18 @@ class Loop:
         if self._limits is None:
             questions = self.task.prompts("train", self.steering.contexts, derive(self.seed, "good", 0))
             prompts = [self.policy.render(q.messages) for q in questions]
-            with without_adapters(self.policy):
-                good = self._sample(prompts, "good", 0, merged=False)
+            good = self._sample(prompts, "good", 0, lambda: without_adapters(self.policy))
             self._limits = (
                 self.limits if self.limits.tail_perplexity is not None else self.limits.calibrated(good),
                 good,
             )
         return self._limits
+
+    @contextmanager
+    def _acting(self, vector: Vector | None = None, dose: float = 0.0) -> Iterator[None]:
+        """The student, steered where a vector is given, at its fastest."""
+        with self._merged(), nullcontext() if vector is None else vector.applied(self.policy, dose):
+            yield
 
     def _merged(self) -> Any:
         """Open adapters written into the weights, for speed where nothing is trained; 16 bits would round them."""
@@ -263,13 +268,10 @@ class Loop:
         prompts: Sequence[Sequence[int]],
         purpose: str,
         number: int,
-        vector: Vector | None = None,
-        dose: float = 0.0,
-        *,
-        merged: bool = True,
+        acting: Callable[[], Any] | None = None,
     ) -> list[Sample]:
+        """One answer a prompt, by the student or within the given block, each read by the base."""
         spec = SampleSpec(max_new_tokens=self.steering.max_new_tokens, seed=derive(self.seed, purpose, number) % 2**31)
-        steered = vector.applied(self.policy, dose) if vector is not None else nullcontext()
-        with self._merged() if merged else nullcontext(), steered:
+        with (acting or self._acting)():
             found = sample(self.policy, prompts, 1, spec)
         return read(self.policy, [prompts[c.prompt_index] for c in found], [c.tokens for c in found])

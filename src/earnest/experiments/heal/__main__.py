@@ -1,0 +1,13 @@
+"""``python -m earnest.experiments.heal results.json [figure.png]``: the tables, and the figure where one is named."""
+
+import sys
+from pathlib import Path
+
+from earnest.experiments.heal.figure import draw
+from earnest.experiments.heal.run import read_results
+from earnest.experiments.heal.table import tables
+
+found = read_results(Path(sys.argv[1]))
+print(tables(found), end="")
+if len(sys.argv) > 2:
+    draw(found, Path(sys.argv[2]))

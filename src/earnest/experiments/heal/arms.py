@@ -1,0 +1,128 @@
+"""The arms: which barrier, against which policy, at which τ; each a loop a seed, kept in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from earnest.experiments.heal.config import HealConfig
+from earnest.models.policy import Policy
+from earnest.objectives.trust import AGGREGATES
+from earnest.runs.atomic import write_json
+from earnest.runs.seeds import derive
+from earnest.steering import Contrast, Loop, Starved, Yardstick, equal_firing, heal, observer
+from earnest.steering.loop import Say
+from earnest.tasks import get_task
+
+TAUS = ("same", "calibrated")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A barrier. ``taus`` names how τ was chosen."""
+
+    over: str
+    reference: str
+    taus: str
+    tau: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.over}-{self.reference}-{self.taus}"
+
+
+def all_arms(same: float, calibrated: dict[str, float]) -> list[Arm]:
+    """Every aggregate against the previous round, mean and rmse against the base too; each at both choices of τ."""
+    kinds = [(over, "previous") for over in AGGREGATES] + [("mean", "base"), ("rmse", "base")]
+    chosen = {"same": dict.fromkeys(AGGREGATES, same), "calibrated": calibrated}
+    return [Arm(over, reference, taus, chosen[taus][over]) for taus in TAUS for over, reference in kinds]
+
+
+class Bench:
+    """The policy, its yardstick, and what both say before anything is done."""
+
+    def __init__(self, config: HealConfig, say: Say) -> None:
+        from earnest.models import load
+
+        self.config, self.say = config, say
+        self.policy: Policy = load(config.model)
+        self.task = get_task(config.task)
+        axis = config.axis()
+        self.contrast = Contrast(tuple(axis["high"]["system"]), tuple(axis["low"]["system"]))
+        self.yardstick = Yardstick(
+            self.policy,
+            self.task,
+            prompts=config.eval.prompts,
+            probes=config.eval.probes,
+            texts=config.eval.texts,
+            max_new_tokens=config.build_steering().max_new_tokens,
+            floor=config.eval.floor,
+        )
+        self.before = self.yardstick.measure()
+        self.prompted = self.yardstick.measure(self.contrast.high[0])
+        for what, found in (("base", self.before), (f"told {self.contrast.high[0]!r}", self.prompted)):
+            say(f"{what}: trait {found.trait:.2f}, coherence {found.coherence:.3f}")
+
+    def loop(self, folder: Path, seed: int, **changes: Any) -> Loop:
+        config = self.config
+        return Loop(
+            self.policy,
+            self.task,
+            self.contrast,
+            self.yardstick,
+            folder,
+            steering=config.build_steering(),
+            healing=config.build_healing(**changes),
+            limits=config.build_filter(),
+            variant=config.adapter.build(),
+            optimizer=config.optimizer.build(),
+            targets=config.adapter.targets,
+            adapter_layers=config.adapter.layers,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=seed,
+            say=self.say,
+        )
+
+    def run(self, folder: Path, rounds: int, seed: int, **changes: Any) -> dict[str, Any]:
+        """One loop's record, from its file where it is finished; a starved loop ends where it starved."""
+        done = folder / "loop.json"
+        if done.exists():
+            found: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+            return found
+        loop = self.loop(folder, seed, **changes)
+        try:
+            outcome = loop.run(rounds, self.before)
+            rounds_done, stopped = list(outcome.records), outcome.stopped
+        except Starved as starved:
+            rounds_done, stopped = loop.records, f"round {len(loop.records) + 1}: {starved}"
+        finally:
+            loop.close()
+        record = {"seed": seed, **changes, "rounds": rounds_done, "stopped": stopped}
+        write_json(done, record)
+        return record
+
+    def calibrate(self, folder: Path, rate: float) -> dict[str, float]:
+        """τ of every aggregate from one unguarded round: the same path, the same batches, four readings."""
+        kept = folder / "calibration.json"
+        if not kept.exists():
+            loop = self.loop(folder / "calibration", self.config.seed)
+            harvest = loop.harvest(1)[2]
+            healed = heal(
+                self.policy,
+                harvest.survivors,
+                loop.variant,
+                loop.optimizer,
+                how=loop.healing,
+                objective=observer(),
+                targets=loop.targets,
+                layers=loop.adapter_layers,
+                seed=derive(self.config.seed, "heal", 1) % 2**31,
+                max_grad_norm=loop.max_grad_norm,
+            )
+            healed.adapter.detach()
+            readings = {over: healed.series(over, "aggregate") for over in AGGREGATES}
+            write_json(kept, {"rate": rate, "tau": equal_firing(readings, rate), "readings": readings})
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        return {over: float(tau) for over, tau in found["tau"].items()}

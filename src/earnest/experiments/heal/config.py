@@ -1,0 +1,82 @@
+"""What the experiment is told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from earnest.config.kinds import construct, plain
+from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, Whole
+from earnest.errors import ConfigError
+
+
+class EvalConfig(Strict):
+    """Held-out questions, probes and texts."""
+
+    prompts: Whole = Field(64, description="held-out questions whose answers are graded for the trait")
+    probes: Annotated[int, Field(ge=1, le=50)] = Field(50, description="forced-choice probes")
+    texts: Whole = Field(40, description="plain held-out texts for the perplexity")
+    floor: float = Field(0.5, gt=0, lt=1, description="coherence below which a loop stops and a score is 0")
+
+
+class FullConfig(Strict):
+    """What ``--full`` runs."""
+
+    rounds: Whole = Field(8, description="rounds of each loop")
+    seeds: list[int] = Field(default_factory=lambda: [0, 1, 2], min_length=1, description="one loop each")
+    rate: float = Field(
+        0.5, gt=0, lt=1, description="share of the steps of an unguarded round in which a calibrated barrier would act"
+    )
+
+
+class HealConfig(Strict):
+    """One loop, or with ``--full`` every arm."""
+
+    experiment: Literal["heal"]
+    description: str = Field("", description="a line for `earnest recipes`")
+    model: str = Field("nano", description="name, Hugging Face id or folder")
+    task: str = Field("style/warmth", description="a style/… task: its axis gives the contrast and the grader")
+    rounds: Whole = Field(3, description="rounds of steer and heal")
+    steering: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Steering")
+    filter: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Filter")
+    healing: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Healing")
+    adapter: AdapterConfig = Field(description="what each round trains")
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    full: FullConfig = Field(default_factory=FullConfig)
+    seed: int = Field(0, ge=0, lt=2**31, description="decides questions, samples and the adapters' birth")
+    out: str | None = Field(None, min_length=1, description="the folder; none: runs/heal-<time>")
+
+    @model_validator(mode="after")
+    def _resolve(self) -> HealConfig:
+        self.axis()
+        for name in ("steering", "filter", "healing"):
+            setattr(self, name, plain(getattr(self, f"build_{name}")()))
+        return self
+
+    def axis(self) -> dict[str, Any]:
+        """The style axis that the task names."""
+        from earnest.tasks.style import AXES
+
+        family, _, name = self.task.partition("/")
+        if family != "style" or name not in AXES:
+            raise ConfigError(
+                f"task is {self.task!r}; steering needs two poles: {', '.join(f'style/{a}' for a in AXES)}."
+            )
+        return AXES[name]
+
+    def build_steering(self) -> Any:
+        from earnest.steering import Steering
+
+        return construct(Steering, self.steering)
+
+    def build_filter(self) -> Any:
+        from earnest.steering import Filter
+
+        return construct(Filter, self.filter)
+
+    def build_healing(self, **changes: Any) -> Any:
+        from earnest.steering import Healing
+
+        return construct(Healing, self.healing | changes)

@@ -1,0 +1,89 @@
+"""The figure: how far a loop gets, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+COLOURS = {"mean": "#c0392b", "rmse": "#1f6fb2", "p95": "#2e8b57", "max": "#8e5ea2"}
+PUBLISHED = {"mean": (0.99, 0.62), "rmse": (0.997, 0.997)}
+"""Coherence of gemma-3-4b in the first round and by round 7, as published."""
+TITLES = {"same": "the same τ", "calibrated": "τ calibrated to equal firing", "given": "the loop"}
+
+
+def draw(results: dict[str, Any], path: Path) -> Path:
+    """Above: trait against incoherence (log axis), round by round. Below: coherence over rounds, against the
+    published one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = [t for t in TITLES if any(arm["taus"] == t for arm in results["arms"])]
+    figure, axes = plt.subplots(
+        2, len(groups), figsize=(5.6 * len(groups), 8.4), squeeze=False, sharex="row", sharey="row"
+    )
+    for column, group in enumerate(groups):
+        arms = [arm for arm in results["arms"] if arm["taus"] == group]
+        _trade(axes[0][column], results, arms)
+        _rounds(axes[1][column], arms, published=len(groups) > 1)
+        axes[0][column].set_title(TITLES[group])
+    axes[0][0].set_ylabel("trait (1 is the high pole)")
+    axes[1][0].set_ylabel("coherence (the least of mass, fluency, sense)")
+    for ax in axes[0]:
+        ax.legend(fontsize=7.5, loc="lower right", framealpha=0.9)
+    axes[1][0].legend(fontsize=7.5, loc="lower left", framealpha=0.9)
+    seeds = max(len(arm["runs"]) for arm in results["arms"])
+    spread = f", mean of {seeds} seeds" if seeds > 1 else ""
+    figure.suptitle(f"steer and heal: {results['model']}, {results['task']}{spread}", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _path(arm: dict[str, Any], key: str) -> list[float]:
+    """The mean over seeds, as far as every seed got."""
+    runs = [run["rounds"] for run in arm["runs"] if run["rounds"]]
+    return [fmean(run[i]["healed"][key] for run in runs) for i in range(min(map(len, runs)))]
+
+
+def _style(arm: dict[str, Any]) -> dict[str, Any]:
+    base = arm["reference"] == "base"
+    return {
+        "color": COLOURS[arm["over"]],
+        "linestyle": "--" if base else "-",
+        "marker": "s" if base else "o",
+        "markersize": 3.5,
+        "linewidth": 1.3,
+        "label": f"{arm['over']}, {arm['reference']}, τ {arm['tau']:.3g}",
+    }
+
+
+def _incoherence(coherence: float) -> float:
+    return max(1 - coherence, 1e-3)
+
+
+def _trade(ax: Any, results: dict[str, Any], arms: list[dict[str, Any]]) -> None:
+    base, told = results["base"], results["prompted"]
+    for arm in arms:
+        coherence = [base["coherence"], *_path(arm, "coherence")]
+        ax.plot([_incoherence(m) for m in coherence], [base["trait"], *_path(arm, "trait")], **_style(arm))
+    ax.plot(_incoherence(base["coherence"]), base["trait"], "k^", markersize=7, label="base")
+    ax.plot(_incoherence(told["coherence"]), told["trait"], "k*", markersize=11, label="told in the prompt")
+    ax.set_xscale("log")
+    ax.set_xlabel("incoherence: 1 − coherence (log)")
+    ax.grid(alpha=0.25, which="both")
+
+
+def _rounds(ax: Any, arms: list[dict[str, Any]], *, published: bool) -> None:
+    for arm in arms:
+        coherence = _path(arm, "coherence")
+        ax.plot(range(1, len(coherence) + 1), coherence, **_style(arm))
+    if published:
+        for over, ends in PUBLISHED.items():
+            label = f"published, gemma-3-4b: {over}"
+            ax.plot([1, 7], ends, color=COLOURS[over], linestyle=":", linewidth=2, alpha=0.6, label=label)
+    ax.set_xlabel("round")
+    ax.grid(alpha=0.25)
