@@ -33,8 +33,8 @@ Formula = Callable[[Tensor, Inputs, Config], Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """``inputs`` are required beside ``target_tokens``; ``config`` has the defaults. ``bounds`` may also come as inputs,
-    one a token."""
+    """``inputs`` are required beside ``target_tokens``; ``config`` has the defaults. ``bounds`` may also come as
+    inputs, one a token."""
 
     name: str
     formula: Formula
@@ -48,11 +48,11 @@ class Loss:
         return tuple(name for name in ("clip_low_threshold", "clip_high_threshold") if name in self.config)
 
 
-def _cross_entropy(lp: Tensor, inputs: Inputs, config: Config) -> Float[Tensor, ""]:
+def _cross_entropy(lp: Tensor, inputs: Inputs, _: Config) -> Float[Tensor, ""]:
     return -(inputs["weights"] * lp).sum() if "weights" in inputs else -lp.sum()
 
 
-def _importance_sampling(lp: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, ""]:
+def _importance_sampling(lp: Float[Tensor, " N"], inputs: Inputs, _: Config) -> Float[Tensor, ""]:
     return -((lp - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
 
 

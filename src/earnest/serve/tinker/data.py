@@ -1,0 +1,101 @@
+"""What crosses the wire, once it is off the wire.
+
+Shapes: N positions of one datum, K targets a position, P tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Datum:
+    """Input tokens, and the loss's inputs by name; position i of the input predicts ``target_tokens[i]``."""
+
+    tokens: tuple[int, ...]
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def targets(self) -> Int[Tensor, "N ..."]:
+        return self.inputs["target_tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class PassRequest:
+    """A forward pass, with its backward unless ``forward_only``."""
+
+    model_id: str
+    seq_id: int | None
+    data: tuple[Datum, ...]
+    loss_fn: str
+    config: Mapping[str, float | str]
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PassOutput:
+    """The log-probs of every datum's targets, and metrics named as the SDK reduces them ("loss:sum")."""
+
+    logprobs: tuple[Float[Tensor, "N ..."], ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Top:
+    """The K most probable tokens at each of some positions; rows that were not scored are ``None`` in ``scored``."""
+
+    ids: Int[Tensor, "P K"]
+    logprobs: Float[Tensor, "P K"]
+    scored: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+    top: Top | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """A matrix of numbers, dense or as compressed rows; ``values`` are flat."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+    rows: Int[Tensor, " R"] | None = None
+    columns: Int[Tensor, " C"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SampleOutput:
+    """``prompt`` has None where a token was not scored; the first one never is."""
+
+    sequences: tuple[Sequence, ...]
+    prompt: tuple[float | None, ...] | None = None
+    top_prompt: Top | None = None
+    targets: Cells | None = None
+    alternatives: tuple[Int[Tensor, "P K"], Float[Tensor, "P K"]] | None = None
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A result that is JSON by nature."""
+
+    body: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that came to nothing, and whose fault that was."""
+
+    error: str
+    category: Literal["user", "server"]
+
+
+Result = PassOutput | SampleOutput | Plain | Failed

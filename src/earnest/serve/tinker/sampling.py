@@ -1,0 +1,234 @@
+"""Answering sample requests: prompts are scored here, completions come from the host's decoder, shared with chats."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from earnest.errors import EarnestError
+from earnest.serve.tinker import scoring, wire
+from earnest.serve.tinker.data import Failed, SampleOutput, Sequence, Top
+from earnest.serve.tinker.errors import WireError
+from earnest.serve.tinker.futures import Promise
+from earnest.serve.tinker.samplers import Shelf, Source
+
+if TYPE_CHECKING:
+    from earnest.models import SampleSpec
+    from earnest.serve.decode import Done, Flight
+    from earnest.serve.host import Host
+
+log = logging.getLogger("earnest.serve")
+_PARAMS = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
+_FIELDS = {
+    "num_samples", "prompt", "sampling_params", "base_model", "model_path", "sampling_session_id", "seq_id",
+    "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n", "record_stability_info", "type",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRequest:
+    """A request off the wire. ``stop``: texts or ids that end a completion; None: what ends the model's turn."""
+
+    prompt: tuple[int, ...]
+    n: int
+    params: Mapping[str, Any]
+    top: int
+    asked: scoring.Asked
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> SampleRequest:
+        if unknown := set(body) - _FIELDS:
+            raise WireError(f"the sample request has {sorted(unknown)}, which this server does not know.")
+        if body.get("record_stability_info"):
+            raise WireError("record_stability_info: stable_reinforce is not served; leave it out.")
+        params = dict(body["sampling_params"])
+        if unknown := set(params) - _PARAMS:
+            raise WireError(f"sampling_params has {sorted(unknown)}; it takes {sorted(_PARAMS)}.")
+        given = body.get("target_prompt_logprobs")
+        seed = params.get("seed")
+        params["seed"] = secrets.randbits(62) if seed is None else int(seed) & (2**62 - 1)
+        asked = scoring.Asked(
+            logprobs=bool(body.get("prompt_logprobs")),
+            top=int(body.get("topk_prompt_logprobs") or 0),
+            targets=None if given is None else wire.json_cells(given, "target_prompt_logprobs"),
+            draws=int(body.get("prompt_alt_tokens_k") or 0),
+            last=body.get("prompt_logprobs_last_n"),
+            temperature=float(params.get("temperature", 1.0)),
+            seed=params["seed"],
+        )
+        n, top = int(body.get("num_samples", 1)), int(body.get("topk_sample_logprobs") or 0)
+        if not 1 <= n <= 1024:
+            raise WireError(f"num_samples is {n}; ask for 1 … 1024.")
+        return cls(tuple(wire.json_tokens(body["prompt"], "the prompt")), n, params, top, asked)
+
+    def spec(self, host: Host) -> SampleSpec:
+        from earnest.models import SampleSpec
+        from earnest.serve.decode import positions
+
+        p = self.params
+        room = positions(host.policy)
+        most = p.get("max_tokens")
+        if most is None:
+            if room is None:
+                raise WireError("max_tokens is missing, and this model has no limit of its own; name one.")
+            most = max(1, room - len(self.prompt) + 1)
+        stop = p.get("stop")
+        texts: tuple[str, ...] = ()
+        ids: tuple[int, ...] | None = None
+        if isinstance(stop, str):
+            texts, ids = (stop,), ()
+        elif stop is not None:
+            texts = tuple(s for s in stop if isinstance(s, str))
+            ids = tuple(int(s) for s in stop if not isinstance(s, str))
+        top_k = int(p.get("top_k", -1))
+        return SampleSpec(
+            max_new_tokens=int(most),
+            temperature=float(p.get("temperature", 1.0)),
+            top_p=float(p.get("top_p", 1.0)),
+            top_k=0 if top_k == -1 else top_k,
+            seed=p["seed"],
+            stop=texts,
+            stop_ids=ids,
+        )
+
+
+@dataclass(eq=False)
+class _Job:
+    promise: Promise
+    request: SampleRequest
+    key: str
+    source: Source
+    scores: scoring.Scores = field(default_factory=scoring.Scores)
+    flights: list[Flight] = field(default_factory=list)
+    left: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Desk:
+    """One thread that scores prompts and hands completions to the decoder, in the order of arrival."""
+
+    def __init__(self, host: Host, shelf: Shelf) -> None:
+        self.host, self.shelf = host, shelf
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def put(self, promise: Promise, request: SampleRequest, key: str, source: Source) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="earnest-tinker-samples", daemon=True)
+                self._thread.start()
+        self._jobs.put(_Job(promise, request, key, source))
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._begin(job)
+            except EarnestError as error:
+                job.promise.set(Failed(str(error), "user"))
+            except Exception as error:
+                log.exception("a sample request failed")
+                job.promise.set(Failed(f"{type(error).__name__}: {error}", "server"))
+            if self._jobs.empty():
+                self.shelf.tidy()
+
+    def _begin(self, job: _Job) -> None:
+        from earnest.serve import decode
+
+        self.host.wait(self.host.settings.load_wait)
+        policy, request = self.host.policy, job.request
+        vocabulary = policy.head.weight.shape[0]
+        if not 0 <= request.top <= vocabulary:
+            raise WireError(f"topk_sample_logprobs is {request.top}; give 0 … {vocabulary}.")
+        spec = request.spec(self.host)
+        decode.check(policy, decode.Request(request.prompt, spec))
+        scoring.check(request.asked, request.prompt, vocabulary)
+        adapter = self.shelf.hold(job.key, job.source)
+        try:
+            if request.asked.anything:
+                with self.host.turn("tinker", adapter):
+                    job.scores = scoring.score(policy, request.prompt, request.asked)
+            for size, own in _parts(request.n, spec, self.host.settings.max_rows):
+                job.flights.append(self._submit(decode.Request(request.prompt, own, adapter, size, request.top)))
+        except BaseException:
+            for flight in job.flights:
+                flight.cancel()
+            self.shelf.let_go(job.key, job.source)
+            raise
+        job.left = len(job.flights)
+        for flight in job.flights:
+            flight.future.add_done_callback(lambda _: self._landed(job))
+
+    def _submit(self, request: Any) -> Flight:
+        from earnest.serve.decode import Full
+
+        while True:
+            try:
+                return self.host.decoder.submit(request)
+            except Full:
+                if self._stopping.wait(0.02):
+                    raise
+
+    def _landed(self, job: _Job) -> None:
+        """Called when a part is decoded, mostly in the decoder's thread: no torch work and no turn in here."""
+        with job.lock:
+            job.left -= 1
+            if job.left:
+                return
+        self.shelf.let_go(job.key, job.source)
+        failed = next((e for f in job.flights if (e := f.future.exception()) is not None), None)
+        if failed is not None:
+            kind = "user" if isinstance(failed, EarnestError) else "server"
+            job.promise.set(Failed(str(failed), cast(Any, kind)))
+            return
+        found = [done for flight in job.flights for done in flight.future.result()]
+        scores = job.scores
+        job.promise.set(
+            SampleOutput(
+                tuple(_sequence(done, job.request.top) for done in found),
+                scores.prompt,
+                scores.top,
+                scores.targets,
+                scores.alternatives,
+            )
+        )
+
+
+def _parts(n: int, spec: SampleSpec, most: int) -> list[tuple[int, SampleSpec]]:
+    """``n`` completions as requests of at most ``most``, each with a seed of its own."""
+    from dataclasses import replace
+
+    parts = []
+    for k, start in enumerate(range(0, n, most)):
+        parts.append(
+            (min(most, n - start), spec if k == 0 else replace(spec, seed=(spec.seed + k * 0x9E3779B9) % 2**62))
+        )
+    return parts
+
+
+def _sequence(done: Done, k: int) -> Sequence:
+    finish = "stop" if done.finish == "stop" else "length"
+    top = None
+    if k and done.tops:
+        ids = torch.zeros(len(done.tops), k, dtype=torch.long)
+        logprobs = torch.full((len(done.tops), k), wire.EMPTY_LOGPROB)
+        for row, cells in enumerate(done.tops):
+            for column, (token, value) in enumerate(cells):
+                ids[row, column], logprobs[row, column] = token, value
+        top = Top(ids, logprobs, (True,) * len(done.tops))
+    return Sequence(done.tokens, done.logprobs, cast(Any, finish), top)

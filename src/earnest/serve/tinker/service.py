@@ -1,0 +1,308 @@
+"""Everything the Tinker API can ask for, as plain calls: sessions, models, samplers, checkpoints, promises."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from earnest.errors import nearest
+from earnest.models.catalog import BUILT_IN
+from earnest.serve.tinker import names
+from earnest.serve.tinker.data import PassRequest, Plain, Result
+from earnest.serve.tinker.errors import NotThere, WireError
+from earnest.serve.tinker.futures import Lines, Promise, Promises
+from earnest.serve.tinker.models import AdamParams, LiveModel, LoraFacts
+from earnest.serve.tinker.samplers import Samplers, Shelf, Snapshot, Source
+from earnest.serve.tinker.sampling import Desk, SampleRequest
+from earnest.serve.tinker.store import Store
+
+if TYPE_CHECKING:
+    from earnest.serve.host import Host
+    from earnest.serve.settings import ServeSettings
+
+MODELS = 64
+Body = Mapping[str, Any]
+
+
+def served_name(model: str) -> str:
+    """What clients call the base model: ``earnest/nano`` for an embedded one, otherwise what it was loaded as."""
+    return f"earnest/{model}" if model in BUILT_IN else model
+
+
+@dataclass(eq=False)
+class Session:
+    id: str
+    metadata: dict[str, Any]
+    name: str | None
+    heard: float = field(default_factory=time.time)
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    finished: bool = False
+
+
+class Service:
+    """One host's Tinker API."""
+
+    def __init__(self, host: Host, settings: ServeSettings) -> None:
+        self.host, self.settings = host, settings
+        self.name = served_name(settings.model)
+        self.store = Store(settings.data)
+        self.promises, self.lines = Promises(), Lines()
+        self.samplers, self.shelf = Samplers(), Shelf(host)
+        self.desk = Desk(host, self.shelf)
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, LiveModel] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self.lines.close()
+        self.desk.close()
+
+    # --- sessions --------------------------------------------------------------------------------------------------
+
+    def create_session(self, body: Body) -> dict[str, Any]:
+        session = Session(names.new_id(), dict(body.get("user_metadata") or {}), body.get("display_name"))
+        self.sessions[session.id] = session
+        return {"type": "create_session", "session_id": session.id}
+
+    def session(self, id: str) -> Session:
+        session = self.sessions.get(id)
+        if session is None:
+            raise NotThere(f"there is no session {id!r}; the server was restarted, or it was never made here.")
+        return session
+
+    def heartbeat(self, id: str) -> None:
+        if id not in self.sessions or self.sessions[id].finished:
+            raise WireError(f"the session {id!r} has ended.", 410)
+        self.sessions[id].heard = time.time()
+
+    def finish_session(self, id: str) -> None:
+        """Take the session's models off the policy; what they saved stays."""
+        session = self.session(id)
+        session.finished = True
+        for run in session.models:
+            promise, _ = self.promises.make(f"{run}:close")
+            self.lines.put(run, None, promise, lambda run=run: self._unload(run))  # type: ignore[misc]
+
+    def _open_session(self, id: str) -> Session:
+        session = self.session(id)
+        if session.finished:
+            raise WireError(f"the session {id!r} has ended; start another.", 410)
+        return session
+
+    # --- models ----------------------------------------------------------------------------------------------------
+
+    def check_base(self, name: str) -> None:
+        if name not in (self.name, self.settings.model):
+            raise WireError(f"base_model is {name!r}; this server has {self.name!r} ({nearest(name, [self.name])}).")
+
+    def create_model(self, body: Body) -> Promise:
+        session = self._open_session(str(body["session_id"]))
+        self.check_base(str(body["base_model"]))
+        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise WireError(f"the optimizer {kind!r} is not served; use AdamW.")
+        given = body.get("lora_config")
+        if given is None:
+            raise WireError("create_model needs a lora_config: models are trained as LoRAs.")
+        seed = given.get("seed")
+        flags = {k: bool(given.get(k, True)) for k in ("train_attn", "train_mlp", "train_unembed")}
+        lora = LoraFacts(int(given["rank"]), secrets.randbits(31) if seed is None else int(seed), **flags)
+        run = f"{session.id}:train:{int(body['model_seq_id'])}"
+        metadata = {str(k): str(v) for k, v in (body.get("user_metadata") or {}).items()}
+
+        def make() -> Result:
+            self.host.wait(self.settings.load_wait)
+            if len(self.models) >= MODELS:
+                raise WireError(f"{MODELS} models are being trained already; close a session first.")
+            self.models[run] = LiveModel(self.host, run, lora)
+            self.store.add(run, {"base_model": self.name, "lora": asdict(lora), "metadata": metadata})
+            session.models.append(run)
+            return Plain({"type": "create_model", "model_id": run})
+
+        return self._start(run, None, "create", make)
+
+    def model(self, run: str) -> LiveModel:
+        model = self.models.get(run)
+        if model is None:
+            raise NotThere(
+                f"the model {run!r} is not in memory (the server was restarted, or its session ended); create a "
+                "training client from its last state."
+            )
+        return model
+
+    def _unload(self, run: str) -> Result:
+        model = self.models.pop(run, None)
+        if model is not None:
+            model.close()
+        return Plain({"type": "unload_model", "model_id": run})
+
+    def info(self, run: str) -> dict[str, Any]:
+        lora = self.model(run).lora
+        policy = self.host.policy
+        return {
+            "type": "get_info",
+            "model_id": run,
+            "model_name": self.name,
+            "model_data": {
+                "arch": policy.model.config.model_type,
+                "model_name": self.name,
+                # Where transformers finds the tokenizer: for an embedded model, its folder on this machine.
+                "tokenizer_id": self.tokenizer_id(),
+            },
+            "is_lora": True,
+            "lora_rank": lora.rank,
+        }
+
+    def tokenizer_id(self) -> str:
+        found = getattr(self.host.policy.tokenizer, "name_or_path", "")
+        return str(found) or self.settings.model
+
+    def pass_(self, request: PassRequest) -> Promise:
+        self.model(request.model_id)
+        return self._start(
+            request.model_id, request.seq_id, "pass", lambda: self.model(request.model_id).pass_(request)
+        )
+
+    def optim_step(self, body: Body) -> Promise:
+        run = str(body["model_id"])
+        self.model(run)
+        if "adam_params" not in body:
+            raise WireError("optim_step needs adam_params; other optimizers are not served.")
+
+        def step() -> Result:
+            return Plain({"metrics": self.model(run).optim_step(AdamParams.read(body["adam_params"]))})
+
+        return self._start(run, body.get("seq_id"), "optim_step", step)
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def save_weights(self, body: Body) -> Promise:
+        run = str(body["model_id"])
+        self.model(run)
+
+        def save() -> Result:
+            model = self.model(run)
+            path = names.Path(run, "weights", names.check_name(body.get("path") or f"state-{names.new_id()[:12]}"))
+            self.store.save(
+                path,
+                model.save,
+                overwrite=bool(body.get("overwrite")),
+                ttl=body.get("ttl_seconds"),
+                metadata=body.get("user_metadata"),
+            )
+            return Plain({"type": "save_weights", "path": str(path)})
+
+        return self._start(run, body.get("seq_id"), "save_weights", save)
+
+    def save_for_sampler(self, body: Body) -> Promise:
+        run = str(body["model_id"])
+        self.model(run)
+
+        def save() -> Result:
+            model = self.model(run)
+            number = body.get("sampling_session_seq_id")
+            if number is not None:
+                sampler = f"{run.partition(':')[0]}:sample:{int(number)}"
+                copy = Snapshot(model.variant, tuple(model.targets), model.adapter.state_dict())
+                self._add_sampler(sampler, f"{run}@{model.weights_version}", copy, None)
+                return Plain({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
+            path = names.Path(run, "sampler_weights", names.check_name(body.get("path") or f"v-{names.new_id()[:12]}"))
+            self.store.save(
+                path,
+                lambda folder: model.save_sampler(folder, self.name),
+                ttl=body.get("ttl_seconds"),
+                metadata=body.get("user_metadata"),
+            )
+            return Plain({"type": "save_weights_for_sampler", "path": str(path)})
+
+        return self._start(run, body.get("seq_id"), "save_sampler", save)
+
+    def load_weights(self, body: Body) -> Promise:
+        if body.get("model_id") is None:
+            raise WireError("load_weights needs model_id; create the model first.")
+        run, path = str(body["model_id"]), names.Path.parse(str(body["path"]))
+        self.model(run)
+        if path.kind != "weights":
+            raise WireError(f"{path} holds weights for sampling; load a state (…/weights/…).")
+
+        def load() -> Result:
+            folder, _ = self.store.find(path)
+            theirs, model = self.store.get(path.run)["lora"], self.model(run)
+            ours = asdict(model.lora)
+            if {k: v for k, v in theirs.items() if k != "seed"} != {k: v for k, v in ours.items() if k != "seed"}:
+                raise WireError(f"{path} was made with the LoRA {theirs}, this model has {ours}; create a like one.")
+            model.load(folder, optimizer=bool(body.get("optimizer")))
+            return Plain({"type": "load_weights", "path": str(path), "model_id": run})
+
+        return self._start(run, body.get("seq_id"), "load_weights", load)
+
+    def weights_info(self, text: str) -> dict[str, Any]:
+        path = names.Path.parse(text)
+        self.store.find(path)
+        facts = self.store.get(path.run)
+        lora = {k: v for k, v in facts["lora"].items() if k.startswith("train_")}
+        return {"base_model": facts["base_model"], "is_lora": True, "lora_rank": facts["lora"]["rank"], **lora}
+
+    # --- sampling --------------------------------------------------------------------------------------------------
+
+    def create_sampler(self, body: Body) -> dict[str, Any]:
+        session = self._open_session(str(body["session_id"]))
+        sampler = f"{session.id}:sample:{int(body['sampling_session_seq_id'])}"
+        if body.get("model_path"):
+            path = names.Path.parse(str(body["model_path"]))
+            if path.kind != "sampler_weights":
+                raise WireError(
+                    f"{path} is a training state; sample from …/sampler_weights/… (save_weights_for_sampler)."
+                )
+            folder, entry = self.store.find(path)
+            self._add_sampler(sampler, f"{path}@{entry['time']}", folder, str(path))
+        else:
+            self.check_base(str(body.get("base_model") or ""))
+            self._add_sampler(sampler, "base", None, None)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    def _add_sampler(self, sampler: str, key: str, source: Source, path: str | None) -> None:
+        self.samplers.add(sampler, key, source, path)
+        session = self.sessions.get(sampler.partition(":")[0])
+        if session is not None:
+            session.samplers.append(sampler)
+
+    def sampler(self, id: str) -> dict[str, Any]:
+        _, _, path = self.samplers.get(id)
+        return {"sampler_id": id, "base_model": self.name, "model_path": path}
+
+    def sample(self, body: Body) -> Promise:
+        id = body.get("sampling_session_id")
+        if id is None:
+            raise WireError("asample needs a sampling_session_id; create a sampling session first.")
+        key, source, _ = self.samplers.get(str(id))
+        request = SampleRequest.read(body)
+        number = body.get("seq_id")
+        name = f"{id}:{names.new_id() if number is None else int(number)}"
+        promise, new = self.promises.make(name, sample_sequence_ids=[f"{name}:{i}" for i in range(request.n)])
+        if new:
+            self.desk.put(promise, request, key, source)
+        return promise
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def capabilities(self) -> dict[str, Any]:
+        from earnest.serve.decode import positions
+
+        room = positions(self.host.policy) if self.host.ready() else None
+        known = {"model_name": self.name, "max_context_length": room, "trainable": True, "sampleable": True}
+        return {"supported_models": [known]}
+
+    def _start(self, run: str, seq: int | None, kind: str, work: Callable[[], Result]) -> Promise:
+        number = names.new_id() if seq is None and kind != "create" else kind if seq is None else int(seq)
+        promise, new = self.promises.make(f"{run}:{number}", model_id=run)
+        if new:
+            if kind != "create":
+                self.store.touch(run)
+            self.lines.put(run, seq, promise, work)
+        return promise
