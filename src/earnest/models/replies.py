@@ -1,0 +1,36 @@
+"""A reply in tokens, as the policy itself would write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earnest.errors import ConfigError
+from earnest.models.policy import Policy
+
+
+def reply_tokens(policy: Policy, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[int], list[int]]:
+    """(prompt, reply) in tokens; the reply ends its turn."""
+    return message_tokens(policy, messages, {"role": "assistant", "content": text})
+
+
+def message_tokens(
+    policy: Policy,
+    messages: Sequence[Mapping[str, Any]],
+    reply: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[list[int], list[int]]:
+    """The same for a whole assistant message, whose tool calls are part of the reply."""
+    asked = policy.render(messages, tools=tools)
+    whole = policy.render([*messages, reply], tools=tools, add_generation_prompt=False)
+    if whole[: len(asked)] != asked:
+        raise ConfigError(
+            f"model: the chat template of {policy.name} writes a prompt differently before an answer; use another."
+        )
+    tokens = whole[len(asked) :]
+    ends = [i for i, token in enumerate(tokens) if token in policy.eos_ids]
+    if not ends:
+        raise ConfigError(
+            f"model: the chat template of {policy.name} never ends a turn, so no answer learns to stop; use another."
+        )
+    return asked, tokens[: ends[-1] + 1]  # templates put a line break behind the end of a turn; nobody samples it

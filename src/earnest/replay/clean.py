@@ -1,0 +1,135 @@
+"""Filters over pairs, one after the other; what each dropped, and why, with examples.
+
+A filter that drops everything it was given, or raises, stops the job: an empty file is never a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from earnest.replay.errors import CleaningError
+from earnest.replay.filters import Backend, BuiltIn, Op, Verdict
+from earnest.replay.leakage import Leakage
+from earnest.replay.pairs import Pair
+
+EXAMPLES = 3
+CLEANERS = ("auto", "built-in", "data-juicer")
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An example: the pair, the text that was judged, and what was found."""
+
+    pair: str
+    trace: str
+    turn: int
+    text: str
+    value: float | None
+    twin: str | None = None
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """What one filter did. ``unjudged`` have no text in its field (an answer that is a tool call), and stay."""
+
+    op: str
+    field: str
+    settings: Mapping[str, Any]
+    judged: int
+    unjudged: int
+    dropped: int
+    examples: tuple[Dropped, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """The pairs that are left, and the story of the others."""
+
+    pairs: tuple[Pair, ...]
+    steps: tuple[Filtered, ...]
+    backend: str
+
+
+def backend_of(cleaner: str) -> Backend:
+    """``auto`` is data-juicer where it is installed."""
+    from earnest.replay import juicer
+
+    if cleaner not in CLEANERS:
+        raise CleaningError(f"cleaner {cleaner!r} is unknown; it is one of {', '.join(CLEANERS)}.")
+    if cleaner == "data-juicer" or (cleaner == "auto" and juicer.installed()):
+        return juicer.Juicer()
+    return BuiltIn()
+
+
+def clean(
+    pairs: Sequence[Pair], ops: Sequence[Op], backend: Backend | None = None, leakage: Leakage | None = None
+) -> Cleaned:
+    """Each filter sees what the one before it left; leakage comes last."""
+    backend = BuiltIn() if backend is None else backend
+    left = list(pairs)
+    steps = []
+    for op in ops:
+        texts = [pair.text(op.field) for pair in left]
+        judged = [i for i, text in enumerate(texts) if text.strip()]
+        verdicts = _judge(backend, op, [texts[i] for i in judged])
+        left, step = _sift(left, texts, judged, verdicts, op.op, op.field, op.settings)
+        steps.append(step)
+    if leakage is not None:
+        texts = [pair.text("prompt") for pair in left]
+        judged = [i for i, text in enumerate(texts) if text.strip()]
+        shares = [leakage.share(texts[i]) for i in judged]
+        verdicts = [Verdict(share <= leakage.max_share, share) for share in shares]
+        settings = {"n": leakage.n, "max": leakage.max_share, "heldout": leakage.texts}
+        left, step = _sift(left, texts, judged, verdicts, "leakage", "prompt", settings)
+        steps.append(step)
+    return Cleaned(tuple(left), tuple(steps), backend.name)
+
+
+def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[Verdict]:
+    if not texts:
+        return []
+    try:
+        verdicts = backend.judge(op, texts)
+    except CleaningError:
+        raise
+    except Exception as error:  # foreign code: whatever it raises, its records are neither kept nor dropped unseen
+        raise CleaningError(
+            f"{op.op} ({backend.name}) raised {type(error).__name__}: {error}. Nothing was dropped; mend it or leave "
+            "it out."
+        ) from error
+    if len(verdicts) != len(texts):
+        raise CleaningError(f"{op.op} ({backend.name}) gave {len(verdicts)} verdicts on {len(texts)} texts.")
+    return verdicts
+
+
+def _sift(
+    pairs: list[Pair],
+    texts: list[str],
+    judged: list[int],
+    verdicts: list[Verdict],
+    name: str,
+    where: str,
+    settings: Mapping[str, Any],
+) -> tuple[list[Pair], Filtered]:
+    bad = {i: v for i, v in zip(judged, verdicts, strict=True) if not v.keep}
+    examples = tuple(
+        Dropped(
+            pairs[i].id,
+            pairs[i].trace,
+            pairs[i].turn,
+            texts[i],
+            v.value,
+            None if v.twin is None else pairs[judged[v.twin]].id,
+        )
+        for i, v in list(bad.items())[:EXAMPLES]
+    )
+    if pairs and len(bad) == len(pairs):
+        shown = "; ".join(f"{e.text[:60]!r} ({'' if e.value is None else f'{e.value:.3g}'})" for e in examples)
+        raise CleaningError(
+            f"{name} on {where} ({dict(settings)}) dropped all {len(pairs)} pairs that were left, such as {shown}. "
+            "Loosen it or leave it out; nothing was written."
+        )
+    kept = [pair for i, pair in enumerate(pairs) if i not in bad]
+    return kept, Filtered(name, where, dict(settings), len(judged), len(pairs) - len(judged), len(bad), examples)

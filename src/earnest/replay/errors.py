@@ -1,0 +1,21 @@
+"""What stops a replay."""
+
+from __future__ import annotations
+
+from earnest.errors import EarnestError
+
+
+class ReplayError(EarnestError):
+    """Traces, answers or pairs are not what they have to be; the job stops, and what it has asked for stays on disk."""
+
+
+class TraceError(ReplayError):
+    """A line of a trace file is malformed; the message has the file, the line and what is wrong with it."""
+
+
+class EndpointError(ReplayError):
+    """An OpenAI-compatible endpoint did not answer, or refused."""
+
+
+class CleaningError(ReplayError):
+    """A filter raised, or left nothing."""

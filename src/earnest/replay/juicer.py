@@ -1,0 +1,155 @@
+"""data-juicer's operators as a backend, kept from installing anything.
+
+    python -m earnest.replay.juicer < {"ops": [...], "texts": [...]}      verdicts as JSON: another environment's way in
+
+Traps that this file closes (py-data-juicer 1.6.1): missing imports are installed at run time, torch included; an
+operator that raises drops its whole batch where ``skip_op_error`` is on; the MinHash operator takes all texts shorter
+than its window for duplicates of each other, and its default bands import scipy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from earnest.errors import MissingExtra
+from earnest.replay.errors import CleaningError
+from earnest.replay.filters import Op, Verdict
+
+OPERATORS = {
+    "text_length": ("text_length_filter", "TextLengthFilter", "text_len", ("min_len", "max_len")),
+    "words": ("words_num_filter", "WordsNumFilter", "num_words", ("min_num", "max_num")),
+    "special_characters": (
+        "special_characters_filter",
+        "SpecialCharactersFilter",
+        "special_char_ratio",
+        ("min_ratio", "max_ratio"),
+    ),
+    "character_repetition": (
+        "character_repetition_filter",
+        "CharacterRepetitionFilter",
+        "char_rep_ratio",
+        ("min_ratio", "max_ratio"),
+    ),
+    "word_repetition": ("word_repetition_filter", "WordRepetitionFilter", "word_rep_ratio", ("min_ratio", "max_ratio")),
+}
+"""Ours → module, class, key of its statistic, names of its bounds."""
+PERMUTATIONS = 256
+
+
+def installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("data_juicer") is not None
+
+
+class Juicer:
+    """The operators one at a time, without data-juicer's executor."""
+
+    name = "data-juicer"
+
+    def __init__(self) -> None:
+        forbid_installs()
+
+    def judge(self, op: Op, texts: Sequence[str]) -> list[Verdict]:
+        if op.op == "exact_duplicates":
+            return self._repeats(op, list(texts))
+        if op.op == "near_duplicates":
+            return self._repeats(op, list(texts))
+        return self._measure(op, list(texts))
+
+    def _measure(self, op: Op, texts: list[str]) -> list[Verdict]:
+        module, cls, key, bounds = OPERATORS[op.op]
+        whole = op.op in ("text_length", "words")
+        limits = {name: value for name, value in zip(bounds, (op.low, op.high), strict=True) if math.isfinite(value)}
+        values = {name: int(value) if whole else value for name, value in limits.items()}
+        if op.op.endswith("_repetition"):
+            values["rep_len"] = op.n
+        operator = _operator("filter", module, cls, values)
+        batch = operator.compute_stats_batched({"text": texts, "__dj__stats__": [{} for _ in texts]})
+        kept = list(operator.process_batched(batch))
+        stats = batch["__dj__stats__"]
+        if len(kept) != len(texts) or any(key not in stat for stat in stats):
+            raise CleaningError(
+                f"{op.op}: data-juicer answered {len(kept)} times on {len(texts)} texts; nothing was kept."
+            )
+        return [Verdict(bool(keep), float(stat[key])) for keep, stat in zip(kept, stats, strict=True)]
+
+    def _repeats(self, op: Op, texts: list[str]) -> list[Verdict]:
+        datasets: Any = import_module("datasets")
+        datasets.disable_caching()
+        datasets.disable_progress_bars()
+        if op.op == "exact_duplicates":
+            operator = _operator("deduplicator", "document_deduplicator", "DocumentDeduplicator", {})
+            mine = list(range(len(texts)))
+        else:
+            bands, rows = lsh_bands(op.threshold, PERMUTATIONS)
+            wanted = {"tokenization": "character", "window_size": op.n, "jaccard_threshold": op.threshold}
+            wanted |= {"num_permutations": PERMUTATIONS, "num_bands": bands, "num_rows_per_band": rows}
+            operator = _operator("deduplicator", "document_minhash_deduplicator", "DocumentMinhashDeduplicator", wanted)
+            mine = [i for i, text in enumerate(texts) if len(text) >= op.n]  # shorter ones would all look alike
+        rows_in = [operator.compute_hash({"text": texts[i]}) | {"place": i} for i in mine]
+        if not rows_in:
+            return [Verdict(True) for _ in texts]
+        survivors, _ = operator.process(datasets.Dataset.from_list(rows_in))
+        kept = set(survivors["place"])
+        judged = set(mine)
+        return [Verdict(i not in judged or i in kept) for i in range(len(texts))]
+
+
+def _operator(family: str, module: str, cls: str, settings: dict[str, Any]) -> Any:
+    found = getattr(import_module(f"data_juicer.ops.{family}.{module}"), cls)
+    return found(**settings, skip_op_error=False)
+
+
+def lsh_bands(threshold: float, permutations: int) -> tuple[int, int]:
+    """(bands, rows): the split whose steepest point (1/b)^(1/r) is nearest to the threshold."""
+    splits = [(permutations // rows, rows) for rows in range(1, permutations + 1)]
+    return min(splits, key=lambda split: abs((1 / split[0]) ** (1 / split[1]) - threshold))
+
+
+def forbid_installs() -> None:
+    """From here on a package that data-juicer misses is an error, not a download."""
+    os.environ.update(UV_OFFLINE="1", PIP_NO_INDEX="1", HF_HUB_OFFLINE="1")
+    try:
+        from data_juicer.utils.lazy_loader import LazyLoader
+    except ImportError as error:
+        if installed():
+            raise CleaningError(f"data-juicer is installed but does not import: {error}.") from None
+        raise MissingExtra("py-data-juicer", "juicer", "cleaning with data-juicer") from None
+
+    def refuse(_: type, package: Any = None, *_more: Any, **_options: Any) -> None:
+        raise CleaningError(
+            f"data-juicer wants to install {package!r} while it runs, which earnest does not allow; install it "
+            "yourself, or clean with cleaner=built-in."
+        )
+
+    for name in ("_install_package", "check_packages"):
+        if not hasattr(LazyLoader, name):
+            raise CleaningError(
+                f"this data-juicer has no LazyLoader.{name}, so its installs cannot be stopped; use 1.6."
+            )
+        setattr(LazyLoader, name, classmethod(refuse))
+
+
+def main() -> None:
+    """Verdicts on the texts of standard input, for a caller in another environment."""
+    data = json.load(sys.stdin)
+    backend = Juicer()
+    sys.stdout.write(
+        json.dumps(
+            [
+                [[v.keep, v.value] for v in backend.judge(Op(o["op"], o["field"], o["settings"]), data["texts"])]
+                for o in data["ops"]
+            ]
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A policy on this machine as teacher and as judge.
+
+A judge with hindsight scores an answer by its mean log-prob behind a prompt that says what the user said afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from earnest.data import hindsight
+from earnest.replay.traces import Message, Turn
+
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CHUNK = 64
+"""Prompts that are sampled together; a fixed cut of the plan, so that a resumed replay samples what it would have."""
+
+
+class Unusable(Exception):
+    """This turn cannot be put to this policy; the reason goes into the report."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A policy's answer and its length, or why there is none."""
+
+    message: Message | None
+    why: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def told(turn: Turn) -> list[dict[str, Any]]:
+    """The state with what the user said afterwards."""
+    if turn.said is None or not turn.said.strip():
+        raise Unusable("nobody said anything afterwards")
+    if turn.state[-1]["role"] != "user":
+        raise Unusable(
+            f"hindsight stands below a user's words, and the turn follows a {turn.state[-1]['role']} message"
+        )
+    return hindsight(turn.state, turn.said)
+
+
+class LocalPolicy:
+    """A loaded policy, with or without an adapter."""
+
+    def __init__(self, model: str, adapter: str | None) -> None:
+        from earnest.models import load
+
+        self.policy = load(model)
+        if adapter is not None:
+            from earnest.adapters import load_adapter
+            from earnest.chat import adapter_folder
+
+            load_adapter(self.policy, adapter_folder(Path(adapter)))
+        self.context = int(getattr(self.policy.model.config, "max_position_embeddings", 0) or 2**31)
+
+    def prompt(self, turn: Turn, with_hindsight: bool, room: int) -> list[int]:
+        """The turn's state in tokens, with ``room`` left behind it."""
+        messages = told(turn) if with_hindsight else list(turn.state)
+        try:
+            ids = self.policy.render(messages, tools=turn.trace.tools or None)
+        except Exception as error:  # a chat template is foreign code and raises what it likes
+            raise Unusable(f"the chat template refuses the state: {error}") from error
+        if len(ids) + room > self.context:
+            raise Unusable(f"longer than the policy's context of {self.context} tokens")
+        return ids
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], samples: int, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Answered]]:
+        """``samples`` answers to each prompt."""
+        from earnest.models import SampleSpec, sample
+
+        spec = SampleSpec(max_new_tokens=max_tokens, temperature=temperature, seed=seed)
+        found: list[list[Answered]] = [[] for _ in prompts]
+        for completion in sample(self.policy, prompts, samples, spec):
+            message, why = None, f"cut off at {max_tokens} tokens"
+            if completion.finish == "stop":
+                message, why = self.read(completion.tokens)
+            asked = len(prompts[completion.prompt_index])
+            found[completion.prompt_index].append(Answered(message, why, asked, len(completion.tokens)))
+        return found
+
+    def read(self, tokens: Sequence[int]) -> tuple[Message | None, str]:
+        """An assistant message from its tokens, calls included; or why it cannot be read."""
+        kept = [token for token in tokens if token not in self.policy.eos_ids]
+        text = str(self.policy.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        calls = []
+        for number, body in enumerate(CALL.findall(text)):
+            try:
+                call = json.loads(body)
+                arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+                function = {"name": str(call["name"]), "arguments": arguments}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return None, "it wrote a tool call that cannot be read"
+            calls.append({"id": f"call_{number}", "type": "function", "function": function})
+        content = CALL.sub("", text).strip()
+        if not content and not calls:
+            return None, "it said nothing"
+        message: dict[str, Any] = {"role": "assistant", "content": content or None}
+        return (message | {"tool_calls": calls} if calls else message), ""
+
+    def reply(self, turn: Turn, answer: Message) -> list[int]:
+        """An answer to the turn's state in tokens, its end of turn included."""
+        from earnest.models.replies import message_tokens
+
+        try:
+            return message_tokens(self.policy, turn.state, answer, tools=turn.trace.tools or None)[1]
+        except Exception as error:
+            raise Unusable(f"the chat template refuses the answer: {error}") from error
+
+    def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+        """The mean log-prob of each completion behind its prompt."""
+        import torch
+
+        from earnest.engines.scoring import at_ids
+        from earnest.signals import Batch
+
+        found: list[float] = []
+        for start in range(0, len(rows), CHUNK):
+            part = rows[start : start + CHUNK]
+            batch = Batch.from_rows(
+                [p for p, _ in part], [c for _, c in part], pad=self.policy.pad_id, device=self.policy.device
+            )
+            with torch.no_grad():
+                hidden = self.policy.hidden(batch.inputs)[batch.row, batch.position]
+                lp = at_ids(hidden, self.policy.head, batch.token_target[:, None])[:, 0].double()
+            for r in range(len(part)):
+                found.append(float(lp[batch.row == r].mean()))
+        return found

@@ -1,0 +1,132 @@
+"""Preference pairs on disk: a parquet file, a row a pair, with where it came from.
+
+Messages are JSON texts, so that a call with any arguments survives the trip; the file's metadata say what made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from earnest.errors import MissingExtra
+from earnest.replay.errors import ReplayError
+from earnest.replay.traces import Message, meaning, plain_text
+
+FORMAT = "earnest preference pairs 1"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one state. ``winner`` says who gave the chosen one; ``margin`` is the judge's, above 0."""
+
+    trace: str
+    turn: int
+    teacher: str
+    sample: int
+    margin: float
+    judge: str
+    winner: Literal["teacher", "trace"]
+    prompt: tuple[Message, ...]
+    chosen: Message
+    rejected: Message
+    tools: tuple[Message, ...] = ()
+    teacher_model: str = ""
+    completion_id: str | None = None
+    model: str | None = None
+    version: str | None = None
+
+    @property
+    def id(self) -> str:
+        """A name that the content decides."""
+        said = json.dumps([[dict(m) for m in self.prompt], meaning(self.chosen), meaning(self.rejected)])
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def text(self, field: str) -> str:
+        """What a filter reads: ``prompt``, ``chosen``, ``rejected``, or the whole ``pair``."""
+        if field == "prompt":
+            return "\n".join(plain_text(m) for m in self.prompt if m["role"] in ("user", "tool"))
+        if field == "pair":
+            return "\n".join(plain_text(m) for m in (*self.prompt, self.chosen, self.rejected))
+        return str(getattr(self, field).get("content") or "")
+
+
+_JSON = ("prompt", "chosen", "rejected", "tools")
+
+
+def write(path: Path, pairs: Sequence[Pair], about: Mapping[str, Any]) -> None:
+    """Write all or nothing: the file is renamed into place."""
+    pa, pq = _pyarrow()
+    names = [f.name for f in fields(Pair)]
+    columns: dict[str, list[Any]] = {"id": [pair.id for pair in pairs]} | {name: [] for name in names}
+    for pair in pairs:
+        for name, value in asdict(pair).items():
+            columns[name].append(json.dumps(value, ensure_ascii=False) if name in _JSON else value)
+    kinds = {"turn": pa.int64(), "sample": pa.int64(), "margin": pa.float64()}
+    schema = pa.schema(
+        [(name, kinds.get(name, pa.string())) for name in columns],
+        metadata={"format": FORMAT, "earnest": json.dumps(dict(about), ensure_ascii=False)},
+    )
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns, schema=schema), fresh)
+    fresh.replace(path)
+
+
+def read(path: Path) -> list[Pair]:
+    """The pairs of a file that ``write`` made, or of one with the columns prompt, chosen and rejected."""
+    _, pq = _pyarrow()
+    if not path.is_file():
+        raise ReplayError(f"there is no file {path}; `earnest replay TRACES out={path}` makes one.")
+    try:
+        table = pq.read_table(path)
+    except Exception as error:
+        raise ReplayError(f"{path} is no parquet file: {error}.") from None
+    missing = [name for name in ("prompt", "chosen", "rejected") if name not in table.column_names]
+    if missing:
+        raise ReplayError(f"{path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}.")
+    known = {f.name for f in fields(Pair)}
+    found = []
+    for number, row in enumerate(table.to_pylist()):
+        try:
+            found.append(_pair(number, {name: value for name, value in row.items() if name in known}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ReplayError(f"{path}, row {number}: {error}.") from None
+    if not found:
+        raise ReplayError(f"{path} holds no pair; nothing would be trained.")
+    return found
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What the file says about how it was made."""
+    _, pq = _pyarrow()
+    metadata = pq.read_schema(path).metadata or {}
+    return json.loads(metadata.get(b"earnest", b"{}"))
+
+
+def _pair(number: int, row: dict[str, Any]) -> Pair:
+    for name in _JSON:
+        row[name] = json.loads(row[name]) if isinstance(row.get(name), str) else row.get(name) or ()
+    given: dict[str, Any] = {"trace": f"row-{number}", "turn": 0, "teacher": "given", "sample": 0, "margin": 1.0}
+    made = Pair(**given | {"judge": "given", "winner": "teacher"} | row)
+    for name in ("chosen", "rejected"):
+        if getattr(made, name).get("role") != "assistant":
+            raise ValueError(f"{name} must be one assistant message, got {getattr(made, name)!r}")
+    if not made.prompt:
+        raise ValueError("the prompt has no message")
+    if meaning(made.chosen) == meaning(made.rejected):
+        raise ValueError("chosen and rejected are the same answer, which is no preference")
+    return replace(made, prompt=tuple(made.prompt), tools=tuple(made.tools))
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtra("pyarrow", "replay", "a file of preference pairs") from None
+    return pyarrow, pyarrow.parquet
