@@ -41,11 +41,25 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder, bit for bit.")] = False,
     full: Annotated[bool, typer.Option("--full", help="An experiment with all its arms, controls and seeds.")] = False,
+    on: Annotated[str, typer.Option(metavar="WHERE", help="With replicas=N: what starts them (local, …).")] = "local",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With replicas=N: print what would be started.")] = False,
 ) -> None:
     """Train."""
     from earnest import console
 
-    console.run(recipe, overrides or [], resume, full)
+    console.run(recipe, overrides or [], resume, full, on, dry_run)
+
+
+@app.command()
+def worker(
+    run_url: Annotated[str, typer.Argument(help="The address that `earnest run … replicas=N` printed.")],
+    replica: Annotated[int | None, typer.Option(min=0, help="Which replica to be; none: the first free one.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="For its checkpoints; none: runs/<run>-replica-<i>.")] = None,
+) -> None:
+    """Join a run that lives in a bucket, as one more replica."""
+    from earnest import console
+
+    console.worker(run_url, replica, folder)
 
 
 @app.command()
