@@ -29,7 +29,9 @@ def _row(table: Table, *cells: str) -> None:
     table.add_row(*(escape(cell) for cell in cells))
 
 
-def run(recipe: str, overrides: list[str], resume: bool, full: bool = False) -> None:
+def run(
+    recipe: str, overrides: list[str], resume: bool, full: bool = False, on: str = "local", dry_run: bool = False
+) -> None:
     """Train, then say what came of it and what to do next."""
     from earnest import config
     from earnest.config import recipes as known
@@ -53,7 +55,17 @@ def run(recipe: str, overrides: list[str], resume: bool, full: bool = False) -> 
             finished = resume_run(Path(recipe), overrides, out)
         else:
             name, settings = config.load(recipe, overrides)
-            finished = start(name, settings, out)
+            if on != "local" or dry_run:
+                if not settings.replicated:
+                    raise EarnestError("--on and --dry-run are about replicas; add replicas=N, or leave them out.")
+                from earnest.diloco import run as replicas
+
+                if dry_run:
+                    print(replicas.dry_run(name, settings, on))
+                    return
+                finished = replicas.start(name, settings, out, on=on)
+            else:
+                finished = start(name, settings, out)
     except Interrupted as stop:
         print(f"earnest: {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
@@ -71,6 +83,20 @@ def run(recipe: str, overrides: list[str], resume: bool, full: bool = False) -> 
     out.print(f"training took    {finished.seconds:.0f} s", highlight=False)
     for what, value in (("report", finished.report), ("chat with it", f"earnest chat --adapter {finished.folder}")):
         out.print(f"{what:<16} {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def worker(url: str, replica: int | None, folder: Path | None) -> None:
+    """Be a replica until its run is over."""
+    from earnest.diloco.worker import work
+    from earnest.runs.errors import Interrupted
+
+    out = Console()
+    try:
+        number = work(url, replica, folder, out)
+    except Interrupted as stop:
+        print(f"earnest: stopped after step {stop.step}; join again with: earnest worker {url}", file=sys.stderr)
+        sys.exit(stop.exit_code)
+    out.print(f"replica {number}: the run is over", highlight=False)
 
 
 def _pm(value: float, se: float | None, sign: str = "") -> str:

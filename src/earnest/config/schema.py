@@ -177,6 +177,49 @@ class SamplesConfig(Strict):
     train: int = Field(2, ge=0, description="training rollouts kept at each step")
 
 
+class SyncConfig(Strict):
+    """How replicas meet; see docs/diloco.md."""
+
+    algorithm: Literal["diloco", "local_sgd"] = Field(
+        "diloco", description="an outer optimizer on the average difference, or the average weights"
+    )
+    every: Whole = Field(10, description="updates between two meetings about the same weights")
+    fragments: Whole = Field(1, description="the weights meet in so many parts, one after the other")
+    delay: int = Field(0, ge=0, description="updates that go on while a fragment is under way")
+    alpha: float = Field(0.0, ge=0, le=1, description="share of the local weights that is kept at a meeting")
+    lr: float = Field(0.7, gt=0, description="the outer optimizer's learning rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="the outer optimizer's momentum")
+    nesterov: bool = Field(True, description="look ahead along the outer momentum")
+    wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
+        None, description="how differences travel; none: bf16, and fp32 for local_sgd"
+    )
+    density: float | None = Field(None, gt=0, le=1, description="the share of weights that topk sends; none: 1/64")
+    quorum: int | None = Field(None, ge=1, description="replicas that a round needs; none: half of them, rounded up")
+    grace: float = Field(30.0, ge=0, description="seconds that a round waits for late replicas once it has its quorum")
+    timeout: float = Field(3600.0, gt=0, description="seconds after which a round without quorum is an error")
+    snapshot_every: Whole = Field(10, description="rounds between two whole states in the bucket")
+    max_restarts: int = Field(3, ge=0, description="how often a replica that died is started again")
+    lighthouse: str | None = Field(
+        None, min_length=1, description="address of a torchft Lighthouse: replicas then meet over the network instead"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> SyncConfig:
+        plain_ = SyncConfig.model_construct()
+        unread = {
+            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov"),
+            "lighthouse": ("wire", "density", "grace", "snapshot_every"),
+        }
+        for why, keys in unread.items():
+            if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
+                for key in keys:
+                    if getattr(self, key) != getattr(plain_, key) and not (key == "wire" and self.wire == "fp32"):
+                        raise ConfigError(f"{key} has no meaning with {why}; leave it out")
+        if self.algorithm == "local_sgd" and self.wire not in (None, "fp32"):
+            raise ConfigError(f"wire: local_sgd averages weights, so {self.wire} would lose them; leave it out")
+        return self
+
+
 class RunConfig(Strict):
     """A whole run."""
 
@@ -211,11 +254,27 @@ class RunConfig(Strict):
     loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
         default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
     )
+    replicas: Whole = Field(1, description="so many processes sample and train, and meet every sync.every updates")
+    store: str | None = Field(
+        None, min_length=1, description="where replicas meet: s3://…, gs://…, az://… or file:///…; none: the run folder"
+    )
+    sync: SyncConfig = Field(default_factory=SyncConfig)
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether this run lives in a bucket."""
+        return self.replicas > 1 or self.store is not None
 
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
         self.build_objective()
+        if self.replicated:
+            from earnest.diloco.plan import plan
+
+            plan(self)
+        elif self.sync != SyncConfig():
+            raise ConfigError("sync: has no meaning for one replica without a store; set replicas=2, or leave it out")
         return self
 
     def build_objective(self) -> Any:

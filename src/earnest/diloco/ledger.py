@@ -72,7 +72,8 @@ class Ledger:
 
     def present(self, k: int) -> tuple[list[int], list[int]]:
         """(replicas whose delta is there, replicas that began) in one listing."""
-        deltas, hellos = [], []
+        deltas: list[int] = []
+        hellos: list[int] = []
         for key in self.bucket.list(f"outer/{k:08d}/"):
             *_, kind, last = key.split("/")
             if kind in ("delta", "hello"):

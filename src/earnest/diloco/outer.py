@@ -63,10 +63,10 @@ class Tick(torch.optim.Optimizer):
 
 
 class Mirror:
-    """fp32 copies on the CPU of what is trained: the adapter's parameters, then the guard's floating tensors."""
+    """fp32 copies on the CPU of what is trained: the adapter's parameters, then the guard's quarantine."""
 
     def __init__(self, engine: Any, fragments: int) -> None:
-        self.guarded = sorted(k for k, t in _guard_state(engine).items() if t.is_floating_point())
+        self.guarded = sorted(k for k in _guard_state(engine) if k.startswith("quarantine."))
         tensors = self._live(engine)
         self.copies = [nn.Parameter(t.detach().float().cpu().clone()) for t in tensors]
         count = len(engine.parameters)
@@ -326,7 +326,8 @@ def _copy_state(optimizer: Any) -> Any:
 
 def _share_out(sizes: Sequence[int], fragments: int) -> list[int]:
     """Neighbouring tensors together, about equally many numbers in each fragment, none empty."""
-    total, owner, seen = sum(sizes), [], 0
+    total, seen = sum(sizes), 0
+    owner: list[int] = []
     for i, size in enumerate(sizes):
         wanted = min(fragments - 1, (seen + size // 2) * fragments // max(total, 1))
         floor = owner[-1] if owner else 0

@@ -24,6 +24,7 @@ from earnest.diloco.errors import Damaged, StoreError
 from earnest.errors import MissingExtra
 
 T = TypeVar("T")
+Keys = list[str]  # inside classes, `list` is a method
 FORMAT = 1
 
 
@@ -42,9 +43,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes | None: ...
 
-    def list(self, prefix: str) -> list[str]: ...
+    def list(self, prefix: str) -> Keys: ...
 
-    def delete(self, keys: list[str]) -> None: ...
+    def delete(self, keys: Keys) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Bucket:
         self.traffic.received += len(data)
         return unseal(key, data)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> Keys:
         """Keys under ``prefix``, sorted."""
         return sorted(self._patiently(f"list {prefix}", lambda: self.store.list(prefix)))
 
@@ -240,12 +241,12 @@ class ObjectStore:
         except self._absent:
             return None
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> Keys:
         return self._answered(
             lambda: [str(item["path"]) for page in self._api.list(self._store, prefix or None) for item in page]
         )
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys: Keys) -> None:
         with suppress(*self._absent):  # somebody else tidied up
             self._answered(lambda: self._api.delete(self._store, keys))
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from earnest.audit.alive import prove_alive
 from earnest.errors import EarnestError
 from earnest.runs import checkpoints, verdicts
-from earnest.runs.collect import Source, sample_record
+from earnest.runs.collect import Collected, Source, sample_record
 from earnest.runs.enrich import with_signals
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import Evaluation, evaluate
@@ -46,6 +47,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.source = Source(self.setup)
         self.saved_at = -1
+        self.line: dict[str, Any] = {}
 
     # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class Loop:
         config, engine, objective = self.setup.config, self.setup.engine, self.setup.objective
         torch.manual_seed(derive(config.seed, "step", step))
         started = time.perf_counter()
-        collected = self.source.next(step)
+        collected = self._collect(step)
         batch = with_signals(self.setup, collected)
         sampled = time.perf_counter()
         live = [w.term.label for w in objective.live()]
@@ -131,12 +133,16 @@ class Loop:
             line = untrained(line, objective, batch)
         else:
             line = trained(line, report, engine.optimizer.param_groups[0]["lr"])
+        self.line = line
         self.run.metrics.append(line)
         for a in collected.attempts[: config.samples.train]:
             self.run.samples.append(sample_record(a, "train", step))
         for logger in self.loggers:
             logger.log(line)
         self.show.step(line)
+
+    def _collect(self, step: int) -> Collected:
+        return self.source.next(step)
 
     # --- around the steps ---------------------------------------------------------------------------------------------
 

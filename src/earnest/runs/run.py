@@ -44,6 +44,10 @@ class Finished:
 def start(recipe: str, config: RunConfig, console: Console | None = None) -> Finished:
     """Train from the beginning, into a new folder."""
     console = console or Console()
+    if config.replicated:
+        from earnest.diloco.run import start as start_replicas
+
+        return start_replicas(recipe, config, console)
     place = Path(config.out) if config.out is not None else default_place(recipe)
     require_free(place)
     setup = build(config, _teller(console))
@@ -58,6 +62,10 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
     run = RunFolder.open(folder)
     try:
         config = _config_to_resume(run, overrides)
+        if config.replicated:
+            from earnest.diloco.run import resume as resume_replicas
+
+            return resume_replicas(run, config, console)
         threads = read_json(folder / "environment.json").get("threads")
         if config.threads is None and isinstance(threads, int):
             torch.set_num_threads(threads)  # other thread counts sum in another order
@@ -96,12 +104,13 @@ def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finish
             show.close()
             for logger in loop.loggers:
                 logger.close()
-        return _finish(setup, run, loop.seconds)
+        return finish(setup, run, loop.seconds)
     finally:
         run.close()
 
 
-def _finish(setup: Setup, run: RunFolder, seconds: float) -> Finished:
+def finish(setup: Setup, run: RunFolder, seconds: float) -> Finished:
+    """The adapter and the report of a run that reached its end, and what it came to."""
     adapter = setup.adapter.save(run.path / "adapter", base_model=setup.config.model)
     run.update(status="finished", steps_done=setup.config.steps, seconds=round(seconds, 3))
     run.event("info", "finished")

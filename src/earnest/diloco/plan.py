@@ -1,0 +1,74 @@
+"""What a config's `replicas`, `store` and `sync` mean, checked before anything is started. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from earnest.errors import ConfigError
+
+if TYPE_CHECKING:
+    from earnest.config import RunConfig
+    from earnest.diloco.outer import Schedule
+    from earnest.diloco.protocol import Rules
+    from earnest.diloco.wire import Wire
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rounds, and the updates between two of them."""
+
+    config: RunConfig
+    interval: int
+    rounds: int
+    quorum: int
+
+    def schedule(self) -> Schedule:
+        from earnest.diloco.globals import OuterSGD
+        from earnest.diloco.outer import Schedule
+
+        sync = self.config.sync
+        outer = OuterSGD(sync.lr, sync.momentum, sync.nesterov) if sync.algorithm == "diloco" else None
+        return Schedule(sync.every, sync.fragments, sync.delay, sync.alpha, outer)
+
+    def wire(self) -> Wire:
+        from earnest.diloco.wire import Wire
+
+        sync = self.config.sync
+        return Wire(sync.wire or ("bf16" if sync.algorithm == "diloco" else "fp32"), sync.density)
+
+    def rules(self) -> Rules:
+        from earnest.diloco.protocol import Rules
+
+        sync = self.config.sync
+        return Rules(self.config.replicas, self.quorum, sync.grace, sync.timeout)
+
+    def steps_at(self, rounds: int) -> int:
+        """Steps of a replica that are behind it after so many rounds."""
+        return rounds * self.interval // self.config.updates_per_batch
+
+
+def plan(config: RunConfig) -> Plan:
+    """Check the numbers against each other; every refusal says which to change."""
+    sync, updates = config.sync, config.updates_per_batch
+    if sync.every % sync.fragments:
+        raise ConfigError(f"sync.every: must be a multiple of sync.fragments ({sync.fragments}), got {sync.every}")
+    interval = sync.every // sync.fragments
+    if sync.delay >= interval:
+        raise ConfigError(f"sync.delay: must be below every / fragments ({interval}), got {sync.delay}")
+    if interval % updates:
+        raise ConfigError(
+            f"sync.every: a meeting falls between two steps, so every / fragments ({interval}) must be a multiple of "
+            f"updates_per_batch ({updates})"
+        )
+    if (config.steps * updates) % interval:
+        raise ConfigError(
+            f"steps: the last meeting is at the end, so steps × updates_per_batch must be a multiple of {interval} "
+            f"(sync.every / sync.fragments), got {config.steps * updates}"
+        )
+    if sync.density is not None and sync.wire != "topk":
+        raise ConfigError(f"sync.density: only wire topk has a density, not {sync.wire or 'bf16'}; leave it out")
+    quorum = sync.quorum or -(-config.replicas // 2)
+    if quorum > config.replicas:
+        raise ConfigError(f"sync.quorum: {quorum} of {config.replicas} replicas can never come; lower it")
+    return Plan(config, interval, config.steps * updates // interval, quorum)

@@ -1,0 +1,235 @@
+"""``earnest run … replicas=N store=URL``: put a run into a bucket, start its replicas, watch it, and fetch the result.
+
+The launcher trains nothing. It measures the policy before, follows the commits, measures the final weights, and writes
+the run folder; all of it from the bucket, so it does not matter where the replicas run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from earnest.config import RunConfig, dump
+from earnest.diloco.errors import Damaged, StoreError
+from earnest.diloco.executors.base import STORE_VARIABLES, Executor, Job, get_executor, supervise
+from earnest.diloco.globals import Globals
+from earnest.diloco.ledger import Commit, Ledger
+from earnest.diloco.outer import Mirror
+from earnest.diloco.plan import Plan, plan
+from earnest.diloco.store import Bucket, Object, join
+from earnest.runs import environment, verdicts
+from earnest.runs.folder import RunFolder, default_place, require_free
+from earnest.runs.loggers import open_loggers
+from earnest.runs.loop import Loop
+from earnest.runs.progress import show_on
+from earnest.runs.run import Finished, finish
+from earnest.runs.setup import build
+from earnest.runs.stopping import Stopper
+
+
+def address(config: RunConfig, place: Path) -> str:
+    """RUN_URL: a prefix of the store named like the run folder, or a folder inside it."""
+    if config.store is None:
+        return f"file://{place.absolute()}/bucket"
+    return join(config.store, place.name)
+
+
+def job_of(config: RunConfig, url: str, place: Path) -> Job:
+    keys = {k: v for k, v in os.environ.items() if k.startswith(STORE_VARIABLES)}
+    return Job(url, config.replicas, keys, str(place.absolute()), config.sync.max_restarts)
+
+
+def dry_run(recipe: str, config: RunConfig, on: str) -> str:
+    """What would be submitted, as JSON; secrets are named, not shown."""
+    place = Path(config.out) if config.out is not None else default_place(recipe)
+    job = job_of(config, address(config, place), place)
+    shown = Job(job.url, job.replicas, dict.fromkeys(job.env, "…"), job.folder, job.max_restarts)
+    return json.dumps(get_executor(on).dry_run(shown), indent=1, ensure_ascii=False)
+
+
+def start(recipe: str, config: RunConfig, console: Console | None = None, *, on: str = "local") -> Finished:
+    """Train with replicas, into a new folder and a new prefix of the store."""
+    console = console or Console()
+    executor = get_executor(on)
+    place = Path(config.out) if config.out is not None else default_place(recipe)
+    require_free(place)
+    url = address(config, place)
+    setup = build(config, _teller(console))
+    header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
+    run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+    try:
+        _put(url, recipe, dump(config))
+    except StoreError as error:
+        run.update(status="failed", reason=str(error))
+        run.close()
+        raise
+    return _go(Launcher(setup, run, show_on(console), []), executor, url, console)
+
+
+def _put(url: str, recipe: str, config: str) -> None:
+    """Make sure of the store, and put the run's settings into it."""
+    bucket = Bucket.open(url, writer="launcher")
+    bucket.probe()
+    if not Ledger(bucket).put_config(config, {"recipe": recipe}):
+        raise StoreError(f"there is a run at {url} already; join it: `earnest worker {url}`, or choose another out=.")
+
+
+def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
+    """Start the replicas of a run again; what is committed is not done twice."""
+    setup = build(config, _teller(console))
+    launcher = Launcher(setup, run, show_on(console), [])
+    return _go(launcher, get_executor(str(run.header["on"])), str(run.header["url"]), console)
+
+
+def _go(launcher: Launcher, executor: Executor, url: str, console: Console) -> Finished:
+    setup, run = launcher.setup, launcher.run
+    try:
+        launcher.follow(executor, url)
+        for line in (
+            setup.policy.describe(),
+            f"{setup.config.replicas} replicas in {url}; run folder {run.path}",
+            f"another machine joins with: earnest worker {url}",
+        ):
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        launcher.loggers += open_loggers(
+            setup.config.loggers, run.path, setup.config.model_dump(mode="json"), launcher.step
+        )
+        run.update(status="running", reason=None, steps=setup.config.steps, steps_done=launcher.step)
+        launcher.show.start(setup.config.steps, launcher.step)
+        try:
+            launcher.train()
+        finally:
+            launcher.show.close()
+            for logger in launcher.loggers:
+                logger.close()
+        return finish(setup, run, launcher.seconds)
+    finally:
+        run.close()
+
+
+class Launcher(Loop):
+    """A run whose steps are done elsewhere: each committed round is one line of metrics.jsonl."""
+
+    ledger: Ledger
+    job: Job
+    executor: Executor
+    plan: Plan
+    agreed: Globals
+    seen: int
+
+    def follow(self, executor: Executor, url: str) -> None:
+        """Before ``train``: where the run is, and how much of it this folder knows already."""
+        config = self.setup.config
+        self.executor, self.job = executor, job_of(config, url, self.run.path)
+        self.ledger, self.plan = Ledger(Bucket.open(url, writer="launcher")), plan(config)
+        self.mirror = Mirror(self.setup.engine, config.sync.fragments)
+        self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer)
+        known = [json.loads(text) for text in (self.run.path / "metrics.jsonl").read_text().splitlines()]
+        self.measured = [line["step"] for line in known if line["kind"] == "eval"]
+        self.seen = max([line["version"] for line in known if line["kind"] == "step"], default=0) // self.plan.interval
+        self.step = self.plan.steps_at(self.seen)
+
+    def _train(self, stopper: Stopper) -> None:
+        if not verdicts.holds(self.run.path):
+            self._check()
+        if not self.measured:
+            self._evaluate("before")
+        supervise(self.executor, self.job, lambda: self._look(stopper), self._say, finished=self._finished)
+        self._adopt()
+        self._evaluate("after")
+
+    def _say(self, text: str) -> None:
+        self.run.event("warning", text)
+        self.show.note(text)
+
+    def _finished(self) -> bool:
+        return self.seen >= self.plan.rounds or self.ledger.committed() >= self.plan.rounds
+
+    def _look(self, stopper: Stopper) -> None:
+        """Write a line for each round that was committed since the last look; measure where it is time to."""
+        while self.seen < self.plan.rounds:
+            self._stop_if_asked(stopper)
+            try:
+                commit = self.ledger.commit(self.seen)
+                found = [self.ledger.delta(self.seen, i) for i in commit.members] if commit else []
+            except Damaged as error:
+                self._say(f"round {self.seen}: {error}")
+                commit, found = self.ledger.commit(self.seen), []
+            if commit is None:
+                newer = [k for k in self.ledger.states() if k > self.seen]
+                if not newer:
+                    return
+                self._say(f"rounds {self.seen} to {newer[0] - 1} were cleaned up before they were read")
+                self.seen = newer[0]
+                continue
+            self._record(commit, [d for d in found if d is not None])
+        self._stop_if_asked(stopper)
+
+    def _record(self, commit: Commit, deltas: Sequence[Object]) -> None:
+        self.seen = commit.round + 1
+        self.step = self.plan.steps_at(self.seen)
+        n, total, squares = (sum(d.meta["rewards"][i] for d in deltas) for i in range(3))
+        line: dict[str, Any] = {"kind": "step", "step": self.step, "version": self.seen * self.plan.interval}
+        if n:
+            mean = total / n
+            line["reward"] = {"mean": mean, "sd": math.sqrt(max(0.0, squares / n - mean * mean)), "n": int(n)}
+        numbers = {
+            "outer/members": len(commit.members),
+            "outer/tokens": sum(commit.tokens),
+            "outer/bytes a round": sum(d.size for d in deltas),
+            "outer/bytes a replica": sum(d.size for d in deltas) / max(1, len(deltas)),
+        }
+        self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])
+        line |= _merged([d.meta["line"] for d in deltas if "line" in d.meta])
+        line |= {"micro_batches": None, "metrics": numbers, "seconds": {}}
+        self.run.metrics.append(line)
+        for logger in self.loggers:
+            logger.log(line)
+        self.show.step(line)
+        every = self.setup.config.eval.every
+        if (
+            every
+            and self.step < self.setup.config.steps
+            and self.step // every > max(self.measured, default=0) // every
+        ):
+            self._adopt()
+            self.measured.append(self.step)
+            self._evaluate(None)
+
+    def _adopt(self) -> None:
+        """Take the newest committed weights into the policy."""
+        self.agreed.recover(self.ledger)
+        self.mirror.become(self.agreed)
+        self.mirror.push(self.setup.engine)
+        self.setup.engine.version = self.agreed.round * self.plan.interval
+        self.step = self.plan.steps_at(self.agreed.round)
+
+    def save(self) -> None:
+        """Nothing is trained here: the bucket is the checkpoint."""
+
+
+def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the replicas said of a step each: means of their numbers, the first one's words."""
+    nothing: dict[str, Any] = {"loss": None, "terms": {}, "skipped": [], "idle": {}, "passes": None}
+    merged = nothing | {"grad_norm": None, "update_norm": None, "lr": None} | (dict(lines[0]) if lines else {})
+    for name in ("loss", "grad_norm", "update_norm"):
+        merged[name] = _mean([line[name] for line in lines])
+    terms = {label: dict(term) for line in reversed(lines) for label, term in line["terms"].items()}
+    for label, term in terms.items():
+        term["loss"] = _mean([line["terms"][label]["loss"] for line in lines if label in line["terms"]])
+    return merged | {"terms": terms}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [v for v in values if v is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _teller(console: Console) -> Any:
+    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)

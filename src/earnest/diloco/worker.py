@@ -1,0 +1,194 @@
+"""``earnest worker RUN_URL``: one replica of a run that lives in a bucket. It samples and trains prompts of its own.
+
+Everything it needs is in the bucket: the settings, the weights, the meetings. Its folder only spares work: a replica
+that is started again in it goes on from its last checkpoint, bit for bit, and without it from the last commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+
+from earnest.config import RunConfig, dump
+from earnest.config.load import from_mapping
+from earnest.config.text import parse
+from earnest.diloco.errors import StoreError
+from earnest.diloco.ledger import CONFIG, Ledger
+from earnest.diloco.outer import ReplicaOuter
+from earnest.diloco.plan import Plan, plan
+from earnest.diloco.store import Bucket
+from earnest.errors import CheckpointError
+from earnest.runs import checkpoints, environment
+from earnest.runs.atomic import clean
+from earnest.runs.collect import Collected, Source
+from earnest.runs.folder import RunFolder
+from earnest.runs.loop import Loop
+from earnest.runs.progress import show_on
+from earnest.runs.seeds import derive
+from earnest.runs.setup import Setup, build
+from earnest.runs.stopping import Stopper
+
+
+class InTurn:
+    """Two outer hooks: the replicas meet, then an averaging teacher sees the weights that came of it."""
+
+    def __init__(self, first: ReplicaOuter, then: Any) -> None:
+        self.first, self.then = first, then
+
+    def after_update(self, engine: Any) -> Mapping[str, float]:
+        return {**self.first.after_update(engine), **self.then.after_update(engine)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        own = {f"replicas.{k}": v for k, v in self.first.state_dict().items()}
+        return own | {f"teacher.{k}": v for k, v in self.then.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for part, name in ((self.first, "replicas."), (self.then, "teacher.")):
+            part.load_state_dict({k.removeprefix(name): v for k, v in state.items() if k.startswith(name)})
+
+
+def read_config(ledger: Ledger) -> tuple[str, RunConfig]:
+    """(recipe, settings) of the run in this bucket."""
+    found = ledger.config()
+    if found is None:
+        raise StoreError(
+            f"there is no run at {ledger.bucket.url} (no {CONFIG}); give the address that `earnest run` printed."
+        )
+    return str(found.meta["recipe"]), from_mapping(parse(found.payload.decode(), CONFIG))
+
+
+def own_seed(config: RunConfig, replica: int) -> RunConfig:
+    """The same run with this replica's own prompts and samples; the adapter was born with the run's seed."""
+    return config.model_copy(update={"seed": derive(config.seed, "replica", replica) % 2**31})
+
+
+class ReplicaLoop(Loop):
+    """The training loop of one replica: no evaluation, checkpoints between rounds, steps that follow the rounds."""
+
+    replica_plan: Plan
+    outer: ReplicaOuter
+    rewards: list[float]
+
+    def attend(self, replica_plan: Plan, outer: ReplicaOuter) -> None:
+        """Give it its meetings; before ``restore``."""
+        self.replica_plan, self.outer, self.rewards = replica_plan, outer, []
+
+    def enter(self) -> None:
+        """Go on from what a checkpoint left, or from the bucket."""
+        kept = self.outer.join(self.setup.engine)
+        where = "its own checkpoint" if kept else "the bucket"
+        self.run.event("info", f"joined in round {self.outer.round} from {where}")
+        self._follow()
+
+    def save(self) -> None:
+        """Between rounds only: inside one, the meeting that is under way would be lost."""
+        if self.outer.between:
+            super().save()
+
+    def _train(self, stopper: Stopper) -> None:
+        config, engine, outer = self.setup.config, self.setup.engine, self.outer
+        while not outer.over:
+            self._stop_if_asked(stopper)
+            before = engine.version
+            self._one_step(self.step + 1)
+            # A step on which every term was idle moves nothing, and still counts towards the meeting.
+            for _ in range(config.updates_per_batch - (engine.version - before)):
+                assert engine.outer is not None
+                engine.outer.after_update(engine)
+            self._follow()
+            if outer.between and self.step - max(self.saved_at, 0) >= min(config.checkpoint.every, config.steps):
+                self.save()
+        self.save()
+
+    def _collect(self, step: int) -> Collected:
+        collected = super()._collect(step)
+        if self.outer.between:
+            self.rewards = []
+        self.rewards += [a.grade.reward for a in collected.attempts]
+        self.outer.manager.meta["rewards"] = _summary(self.rewards)
+        return collected
+
+    def _one_step(self, step: int) -> None:
+        super()._one_step(step)
+        told = {k: self.line.get(k) for k in ("loss", "skipped", "idle", "grad_norm", "update_norm", "lr", "passes")}
+        told["terms"] = {n: {**t, "metrics": {}} for n, t in self.line["terms"].items()}
+        self.outer.manager.meta |= {"seconds": round(self.seconds, 3), "line": clean(told)}
+
+    def _follow(self) -> None:
+        """Where the meetings took this replica to another round, its steps and prompts go on there."""
+        config = self.setup.config
+        wanted = self.outer.updates // config.updates_per_batch
+        if wanted != self.step:
+            self.run.event("info", f"from step {self.step} to step {wanted} with round {self.outer.round}")
+            self.source = Source(self.setup, position=wanted * config.sampling.prompts_per_step)
+            self.step = wanted
+
+
+def _summary(rewards: list[float]) -> list[float]:
+    """[n, Σ r, Σ r²]: summaries of replicas add up."""
+    return [float(len(rewards)), sum(rewards), sum(r * r for r in rewards)]
+
+
+def work(url: str, replica: int | None, folder: Path | None, console: Console) -> int:
+    """Be a replica until the run is over; returns the number that it had."""
+    label = "joiner" if replica is None else f"replica-{replica}"
+    ledger = Ledger(Bucket.open(url, writer=label))
+    recipe, config = read_config(ledger)
+    own = ledger.claim(config.replicas) if replica is None else replica
+    say = _teller(console)
+    setup = build(config, say)
+    setup = replace(setup, config=own_seed(config, own))
+    place = folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}"
+    run = _folder(place, url, own, recipe, setup)
+    try:
+        show = show_on(console)
+        loop = ReplicaLoop(setup, run, show, [])
+        planned = plan(config)
+        outer = ReplicaOuter(
+            setup.engine,
+            ledger,
+            own,
+            planned.rules(),
+            planned.schedule(),
+            planned.wire(),
+            rounds=planned.rounds,
+            snapshot_every=config.sync.snapshot_every,
+            say=lambda text: run.event("warning", text),
+        )
+        setup.engine.outer = outer if setup.engine.outer is None else InTurn(outer, setup.engine.outer)
+        loop.attend(planned, outer)
+        if checkpoints.newest(run) is not None:
+            loop.restore()
+        loop.enter()
+        run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
+        show.start(config.steps, loop.step)
+        try:
+            loop.train()
+        finally:
+            show.close()
+        run.update(status="finished", steps_done=loop.step, seconds=round(loop.seconds, 3))
+        run.event("info", f"finished; brought back {outer.heals} times")
+    finally:
+        run.close()
+    return own
+
+
+def _folder(place: Path, url: str, replica: int, recipe: str, setup: Setup) -> RunFolder:
+    facts = {"url": url, "replica": replica}
+    if (place / "run.json").exists():
+        run = RunFolder.open(place)
+        if {k: run.header.get(k) for k in facts} != facts:
+            run.close()
+            raise CheckpointError(f"{place} belongs to another run or replica; give another --folder.")
+        return run
+    header = {"recipe": recipe, **setup.describe(), **facts}
+    return RunFolder.create(place, dump(setup.config), environment.describe(setup.policy), header)
+
+
+def _teller(console: Console) -> Any:
+    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
