@@ -1,6 +1,6 @@
 """data-juicer's operators as a backend, kept from installing anything.
 
-    python -m earnest.replay.juicer < {"ops": [...], "texts": [...]}      verdicts as JSON: another environment's way in
+    python -m earnest.replay.juicer < [{"ops": [...], "texts": [...]}]    the way in from another environment
 
 Traps that this file closes (py-data-juicer 1.6.1): missing imports are installed at run time, torch included; an
 operator that raises drops its whole batch where ``skip_op_error`` is on; the MinHash operator takes all texts shorter
@@ -138,17 +138,18 @@ def forbid_installs() -> None:
 
 
 def main() -> None:
-    """Verdicts on the texts of standard input, for a caller in another environment."""
-    data = json.load(sys.stdin)
+    """For a caller in another environment: verdicts of each op on all texts, and who survives them one by one."""
     backend = Juicer()
-    sys.stdout.write(
-        json.dumps(
-            [
-                [[v.keep, v.value] for v in backend.judge(Op(o["op"], o["field"], o["settings"]), data["texts"])]
-                for o in data["ops"]
-            ]
-        )
-    )
+    sys.stdout.write(json.dumps([_answer(backend, job["ops"], job["texts"]) for job in json.load(sys.stdin)]))
+
+
+def _answer(backend: Juicer, ops: Sequence[dict[str, Any]], texts: Sequence[str]) -> dict[str, Any]:
+    made = [Op(op["op"], op["field"], op["settings"]) for op in ops]
+    verdicts = [[[v.keep, v.value] for v in backend.judge(op, texts)] for op in made]
+    left = list(range(len(texts)))
+    for op in made:
+        left = [i for i, v in zip(left, backend.judge(op, [texts[i] for i in left]), strict=True) if v.keep]
+    return {"verdicts": verdicts, "survivors": left}
 
 
 if __name__ == "__main__":
