@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,6 +120,15 @@ def test_update_goes_clip_optimizer_guard_outer(make_engine: Make, batch: Batch)
     events: list[str] = []
 
     class Recorder:
+        def bind(self, adapter: object, optimizer: object) -> None:
+            events.append("bound")
+
+        def prepare(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+            events.append(f"guard sees a gradient: {all(p.grad is not None for p in parameters)}")
+
+        def ablated(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
         def judge(
             self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]
         ) -> dict[str, float]:
@@ -147,7 +157,13 @@ def test_update_goes_clip_optimizer_guard_outer(make_engine: Make, batch: Batch)
         )
     )
     report = engine.step(batch, GRPO(clip=0.2))
-    assert events == ["optimizer sees norm ≤ 1e-3: True", "guard sees a step: True", "outer at version 1"]
+    assert events == [
+        "bound",
+        "guard sees a gradient: True",
+        "optimizer sees norm ≤ 1e-3: True",
+        "guard sees a step: True",
+        "outer at version 1",
+    ]
     assert report.update.gradient_norm > 1e-3, "the norm before clipping is what is logged"
     assert report.update.clip_factor == pytest.approx(1e-3 / report.update.gradient_norm)
     assert report.update.guard == {"refused": 1.0} and report.update.outer == {"round": 7.0}

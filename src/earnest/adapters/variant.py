@@ -119,6 +119,14 @@ class Variant:
         """Trainable tensors on which weight decay has no meaning."""
         return frozenset()
 
+    def linear(self) -> bool:
+        """Whether ΔW(θ + θ') = ΔW(θ) + ΔW(θ') in the trained tensors: then parts of an update are parts of ΔW."""
+        return False
+
+    def linear_note(self) -> str:
+        """Why not, for the error message."""
+        return self.equation
+
     def portable_rank(self, layer: Layer) -> int | None:
         """The rank of the exact LoRA that this is, or None where there is none (then it can only be merged)."""
         if self.uses("before") or self.uses("after") or not self.uses("factors"):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from earnest.adapters import Adapter
 from earnest.objectives.base import Objective
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars
@@ -120,11 +122,21 @@ class StepReport:
 
 
 class Guard(Protocol):
-    """Judges the step that the optimizer computed; may change the parameters in place. Its state is checkpointed."""
+    """Judges the step that the optimizer computed; may change the parameters in place. Its state is checkpointed.
+
+    ``bind`` comes once, ``prepare`` between clipping and the optimizer, ``judge`` behind the optimizer. ``ablated`` is
+    the policy that would be deployed.
+    """
+
+    def bind(self, adapter: Adapter, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def prepare(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None: ...
 
     def judge(
         self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]
     ) -> Mapping[str, float]: ...
+
+    def ablated(self) -> AbstractContextManager[None]: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

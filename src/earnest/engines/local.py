@@ -82,6 +82,8 @@ class LocalEngine:
         self.optimizer = self.optimizer_spec.build(
             [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
         )
+        if guard is not None:
+            guard.bind(adapter, self.optimizer)
         self.version = 0
         self.tokens = 0
         self.objective_state: dict[str, dict[str, Any]] = {}
@@ -177,6 +179,8 @@ class LocalEngine:
                 "Lower the learning rate or look for extreme ratios."
             )
         before = [p.detach().clone() for p in self.parameters]
+        if self.guard is not None:
+            self.guard.prepare(self.names, self.parameters)
         self.optimizer.step()
         with torch.no_grad():
             guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}

@@ -14,6 +14,7 @@ from typing import Any
 from earnest.engines.base import Rollout
 from earnest.errors import ConfigError
 from earnest.models import Policy, SampleSpec
+from earnest.models.replies import reply_tokens
 from earnest.objectives import Objective
 from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup
@@ -120,21 +121,7 @@ def demonstrate(policy: Policy, task: Task, prompt: Prompt) -> tuple[list[int], 
         raise ConfigError(
             f"task: the grader of {task.name} refuses its own answer {answer!r} to prompt {prompt.id}; mend the task."
         )
-    asked = policy.render(prompt.messages)
-    whole = policy.render(
-        [*prompt.messages, {"role": "assistant", "content": str(answer)}], add_generation_prompt=False
-    )
-    if whole[: len(asked)] != asked:
-        raise ConfigError(
-            f"model: the chat template of {policy.name} writes a prompt differently before an answer; use another."
-        )
-    tokens = whole[len(asked) :]
-    ends = [i for i, token in enumerate(tokens) if token in policy.eos_ids]
-    if not ends:
-        raise ConfigError(
-            f"model: the chat template of {policy.name} never ends a turn, so no answer learns to stop; use another."
-        )
-    return asked, tokens[: ends[-1] + 1]  # templates put a line break behind the end of a turn; nobody samples it
+    return reply_tokens(policy, prompt.messages, str(answer))
 
 
 def describe(attempts: Sequence[Attempt]) -> dict[str, float]:

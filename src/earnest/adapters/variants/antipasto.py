@@ -112,6 +112,12 @@ class AntiPaSTO(Variant):
         s, delta = t["S"].view(-1, self.block, 1), delta.view(-1, self.block, 1)
         return Factors(t["Vh"], t["U"], 1.0, s * off + delta * (off + eye))
 
+    def linear(self) -> bool:
+        return self.gain == "delta" and self.block == 0
+
+    def linear_note(self) -> str:
+        return "a rotation, or gains through ELU; gain='delta' with block=0 is linear"
+
     def portable_rank(self, layer: Layer) -> int | None:
         return self.rank
 

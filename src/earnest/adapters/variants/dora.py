@@ -76,6 +76,12 @@ class DoRA(LoRA):
         assert layer.bias is not None
         return new, b + e * (b - layer.bias.float())
 
+    def linear(self) -> bool:
+        return False
+
+    def linear_note(self) -> str:
+        return "its gain divides by the norm of W + s·BA"
+
     # -- PEFT ----------------------------------------------------------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
         base = super().peft_config()

@@ -57,6 +57,9 @@ class IA3(Variant):
         gain = 1 + scale * t["d"]
         return w * gain[:, None], None if b is None else b * gain
 
+    def linear(self) -> bool:
+        return True
+
     def peft_config(self) -> dict[str, Any] | None:
         return {"peft_type": "IA3", "feedforward_modules": [], "feedforward": False}
 
@@ -97,6 +100,9 @@ class IA3FF(Variant):
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
         return w * (1 + scale * t["d"]), b
+
+    def linear(self) -> bool:
+        return True
 
     def peft_config(self) -> dict[str, Any] | None:
         return {"peft_type": "IA3", "feedforward": True}

@@ -35,6 +35,7 @@ class LoRA(Variant):
     rank: int = 8
     alpha: float = 16.0
     rslora: bool = False
+    freeze_a: bool = False  # train B alone (LoRA-FA, arXiv 2308.03303): ΔW is then linear in what is trained
 
     name = "lora"
     paper = "2106.09685"
@@ -43,7 +44,11 @@ class LoRA(Variant):
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (47.8 % at 1e-4, r = 32)"
     cheap = True
-    examples: ClassVar = {"lora": {"rank": 4}, "lora (rs)": {"rank": 4, "rslora": True}}
+    examples: ClassVar = {
+        "lora": {"rank": 4},
+        "lora (rs)": {"rank": 4, "rslora": True},
+        "lora (frozen A)": {"rank": 4, "freeze_a": True},
+    }
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.name)
@@ -54,7 +59,7 @@ class LoRA(Variant):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
-        return {"A": Spec((self.rank, layer.n)), "B": Spec((layer.m, self.rank))}
+        return {"A": Spec((self.rank, layer.n), trainable=not self.freeze_a), "B": Spec((layer.m, self.rank))}
 
     def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
         return {"A": kaiming((self.rank, layer.n), ctx.rng)}
@@ -63,7 +68,13 @@ class LoRA(Variant):
         return Factors(t["A"], t["B"], self.s * scale)
 
     def dormant(self) -> frozenset[str]:
-        return frozenset({"A"})
+        return frozenset() if self.freeze_a else frozenset({"A"})
+
+    def linear(self) -> bool:
+        return self.freeze_a
+
+    def linear_note(self) -> str:
+        return "B A is a product of two trained factors"
 
     # -- PEFT ----------------------------------------------------------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ class VeRA(Variant):
 
     rank: int = 256
     d_initial: float = 0.1
+    freeze_d: bool = False  # train λ_b alone: ΔW is then linear in what is trained
 
     name = "vera"
     paper = "2310.11454"
@@ -32,7 +33,7 @@ class VeRA(Variant):
     equation = "y = Wx + b + λ_b∘B(λ_d∘A x)"
     lr = 1e-3
     lr_source = "PEFT's MetaMathQA comparison (35.4 % at 1e-3, r = 256)"
-    examples: ClassVar = {"vera": {"rank": 16}}
+    examples: ClassVar = {"vera": {"rank": 16}, "vera (λ_b)": {"rank": 16, "freeze_d": True}}
     shared = frozenset({"A", "B"})
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class VeRA(Variant):
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         a, b = Spec((self.rank, layer.n), trainable=False), Spec((layer.m, self.rank), trainable=False)
-        return {"lb": Spec((layer.m,)), "dld": Spec((self.rank,)), "A": a, "B": b}
+        return {"lb": Spec((layer.m,))} | ({} if self.freeze_d else {"dld": Spec((self.rank,))}) | {"A": a, "B": b}
 
     def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
         m, n = ctx.widest
@@ -51,10 +52,20 @@ class VeRA(Variant):
         return {"A": a[:, : layer.n], "B": b[: layer.m]}
 
     def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
-        return Factors(t["A"], t["lb"][:, None] * t["B"] * (self.d_initial + t["dld"]), scale)
+        return Factors(t["A"], t["lb"][:, None] * t["B"] * self._d(t), scale)
+
+    def _d(self, t: Tensors) -> Tensor:
+        """λ_d, [r]; without a trained δ it is constant."""
+        return self.d_initial + t["dld"] if "dld" in t else t["A"].new_full((self.rank,), self.d_initial)
 
     def dormant(self) -> frozenset[str]:
-        return frozenset({"dld"})
+        return frozenset() if self.freeze_d else frozenset({"dld"})
+
+    def linear(self) -> bool:
+        return self.freeze_d
+
+    def linear_note(self) -> str:
+        return "λ_b and λ_d multiply each other"
 
     def peft_config(self) -> dict[str, Any] | None:
         return {
@@ -71,7 +82,7 @@ class VeRA(Variant):
         return ("vera_lambda_b", "vera_lambda_d")
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
-        return {"vera_lambda_b": t["lb"], "vera_lambda_d": self.d_initial + t["dld"]}
+        return {"vera_lambda_b": t["lb"], "vera_lambda_d": self._d(t)}
 
     def shared_to_peft(self, shared: Tensors) -> dict[str, Tensor]:
         return {"vera_A": shared["A"], "vera_B": shared["B"]}

@@ -1,0 +1,29 @@
+"""What may not be learned: directions, erase, route, quarantine, at the gradient or at the update."""
+
+from __future__ import annotations
+
+from earnest.guards.assemble import assemble
+from earnest.guards.controls import Perturb, random_directions, shuffled_directions
+from earnest.guards.directions import Directions
+from earnest.guards.errors import GuardError, GuardWarning
+from earnest.guards.extract import Triple, directions_from_activations, directions_from_gradients, read_triples
+from earnest.guards.gates import Rule
+from earnest.guards.guard import DirectionGuard, Erase, Route
+
+__all__ = [
+    "DirectionGuard",
+    "Directions",
+    "Erase",
+    "GuardError",
+    "GuardWarning",
+    "Perturb",
+    "Route",
+    "Rule",
+    "Triple",
+    "assemble",
+    "directions_from_activations",
+    "directions_from_gradients",
+    "random_directions",
+    "read_triples",
+    "shuffled_directions",
+]

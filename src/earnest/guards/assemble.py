@@ -1,0 +1,86 @@
+"""Paired differences into directions.
+
+    D [P, n]  one row a pair   →   D/√P = U Σ Vᵀ,  the top k rows of Vᵀ, each turned so that most pairs have D v > 0
+
+A share of the pairs is held out and only validates. One noise floor for all modules: of all singular values that were
+taken, the lowest share goes, so that a module without the signal loses its directions rather than guarding noise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.guards.directions import Directions
+from earnest.guards.errors import GuardError, GuardWarning
+
+
+def assemble(
+    differences: Mapping[str, Float[Tensor, "P n"]],
+    *,
+    top: int = 4,
+    floor: float = 0.25,
+    heldout: float = 0.25,
+    seed: int = 0,
+    source: str = "differences",
+    validate: bool = True,
+) -> Directions:
+    """Directions from one difference a pair and module, unwanted minus wanted.
+
+    ``validate`` warns where the held-out pairs are not told apart better than by a coin.
+    """
+    if not differences:
+        raise GuardError("no module has a difference; attach an adapter with trainable parameters first.")
+    pairs = next(iter(differences.values())).shape[0]
+    kept_out = round(heldout * pairs)
+    if top < 1 or not 0 <= floor < 1 or not 0 <= heldout < 1 or pairs - kept_out < 2:
+        raise GuardError(
+            f"directions need top ≥ 1, floor and heldout in [0, 1) and at least 2 pairs to learn from, got top={top}, "
+            f"floor={floor}, heldout={heldout} with {pairs} pairs."
+        )
+    order = torch.randperm(pairs, generator=torch.Generator().manual_seed(seed))
+    learn, check = order[kept_out:], order[:kept_out]
+    found = {name: _top(D.double()[learn], top) for name, D in differences.items()}
+    pooled = torch.cat([sigma for sigma, _ in found.values()])
+    if not float(pooled.max()) > 0:
+        raise GuardError("wanted and unwanted completions have the same gradients everywhere; give other pairs.")
+    least = max(float(torch.quantile(pooled, floor)), 1e-12 * float(pooled.max()))
+    basis, strength, agreement, validated = {}, {}, {}, {}
+    score = torch.zeros(kept_out, dtype=torch.float64)
+    for name, (sigma, V) in found.items():
+        strong = sigma >= least
+        if not bool(strong.any()):
+            continue
+        sigma, V = sigma[strong], V[strong]
+        D = differences[name].double()
+        sides = D[learn] @ V.t()
+        votes = (sides.sign()).sum(0)
+        side = torch.where(votes != 0, votes, sides.sum(0)).sign()
+        side = torch.where(side == 0, torch.ones_like(side), side)
+        V = V * side[:, None]
+        basis[name], strength[name] = V.float(), sigma.float()
+        agreement[name] = ((D[learn] @ V.t()) > 0).double().mean(0).float()
+        if kept_out:
+            beyond = D[check] @ V.t()
+            validated[name] = (beyond > 0).double().mean(0).float()
+            score += beyond @ sigma
+    facts = {"pairs": float(len(learn)), "floor": least, "dropped": float(len(pooled) - sum(map(len, basis.values())))}
+    if kept_out:
+        facts |= {"heldout_pairs": float(kept_out), "heldout_accuracy": float((score > 0).double().mean())}
+        if validate and facts["heldout_accuracy"] <= 0.5:
+            warnings.warn(
+                f"the directions tell only {facts['heldout_accuracy']:.0%} of {kept_out} held-out pairs apart, no more "
+                "than a coin; guard with better pairs.",
+                GuardWarning,
+                stacklevel=2,
+            )
+    return Directions(basis, strength, agreement, validated, source, facts)
+
+
+def _top(D: Float[Tensor, "p n"], top: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "k n"]]:
+    _, sigma, V = torch.linalg.svd(D / D.shape[0] ** 0.5, full_matrices=False)
+    return sigma[:top], V[:top]

@@ -1,0 +1,44 @@
+"""What a guard is held against: the same guard with directions that mean nothing, and noise of the same size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from earnest.guards.directions import Directions
+from earnest.guards.guard import Erase
+
+
+def random_directions(like: Directions, seed: int) -> Directions:
+    """As many directions in the same modules, uniform at random."""
+    rng = torch.Generator().manual_seed(seed)
+    basis = {
+        n: torch.linalg.qr(torch.randn(V.shape[::-1], generator=rng, dtype=torch.float64)).Q.t().float().contiguous()
+        for n, V in like.basis.items()
+    }
+    return Directions(basis, like.strength, source="a random generator")
+
+
+def shuffled_directions(like: Directions, seed: int) -> Directions:
+    """The same numbers at other places: each module's coordinates in a random order."""
+    rng = torch.Generator().manual_seed(seed)
+    basis = {n: V[:, torch.randperm(V.shape[1], generator=rng)] for n, V in like.basis.items()}
+    return Directions(basis, like.strength, source=f"{like.source}, shuffled")
+
+
+class Perturb(Erase):
+    """Matched noise: every module's update gets a random vector as long as what ``Erase`` would have taken out.
+
+    The noise of an update is a function of ``seed`` and the count of updates, so a resumed run repeats it.
+    """
+
+    def __init__(self, directions: Directions, *, seed: int = 0) -> None:
+        super().__init__(directions)
+        self.seed = seed
+
+    def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:
+        size = self.rule.removed(step, V).norm()
+        place = list(self._parameters).index(name)
+        rng = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 10_007 + place)
+        noise = torch.randn(step.shape, generator=rng, dtype=torch.float64).to(step.device)
+        return noise * (size / noise.norm())

@@ -1,0 +1,120 @@
+"""``Directions``: for each guarded module, orthonormal rows in its parameters' space that point at what is unwanted.
+
+A step that raises the unwanted has a positive coordinate along a direction when it is written as the descent direction
+-u. Shapes: k directions of a module, n numbers of its parameter, flattened; P pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.guards.errors import GuardError
+
+FORMAT = "earnest-directions-1"
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """``basis[name]`` [k, n], strongest first; ``strength`` their singular values, ``agreement`` the share of pairs
+    that voted for the orientation, ``validated`` the share of held-out pairs that agree with it.
+
+    ``facts`` has the numbers of the whole extraction, ``source`` what it was made from.
+    """
+
+    basis: Mapping[str, Float[Tensor, "k n"]]
+    strength: Mapping[str, Float[Tensor, " k"]]
+    agreement: Mapping[str, Float[Tensor, " k"]] = field(default_factory=dict)
+    validated: Mapping[str, Float[Tensor, " k"]] = field(default_factory=dict)
+    source: str = "given"
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.basis:
+            raise GuardError("no module has a direction; give more pairs, raise top=, or lower floor=.")
+        for name, V in self.basis.items():
+            if V.ndim != 2 or V.shape[0] < 1 or V.shape[0] > V.shape[1]:
+                raise GuardError(f"{name}: directions must be [k, n] with 1 ≤ k ≤ n, got {tuple(V.shape)}.")
+            off = float((V.double() @ V.double().t() - torch.eye(V.shape[0], dtype=torch.float64)).abs().max())
+            if not off < 1e-4:
+                raise GuardError(
+                    f"{name}: directions must be orthonormal, they are off by {off:.1g}; use torch.linalg.qr."
+                )
+            if name not in self.strength or self.strength[name].shape != V.shape[:1]:
+                raise GuardError(f"{name}: strength must have one number for each of the {V.shape[0]} directions.")
+
+    def __len__(self) -> int:
+        return sum(V.shape[0] for V in self.basis.values())
+
+    def describe(self) -> str:
+        """One line for people."""
+        told = f", {self.facts['heldout_accuracy']:.0%} of held-out pairs" if "heldout_accuracy" in self.facts else ""
+        return f"{len(self)} directions in {len(self.basis)} modules, from {self.source}{told}"
+
+    # --- comparing ----------------------------------------------------------------------------------------------------
+
+    def overlap(self, other: Directions) -> float:
+        """Which share of ``other`` lies in the span of this one: Σ‖V Wᵀ‖² / Σk, 1 for the same space, ≈ k/n by luck."""
+        shared = [n for n in other.basis if n in self.basis]
+        inside = sum(float((self.basis[n].double() @ other.basis[n].double().t()).square().sum()) for n in shared)
+        return inside / len(other)
+
+    def heading(self, other: Directions) -> float:
+        """The cosine between the two strength-weighted sums: below 0, ``other`` points the other way."""
+        mine, theirs = self._headings(), other._headings()
+        dot = sum(float(mine[n] @ theirs[n]) for n in mine if n in theirs)
+        norms = [sum(float(v.square().sum()) for v in which.values()) ** 0.5 for which in (mine, theirs)]
+        return dot / (norms[0] * norms[1])
+
+    def _headings(self) -> dict[str, Float[Tensor, " n"]]:
+        return {n: self.strength[n].double() @ V.double() for n, V in self.basis.items()}
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything but ``source`` and ``facts``, by "<what>.<module>"."""
+        parts = ("basis", "strength", "agreement", "validated")
+        return {f"{p}.{n}": t for p in parts for n, t in getattr(self, p).items()}
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], source: str = "given", facts: Mapping[str, float] | None = None
+    ) -> Directions:
+        parts: dict[str, dict[str, Tensor]] = {"basis": {}, "strength": {}, "agreement": {}, "validated": {}}
+        for key, value in tensors.items():
+            what, _, name = key.partition(".")
+            if what not in parts:
+                raise GuardError(f"{key!r} is no part of a file of directions; it has {', '.join(parts)}.")
+            parts[what][name] = value
+        return cls(**parts, source=source, facts=dict(facts or {}))
+
+    def save(self, path: Path | str) -> Path:
+        """Write a safetensors file."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        meta = {"format": FORMAT, "source": self.source, "facts": json.dumps(dict(self.facts))}
+        save_file({k: v.detach().contiguous().cpu() for k, v in self.tensors().items()}, path, metadata=meta)
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str) -> Directions:
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise GuardError(f"there is no file of directions at {path}; write one with Directions.save.")
+        try:
+            with safe_open(path, "pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("format") != FORMAT:
+                    raise GuardError(f"{path} has no directions in it ({FORMAT}); write one with Directions.save.")
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        except SafetensorError as error:
+            raise GuardError(f"{path} is not a whole safetensors file ({error}); write it again.") from error
+        return cls.from_tensors(tensors, meta["source"], json.loads(meta["facts"]))

@@ -1,0 +1,282 @@
+"""``Erase`` and ``Route``: what of every update may not be learned.
+
+At the update (default), where the optimizer owns one parameter θ, the total, and u is the step that it took:
+
+    Erase   θ ← θ + removed(-u)
+    Route   θ stays; quarantine ← quarantine - removed(-u);  main = θ - quarantine, formed by ``ablated()``
+
+so Route trains the unguarded run bit for bit, momentum, preconditioner, clipping and decay included. At the gradient,
+as published, it is split before the optimizer, and Route steps main and quarantine with an optimizer each: there
+AdamW puts the unwanted component back into the step of main. Both leaks are reported at every step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from earnest.errors import nearest
+from earnest.guards.directions import Directions
+from earnest.guards.errors import GuardError, GuardWarning
+from earnest.guards.gates import Gate, Rule
+from earnest.guards.twin import Twin
+
+if TYPE_CHECKING:
+    from earnest.adapters import Adapter
+
+At = Literal["update", "gradient"]
+ATS: tuple[At, ...] = get_args(At)
+
+
+class DirectionGuard:
+    """What Erase and Route share: directions, a rule, the leaks, refreshing, the state.
+
+    ``every`` and ``extract``: after every so many updates the directions are extracted anew with the quarantine off,
+    and adopted unless they turned away: an overlap with the old ones below ``min_overlap``, or the opposite heading.
+    """
+
+    quarantines = False
+
+    def __init__(
+        self,
+        directions: Directions,
+        *,
+        gate: Gate = "one_sided",
+        overshoot: float = 1.0,
+        preserve: bool = False,
+        at: At = "update",
+        every: int = 0,
+        extract: Callable[[], Directions] | None = None,
+        min_overlap: float = 0.25,
+    ) -> None:
+        if at not in ATS:
+            raise GuardError(f"at={at!r} is unknown: {nearest(str(at), ATS)}")
+        if every < 0 or (every > 0) != (extract is not None):
+            raise GuardError(
+                f"every={every}: refreshing needs every ≥ 1 and extract=, a function that gives directions."
+            )
+        if not 0 <= min_overlap <= 1:
+            raise GuardError(f"min_overlap is {min_overlap}; it is a share, between 0 and 1.")
+        self.directions, self.rule, self.at = directions, Rule(gate, overshoot, preserve), at
+        self.every, self.extract, self.min_overlap = every, extract, min_overlap
+        self.updates = 0
+        self.quarantine: dict[str, Tensor] = {}
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._bases: dict[str, Tensor] = {}
+        self._twin: Twin | None = None
+        self._start: dict[str, Tensor] = {}
+        self._leak_gradient = 0.0
+        self._inside = False
+
+    # --- the engine's side --------------------------------------------------------------------------------------------
+
+    def bind(self, adapter: Adapter, optimizer: torch.optim.Optimizer) -> None:
+        """Meet the adapter and the optimizer; refuse an adapter whose ΔW is not linear in what it trains."""
+        variant = adapter.variant
+        if not variant.linear():
+            raise GuardError(
+                f"adapter {variant.name!r}: ΔW is not linear in what it trains ({variant.linear_note()}), so what is "
+                "taken out of a parameter is not taken out of ΔW. Use AntiPaSTO(rank=None, block=0, gain='delta'), "
+                "LoRA(freeze_a=True), VeRA(freeze_d=True) or IA3."
+            )
+        if self._parameters:
+            raise GuardError("this guard has an engine already; make a new one for another.")
+        self._parameters = adapter.named_parameters()
+        self._check(self.directions)
+        self._enter()
+        if self.at == "gradient" and self.quarantines:
+            self._twin = Twin(optimizer, {self._parameters[n]: q for n, q in self.quarantine.items()})
+
+    @torch.no_grad()
+    def prepare(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Between clipping and the optimizer: measure the gradient, and split it where that is the level."""
+        if self._inside:
+            raise GuardError("inside ablated() the parameters are not the trained ones; update outside of it.")
+        unwanted = length = 0.0
+        for name, p in zip(names, parameters, strict=True):
+            if p.grad is None:
+                continue
+            g = p.grad.detach().flatten().double()
+            if (V := self._bases.get(name)) is not None:
+                if self.at == "gradient":
+                    removed = self.rule.removed(g, V)
+                    g = g - removed
+                    p.grad.copy_(g.view_as(p))
+                    if self._twin is not None:
+                        self._twin.park(self.quarantine[name], removed.view_as(p))
+                unwanted += float(self.rule.unwanted(g, V).square().sum())
+            length += float(g.square().sum())
+        self._leak_gradient = (unwanted / length) ** 0.5 if length else 0.0
+        self._start = {}
+        if self._twin is not None:
+            for name, p in self._guarded().items():
+                p.copy_(p.double() - self.quarantine[name].double())
+                self._start[name] = p.detach().clone()
+
+    @torch.no_grad()
+    def judge(
+        self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]
+    ) -> Mapping[str, float]:
+        """Look at the step; take the unwanted part out of θ (Erase) or into the quarantine (Route)."""
+        taken = unwanted = kept_length = length = 0.0
+        for name, p, old in zip(names, parameters, before, strict=True):
+            step = -(p.detach().double() - self._start.get(name, old).double()).flatten()
+            length += float(step.square().sum())
+            if (V := self._bases.get(name)) is not None:
+                if self.at == "update":
+                    removed = self.take(name, step, V)
+                    taken += float(removed.square().sum())
+                    self.put(name, p, removed.view_as(p))
+                    step = step - removed
+                unwanted += float(self.rule.unwanted(step, V).square().sum())
+            kept_length += float(step.square().sum())
+        if self._twin is not None:
+            self._twin.step()
+            for name, p in self._guarded().items():
+                p.copy_(p.double() + self.quarantine[name].double())
+        self.updates += 1
+        report = {
+            "removed": (taken / length) ** 0.5 if length else 0.0,
+            "leak_gradient": self._leak_gradient,
+            "leak_update": (unwanted / kept_length) ** 0.5 if kept_length else 0.0,
+        }
+        if self.quarantines:
+            report["quarantine"] = sum(float(q.double().square().sum()) for q in self.quarantine.values()) ** 0.5
+        if self.every and self.updates % self.every == 0:
+            assert self.extract is not None
+            report |= self.refresh(self.extract)
+        return report
+
+    def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:
+        """What goes out of this module's descent direction."""
+        return self.rule.removed(step, V)
+
+    def put(self, name: str, p: torch.nn.Parameter, removed: Tensor) -> None:
+        """Where it goes."""
+        p.copy_(p.double() + removed)
+
+    # --- the policy that would be deployed ----------------------------------------------------------------------------
+
+    @contextmanager
+    def ablated(self) -> Iterator[None]:
+        """main = total - quarantine inside the block, and the bits of the total again behind it."""
+        if not self._parameters:
+            raise GuardError("this guard has no engine yet; give it to one: LocalEngine(…, guard=guard).")
+        if self._inside:
+            raise GuardError("ablated() inside ablated(): the quarantine is off already.")
+        held = {n: p.detach().clone() for n, p in self._guarded().items()}
+        self._inside = True
+        try:
+            with torch.no_grad():
+                for name, p in self._guarded().items():
+                    p.copy_(p.double() - self.quarantine[name].double())
+            yield
+        finally:
+            self._inside = False
+            with torch.no_grad():
+                for name, p in self._guarded().items():
+                    p.copy_(held[name])
+
+    # --- refreshing ---------------------------------------------------------------------------------------------------
+
+    def refresh(self, extract: Callable[[], Directions]) -> dict[str, float]:
+        """Extract with the quarantine off; adopt what still points where the old basis did, warn of what does not."""
+        with self.ablated():
+            fresh = extract()
+        self._check(fresh)
+        overlap, heading = self.directions.overlap(fresh), self.directions.heading(fresh)
+        adopted = overlap >= self.min_overlap and heading > 0
+        if adopted:
+            self.directions = fresh
+            self._enter()
+        else:
+            warnings.warn(
+                f"after update {self.updates} the extracted directions turned away (overlap {overlap:.2f}, heading "
+                f"{heading:+.2f}; adopted from overlap {self.min_overlap:g} and heading above 0): the old ones stay.",
+                GuardWarning,
+                stacklevel=2,
+            )
+        return {"overlap": overlap, "heading": heading, "adopted": float(adopted)}
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The directions in force, the quarantine, the count of updates, and the second optimizer's state."""
+        state = {f"directions.{k}": v.detach().clone() for k, v in self.directions.tensors().items()}
+        state |= {f"quarantine.{k}": v.detach().clone() for k, v in self.quarantine.items()}
+        state["updates"] = torch.tensor(self.updates)
+        return state | ({f"twin.{k}": v for k, v in self._twin.state_dict().items()} if self._twin else {})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Strict: a state of other parameters is refused, and then nothing is loaded."""
+        parts: dict[str, dict[str, Tensor]] = {"directions": {}, "quarantine": {}, "twin": {}, "updates": {}}
+        for key, value in state.items():
+            owner, _, name = key.partition(".")
+            if owner not in parts:
+                raise GuardError(f"{key!r} is no part of a guard's state; it has {', '.join(parts)}.")
+            parts[owner][name] = value
+        if not parts["updates"]:
+            raise GuardError("there is no guard's state here; resume with the guard that the run began with.")
+        directions = Directions.from_tensors(parts["directions"], self.directions.source, self.directions.facts)
+        self._check(directions)
+        for name in directions.basis if self.quarantines else ():
+            if name not in parts["quarantine"] or parts["quarantine"][name].shape != self._parameters[name].shape:
+                raise GuardError(f"the guard's state has no quarantine for {name}; it is of another adapter.")
+        if (self._twin is None) and parts["twin"]:
+            raise GuardError(f"this state is of a guard at the gradient, this one is at={self.at!r}; use the same.")
+        self.directions = directions
+        self.updates = int(parts["updates"][""])
+        for name in [n for n in self.quarantine if n not in parts["quarantine"]]:
+            del self.quarantine[name]
+        self._enter(parts["quarantine"])
+        for name, value in parts["quarantine"].items():
+            self.quarantine[name].copy_(value)
+        if self._twin is not None:
+            self._twin.load_state_dict(parts["twin"])
+
+    def _guarded(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters with a quarantine, in the adapter's order."""
+        return {n: p for n, p in self._parameters.items() if n in self.quarantine}
+
+    def _enter(self, also: Iterable[str] = ()) -> None:
+        """Make room for the directions in force."""
+        for name in (*self.directions.basis, *also) if self.quarantines else ():
+            if name not in self.quarantine:
+                self.quarantine[name] = torch.zeros_like(self._parameters[name], dtype=torch.float32)
+        self._bases = {n: V.to(self._parameters[n].device, torch.float64) for n, V in self.directions.basis.items()}
+
+    def _check(self, directions: Directions) -> None:
+        for name, V in directions.basis.items():
+            if name not in self._parameters:
+                raise GuardError(
+                    f"the directions have a module {name}, which is no parameter of this adapter: "
+                    f"{nearest(name, self._parameters)} Extract them on this adapter."
+                )
+            if V.shape[1] != (size := self._parameters[name].numel()):
+                raise GuardError(f"{name}: the directions have {V.shape[1]} numbers, the parameter has {size}.")
+        if self._twin is not None and set(directions.basis) - set(self.quarantine):
+            raise GuardError("at the gradient, refreshed directions cannot enter new modules; use at='update'.")
+
+    def describe(self) -> dict[str, Any]:
+        """For run.json."""
+        rule = f"{self.rule.gate}, overshoot {self.rule.overshoot:g}" + (", length kept" if self.rule.preserve else "")
+        return {"guard": f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"}
+
+
+class Erase(DirectionGuard):
+    """The unwanted part of every update is gone."""
+
+
+class Route(DirectionGuard):
+    """The unwanted part of every update is set aside in a quarantine, which ``ablated()`` leaves out."""
+
+    quarantines = True
+
+    def put(self, name: str, p: torch.nn.Parameter, removed: Tensor) -> None:
+        q = self.quarantine[name]
+        q.copy_(q.double() - removed)
