@@ -114,6 +114,41 @@ def chat(
 
 
 @app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback it needs --keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    model: Annotated[str, typer.Option(help="nano, smollm2, a Hugging Face id, or a folder.")] = "nano",
+    data: Annotated[Path, typer.Option(help="The folder of the database and of all versions.")] = Path("earnest-data"),
+    keys: Annotated[Path | None, typer.Option(help="A YAML file of API keys; without it, loopback only.")] = None,
+    learn: Annotated[Path | None, typer.Option(help="A YAML file that says how adapters learn.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="An adapter that shall exist; may be repeated.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    new_key: Annotated[str | None, typer.Option(help="Print a fresh API key of this name, and end.")] = None,
+) -> None:
+    """Chat that learns from what its users say, in one process on one port."""
+    from earnest.serve import console
+
+    console.serve(host, port, model, data, keys, learn, adapter, threads, new_key)
+
+
+@app.command()
+def replay(
+    traces: Annotated[Path, typer.Argument(help="A .jsonl file: OpenAI-style messages, or what `earnest serve` logs.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="e.g. out=pairs.parquet teachers.0.kind=policy judge.kind=teacher"
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file with teachers, judge and filters.")] = None,
+) -> None:
+    """Traces into preference pairs; the same command again goes on where it stopped."""
+    from earnest.replay import console
+
+    console.replay(traces, overrides or [], config)
+
+
+@app.command()
 def recipes() -> None:
     """What can be run."""
     from earnest import console

@@ -258,7 +258,7 @@ class Batch:
 
     def _stopped(self, row: _Row) -> bool:
         ids = [s.token for s in row.steps]
-        text = self.host.policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.host.text.decode(ids, special=True)
         return any(s in text for s in row.spec.stop)
 
 

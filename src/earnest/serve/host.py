@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.errors import EarnestError
 from earnest.serve.settings import ServeSettings
+from earnest.serve.text import Text
 from earnest.serve.turns import ORDER, Kind, Ticket, Turns
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Host:
         self.after_load: list[Callable[[], None]] = []
         """Called in the loading thread when the policy is there, before ``ready``."""
         self._policy: Policy | None = None
+        self._text: Text | None = None
         self._decoder: Decoder | None = None
         self._adapters: dict[str, Adapter] = {}
         self._ready = threading.Event()
@@ -108,7 +110,7 @@ class Host:
             _ = policy.cache_kind, policy.fingerprint()
             from earnest.serve.decode import Decoder
 
-            self._policy = policy
+            self._policy, self._text = policy, Text(policy)
             self._decoder = Decoder(self, self.settings.max_rows, self.settings.max_waiting)
             for call in self.after_load:
                 call()
@@ -137,6 +139,13 @@ class Host:
         if self._policy is None:
             raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
         return self._policy
+
+    @property
+    def text(self) -> Text:
+        """The policy's tokenizer; nobody uses it past this."""
+        if self._text is None:
+            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
+        return self._text
 
     @property
     def decoder(self) -> Decoder:

@@ -1,0 +1,198 @@
+"""/v1/adapters: what learns, and its versions: roll back, pin, promote, diff, export, fork, delete."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from pydantic import Field
+
+from earnest.serve import versions
+from earnest.serve.errors import BadRequest, Conflict
+from earnest.serve.keys import Caller, Right, Who
+from earnest.serve.state import State
+from earnest.serve.store import AdapterRow, VersionRow, check_name
+from earnest.serve.wire import ERRORS, Wire
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class NewAdapter(Wire):
+    """POST /v1/adapters"""
+
+    name: Name
+    learn: dict[str, Any] = Field(default_factory=dict, description="what differs from the server's own settings")
+
+
+class Fork(Wire):
+    """A new adapter that starts from a version of this one."""
+
+    name: Name
+    version: Number | None = Field(None, description="none: the live one")
+
+
+class Which(Wire):
+    """A version."""
+
+    version: Number | None = None
+
+
+def router(state: State) -> APIRouter:
+    api = APIRouter(prefix="/v1/adapters", responses=ERRORS, tags=["adapters"])
+
+    def find(name: str, caller: Caller, right: Right) -> AdapterRow:
+        caller.demand(name, right)
+        return state.store.adapter(name)
+
+    def show(row: AdapterRow) -> dict[str, Any]:
+        return {
+            "object": "adapter",
+            "name": row.name,
+            "created": row.created,
+            "live": row.live,
+            "pinned": row.pinned,
+            "origin": row.origin,
+            "learn": dict(row.learn),
+            "feedback": state.store.counts(row.id),
+            "versions": [v.number for v in state.store.versions(row.id)],
+        }
+
+    def told(row: AdapterRow, what: str, **more: Any) -> dict[str, Any]:
+        found = show(state.store.adapter(row.name))
+        state.bus.publish("adapter", row.name, what=what, live=found["live"], pinned=found["pinned"], **more)
+        return found
+
+    @api.get("", summary="What learns here")
+    def listed(caller: Who) -> dict[str, Any]:
+        return {"object": "list", "data": [show(a) for a in state.store.adapters() if caller.may(a.name, "read")]}
+
+    @api.post("", status_code=201, summary="Make one")
+    def create(body: NewAdapter, caller: Who) -> dict[str, Any]:
+        check_name(body.name)
+        caller.demand(body.name, "teach")
+        if body.learn:
+            state.wait()
+            from earnest.serve.learning import overridden
+
+            assert state.learner is not None
+            overridden(state.learner.config, body.learn)
+        return told(state.store.create(body.name, body.learn), "created")
+
+    @api.get("/{name:path}/versions", summary="Its versions")
+    def history(name: str, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "read")
+        return {"object": "list", "data": [_version(v, row) for v in state.store.versions(row.id)]}
+
+    @api.get(
+        "/{name:path}/versions/{number}/export", summary="A version as a zip of PEFT's files", response_class=Response
+    )
+    def export(name: str, number: Number, caller: Who) -> Response:
+        row = find(name, caller, "read")
+        version = state.store.version(row, number)
+        content = versions.zipped(state.shelf.folder(row.id, version.number))
+        file = f"{row.name.replace('/', '-')}-v{number}.zip"
+        headers = {"Content-Disposition": f'attachment; filename="{file}"'}
+        return Response(content, media_type="application/zip", headers=headers)
+
+    @api.get("/{name:path}/versions/{number}", summary="A version: data, config, metrics, verdicts")
+    def version(name: str, number: Number, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "read")
+        found = state.store.version(row, number)
+        return {**_version(found, row), **found.record}
+
+    @api.delete("/{name:path}/versions/{number}", summary="Forget a version")
+    def forget(name: str, number: Number, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "delete")
+        found = state.store.version(row, number)
+        if number == row.live:
+            raise Conflict(f"version {number} of {name} is live; roll back first.", "number")
+        if any(v.parent == number for v in state.store.versions(row.id)):
+            raise Conflict(f"another version of {name} was made from version {number}; delete that first.", "number")
+        state.store.delete_version(row.id, found.number)
+        state.shelf.forget(row.id, number)
+        versions.remove(state.shelf.folder(row.id, number))
+        return told(row, "version deleted", number=number)
+
+    @api.get("/{name:path}/diff", summary="What changed between two versions")
+    def diff(
+        name: str,
+        caller: Who,
+        old: Annotated[int, Query(ge=0, lt=2**31)],
+        new: Annotated[int, Query(ge=0, lt=2**31)],
+    ) -> dict[str, Any]:
+        row = find(name, caller, "read")
+        state.wait()
+        return versions.diff(state, row, old, new)
+
+    @api.post("/{name:path}/rollback", summary="Answer with an earlier version again")
+    def rollback(name: str, body: Which, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "teach")
+        number = body.version
+        if number is None:
+            if row.live == 0:
+                raise Conflict(f"{name} is at version 0, the base; there is nothing before it.", "version")
+            number = state.store.version(row, row.live).parent
+        if number > 0:
+            state.store.version(row, number)
+        state.store.set_live(row.id, number)
+        return told(row, "rolled back")
+
+    @api.post("/{name:path}/promote", summary="Make a candidate live, whatever its gate said")
+    def promote(name: str, body: Which, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "teach")
+        if body.version is None:
+            raise BadRequest("version: which candidate? Name its number.", "version")
+        state.store.version(row, body.version)
+        state.store.set_live(row.id, body.version)
+        return told(row, "promoted")
+
+    @api.post("/{name:path}/pin", summary="Stay at a version whatever is learned; null: move again")
+    def pin(name: str, body: Which, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "teach")
+        if body.version:
+            state.store.version(row, body.version)
+        state.store.pin(row.id, body.version)
+        return told(row, "unpinned" if body.version is None else "pinned")
+
+    @api.post("/{name:path}/fork", status_code=201, summary="A new adapter that starts from a version")
+    def fork(name: str, body: Fork, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "read")
+        check_name(body.name)
+        caller.demand(body.name, "teach")
+        number = row.live if body.version is None else body.version
+        made = versions.fork(state, row, number, body.name)
+        return told(made, "forked", origin=made.origin)
+
+    @api.get("/{name:path}", summary="One of them")
+    def one(name: str, caller: Who) -> dict[str, Any]:
+        return show(find(name, caller, "read"))
+
+    @api.delete("/{name:path}", summary="Forget it, its versions and its feedback")
+    def delete(name: str, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "delete")
+        state.store.delete(row.id)
+        state.shelf.forget(row.id)
+        versions.remove(state.shelf.folder(row.id, 0).parent)
+        state.bus.publish("adapter", row.name, what="deleted")
+        return {"object": "adapter.deleted", "name": row.name, "deleted": True}
+
+    return api
+
+
+def _version(version: VersionRow, row: AdapterRow) -> dict[str, Any]:
+    record = version.record
+    return {
+        "object": "version",
+        "adapter": row.name,
+        "number": version.number,
+        "parent": version.parent,
+        "created": version.created,
+        "status": version.status,
+        "live": version.number == row.live,
+        "reason": version.reason,
+        "feedback": record["feedback"],
+        "loss": record["metrics"].get("loss"),
+        "gate": record["gate"]["holds"],
+        "audit": record["audit"]["holds"],
+    }

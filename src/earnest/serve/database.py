@@ -1,0 +1,126 @@
+"""SQLite as the place of what must survive: one writer, group commit, every write on the disk before it is answered.
+
+WAL with ``synchronous=FULL``: a commit returns after its fsync. Writes that arrive while one is being synced share the
+next one, each inside a savepoint of its own: one that fails takes only itself back.
+"""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], Any]
+MOST = 256  # writes in one commit
+
+
+class Database:
+    """A database file with its tables."""
+
+    def __init__(self, path: Path, schema: str) -> None:
+        self.path = path
+        self._mine = threading.local()
+        self._readers: list[sqlite3.Connection] = []
+        self._readers_lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._writer = self._open()
+        self._writer.executescript(schema)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="earnest-write", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=30.0)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA foreign_keys=ON")
+        return connection
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """Do ``work`` in a transaction; the future is done when the result is on the disk."""
+        future: Future[T] = Future()
+        if self._closed:
+            future.set_exception(RuntimeError("the database is closed"))
+        else:
+            self._queue.put((work, future))
+        return future
+
+    def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """The same, and wait for it."""
+        return self.submit(work).result()
+
+    def _run(self) -> None:
+        while True:
+            first = self._queue.get()
+            if first is None:
+                return
+            batch = [first]
+            ends = False
+            while len(batch) < MOST and not self._queue.empty():
+                more = self._queue.get()
+                if more is None:
+                    ends = True
+                    break
+                batch.append(more)
+            self._commit(batch)
+            if ends:
+                return
+
+    def _commit(self, batch: Sequence[tuple[Work, Future[Any]]]) -> None:
+        outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            for work, future in batch:
+                self._writer.execute("SAVEPOINT one")
+                try:
+                    result = work(self._writer)
+                except Exception as error:
+                    self._writer.execute("ROLLBACK TO one")
+                    outcomes.append((future, None, error))
+                else:
+                    outcomes.append((future, result, None))
+                self._writer.execute("RELEASE one")
+            self._writer.execute("COMMIT")
+        except BaseException as error:  # a full disk: nobody in this batch is told that it is safe
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            outcomes = [(future, None, error) for _, future in batch]
+        for future, result, failure in outcomes:
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Rows as of the last commit."""
+        connection = getattr(self._mine, "connection", None)
+        if connection is None:
+            connection = self._mine.connection = self._open()
+            with self._readers_lock:
+                self._readers.append(connection)
+        return list(connection.execute(sql, values))
+
+    def one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
+        rows = self.read(sql, values)
+        return rows[0] if rows else None
+
+    def close(self) -> None:
+        """Finish the writes that were submitted, and close the file."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        with self._readers_lock:
+            for connection in self._readers:
+                connection.close()
+            self._readers.clear()
+        self._writer.close()

@@ -1,0 +1,93 @@
+"""Server-sent events: what happens, as it happens, for pages that watch.
+
+    event: version
+    id: 17
+    data: {"adapter": "team/assistant", "number": 3, "status": "promoted", …}
+
+A reader that comes back with ``Last-Event-ID`` gets what it missed, as far back as the ring reaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KEPT = 1000
+HEARTBEAT = 15.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """``adapter`` decides who may see it; None: everybody."""
+
+    id: int
+    kind: str
+    adapter: str | None
+    data: Mapping[str, Any]
+
+    def text(self) -> str:
+        return f"event: {self.kind}\nid: {self.id}\ndata: {json.dumps(self.data)}\n\n"
+
+
+class Bus:
+    """Published from any thread, read in the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ring: deque[Event] = deque(maxlen=KEPT)
+        self._readers: dict[asyncio.Queue[Event | None], asyncio.AbstractEventLoop] = {}
+        self._last = 0
+        self._closed = False
+
+    def publish(self, kind: str, about: str | None = None, /, **data: Any) -> None:
+        """Something happened (to the adapter ``about``)."""
+        with self._lock:
+            self._last += 1
+            event = Event(self._last, kind, about, {"time": time.time(), **data, "adapter": about})
+            self._ring.append(event)
+            for queue, loop in self._readers.items():
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    def recent(self, may: Callable[[str | None], bool]) -> list[Event]:
+        with self._lock:
+            return [e for e in self._ring if may(e.adapter)]
+
+    async def listen(self, may: Callable[[str | None], bool], after: int | None) -> AsyncIterator[str]:
+        """Lines for one reader, until it leaves or the server shuts down."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        with self._lock:
+            missed = [e for e in self._ring if after is not None and e.id > after]
+            self._readers[queue] = asyncio.get_running_loop()
+            if self._closed:
+                queue.put_nowait(None)
+        try:
+            yield "retry: 2000\n\n"
+            for event in missed:
+                if may(event.adapter):
+                    yield event.text()
+            while True:
+                try:
+                    found = await asyncio.wait_for(queue.get(), HEARTBEAT)
+                except TimeoutError:
+                    yield ": alive\n\n"
+                    continue
+                if found is None:
+                    return
+                if may(found.adapter):
+                    yield found.text()
+        finally:
+            with self._lock:
+                self._readers.pop(queue, None)
+
+    def close(self) -> None:
+        """End every reader's stream: a shutdown does not wait for people who watch."""
+        with self._lock:
+            self._closed = True
+            for queue, loop in self._readers.items():
+                loop.call_soon_threadsafe(queue.put_nowait, None)

@@ -1,0 +1,115 @@
+"""/v1/feedback: what users say about completions. A 202 means that it is on the disk."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import Field, model_validator
+
+from earnest.serve.errors import BadRequest, NotFound
+from earnest.serve.keys import Caller, Who
+from earnest.serve.state import State
+from earnest.serve.store import AdapterRow, Said
+from earnest.serve.wire import ERRORS, Wire
+
+MOST = 256
+Words = Annotated[str, Field(min_length=1, max_length=20_000)]
+
+
+class FeedbackItem(Wire):
+    """At least one of ``text``, ``thumbs`` and ``better``."""
+
+    completion_id: Annotated[str, Field(min_length=1, max_length=100)]
+    choice: Annotated[int, Field(ge=0, lt=1024, description="which of the completion's choices")] = 0
+    text: Words | None = Field(None, description="what the user said, in their own words")
+    thumbs: Literal["up", "down"] | None = None
+    better: Words | None = Field(None, description="the answer that the user wanted")
+    adapter: Annotated[str, Field(max_length=200)] | None = Field(
+        None, description="who learns from it; none: the adapter that answered"
+    )
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")] | None = Field(
+        None, description="your own name for it: sending it twice counts once"
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> FeedbackItem:
+        if not any(v is not None and v.strip() for v in (self.text, self.thumbs, self.better)):
+            raise ValueError("says nothing; give text, thumbs ('up' or 'down') or better")
+        return self
+
+
+class FeedbackBatch(Wire):
+    """Several at once: all are accepted or none."""
+
+    feedback: Annotated[list[FeedbackItem], Field(min_length=1, max_length=MOST)]
+
+
+def router(state: State) -> APIRouter:
+    api = APIRouter(prefix="/v1", responses=ERRORS, tags=["feedback"])
+
+    @api.post("/feedback", status_code=202, summary="Say what you think of an answer")
+    def give(body: FeedbackItem | FeedbackBatch, caller: Who) -> dict[str, Any]:
+        items = body.feedback if isinstance(body, FeedbackBatch) else [body]
+        said = [_said(state, item, caller) for item in items]
+        rows = state.store.add_feedback(said, caller.name, state.settings.max_queued)
+        shown = []
+        for (_, adapter), (row, known) in zip(said, rows, strict=True):
+            shown.append({"object": "feedback", **row.public(adapter.name), "known_already": known})
+            if not known:
+                state.bus.publish("feedback", adapter.name, **row.public(adapter.name))
+        if state.learner is not None:
+            state.learner.wake()
+        return {"object": "list", "data": shown} if isinstance(body, FeedbackBatch) else shown[0]
+
+    @api.get("/feedback", summary="What was said lately")
+    def recent(
+        adapter: Annotated[str, Query(max_length=200)], caller: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 50
+    ) -> dict[str, Any]:
+        caller.demand(adapter, "read")
+        row = state.store.adapter(adapter)
+        found = state.store.recent_feedback(row.id, limit)
+        return {
+            "object": "list",
+            "counts": state.store.counts(row.id),
+            "data": [{"object": "feedback", **f.public(adapter)} for f in found],
+        }
+
+    @api.get("/feedback/{feedback_id}", summary="What became of it")
+    def one(feedback_id: str, caller: Who) -> dict[str, Any]:
+        found = state.store.feedback(feedback_id)
+        adapter = state.store.adapter_by_id(found.adapter)
+        if adapter is None or not caller.may(adapter.name, "read"):
+            raise NotFound(f"there is no feedback {feedback_id[:80]!r}.", "id")
+        return {"object": "feedback", **found.public(adapter.name)}
+
+    return api
+
+
+def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, AdapterRow]:
+    completion = state.store.completion(item.completion_id, item.choice)
+    caller.demand(completion.model, "read")
+    if item.adapter is not None:
+        name = item.adapter
+    elif completion.adapter is not None:
+        row = state.store.adapter_by_id(completion.adapter)
+        if row is None:
+            raise NotFound(f"the adapter {completion.model!r} that gave {completion.id} is deleted.", "completion_id")
+        name = row.name
+    else:
+        raise BadRequest(
+            f"{completion.id} was answered by the base model, which does not learn; name the adapter that shall, "
+            'as "adapter": "NAME".',
+            "adapter",
+        )
+    if name == "base":
+        raise BadRequest("the base model does not learn; name an adapter.", "adapter")
+    caller.demand(name, "teach")
+    if completion.kind != "chat":
+        raise BadRequest(
+            f"{completion.id} continues a plain text; feedback is learned from chat completions only.", "completion_id"
+        )
+    if not completion.tokens:
+        raise BadRequest(f"{completion.id} has no tokens; there is nothing to learn from.", "completion_id")
+    adapter = state.store.adapter(name)
+    return Said(item.completion_id, item.choice, item.text, item.thumbs, item.better, item.id, name), adapter

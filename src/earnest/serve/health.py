@@ -1,0 +1,46 @@
+"""/health and /v1/events."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+
+import earnest
+from earnest.serve.keys import Who
+from earnest.serve.state import State
+from earnest.serve.wire import ERRORS
+
+
+def router(state: State) -> APIRouter:
+    api = APIRouter(responses=ERRORS, tags=["server"])
+
+    @api.get("/health", summary="Whether the server is up, and the model loaded")
+    @api.get("/v1/health", include_in_schema=False)
+    def health() -> dict[str, Any]:
+        """Needs no key, and says nothing that would."""
+        ready = state.host.ready()
+        found: dict[str, Any] = {
+            "status": "ok" if ready else "failed" if state.host.failure else "loading",
+            "version": earnest.__version__,
+            "accepts_feedback": True,
+        }
+        if ready and not state.keys.on:
+            found["model"] = state.host.policy.describe()
+            found["chat"] = state.host.decoder.load()
+            found["waiting"] = state.host.turns.waiting()
+            found["attached"] = len(state.host.attached())
+            found["learning"] = None if state.learner is None else state.learner.doing
+        return found
+
+    @api.get("/v1/events", summary="What happens, as it happens (server-sent events)", response_class=StreamingResponse)
+    async def events(
+        caller: Who,
+        last_event_id: Annotated[str | None, Header(max_length=20)] = None,
+    ) -> StreamingResponse:
+        after = int(last_event_id) if last_event_id and last_event_id.isascii() and last_event_id.isdigit() else None
+        lines = state.bus.listen(lambda adapter: adapter is None or caller.may(adapter, "read"), after)
+        return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    return api

@@ -1,0 +1,356 @@
+"""The learner: takes feedback in its order, makes a version of it, and lets it answer if the gate does.
+
+    queued feedback ─► rows ─► teacher told in hindsight ─► audit ─► steps ─► gate ─► folder ─► ONE transaction ─► live
+
+Killed before the transaction, the feedback is still queued and the folder belongs to nobody; after it, the version is
+there. So a feedback is part of exactly one version.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.audit.alive import prove_alive
+from earnest.audit.own import prove
+from earnest.audit.verdict import Finding, Verdict, collect
+from earnest.engines import LocalEngine
+from earnest.errors import EarnestError
+from earnest.models import SampleSpec
+from earnest.objectives import Objective
+from earnest.objectives.needs import LogProb
+from earnest.runs.atomic import clean
+from earnest.serve import gate, learning, lessons, versions
+from earnest.serve.decode import Batch as Decoding
+from earnest.serve.decode import Flight, Request
+from earnest.serve.host import Stopping, Turn
+from earnest.serve.learning import LearnConfig
+from earnest.serve.store import AdapterRow
+from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
+from earnest.signals.reference import wanted_signals
+
+if TYPE_CHECKING:
+    from earnest.serve.state import State
+
+log = logging.getLogger("earnest.serve")
+SHOWN = 3  # answers before and after, kept with a version
+ANSWER = 24  # tokens of such an answer
+RETRY = 5.0  # seconds before a full disk is tried again
+
+
+class PoliteEngine(LocalEngine):
+    """A ``LocalEngine`` that lets others go first before every forward pass: between micro-batches no graph is alive,
+    so nothing depends on the gates that are closed meanwhile."""
+
+    breathe: Callable[[], None]
+
+    def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
+        self.breathe()
+        return super()._hidden(batch)
+
+
+class Learner:
+    """One thread, one update at a time; ``doing`` says which."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.config = learning.read(state.settings.learn)
+        self.doing: dict[str, Any] | None = None
+        self.updates = 0
+        self._alone: dict[int, int] = {}  # adapter → up to this feedback, one at a time: one of them cannot be learned
+        self._bases: dict[str, gate.Probe] = {}
+        self._event = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="earnest-learn", daemon=True)
+
+    def start(self) -> None:
+        self._event.set()  # there may be feedback from before
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._event.set()
+
+    def close(self) -> None:
+        self._event.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        stopping = self.state.host
+        while not stopping.stopping:
+            self._event.wait()
+            self._event.clear()
+            try:
+                while not stopping.stopping and (row := self.state.store.next_to_learn()) is not None:
+                    self._one(row)
+            except Stopping:
+                return
+            except Exception:  # of the store itself: nothing was changed; later again
+                log.exception("the learner could not reach its store")
+                time.sleep(RETRY)
+                self._event.set()
+            finally:
+                self.doing = None
+
+    def _one(self, row: AdapterRow) -> None:
+        """One version of one adapter; what cannot be learned from is set aside with the reason."""
+        state = self.state
+        feedback = state.store.queued(row.id, 1 if row.id in self._alone else self.config.batch)
+        try:
+            config = learning.overridden(self.config, row.learn)
+            if row.id not in self._alone:
+                feedback = state.store.queued(row.id, config.batch)
+            self._learn(row, config, feedback)
+            if self._alone.get(row.id, 0) <= feedback[-1].seq:
+                self._alone.pop(row.id, None)
+        except OSError as error:  # a full disk is not the feedback's fault
+            log.error("version not written, it is tried again: %s", error)
+            state.bus.publish("learn", row.name, phase="waiting", reason=str(error))
+            time.sleep(RETRY)
+        except Stopping:
+            raise
+        except Exception as error:
+            if not isinstance(error, EarnestError):
+                log.exception("an update of %s failed", row.name)
+            if len(feedback) > 1:  # find out which one it is
+                self._alone[row.id] = feedback[-1].seq
+                return
+            reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
+            state.store.settle({f.seq: ("failed", reason) for f in feedback})
+            state.bus.publish("learn", row.name, phase="failed", reason=reason, feedback=[f.id for f in feedback])
+
+    # --- an update ----------------------------------------------------------------------------------------------------
+
+    def _learn(self, row: AdapterRow, config: LearnConfig, feedback: Sequence[Any]) -> None:
+        state = self.state
+        objective = config.build_objective()
+        found = lessons.gather(state, config, objective, feedback)
+        if not found.rows:
+            state.store.settle(found.others)
+            state.bus.publish("learn", row.name, phase="nothing to learn", feedback=[f.id for f in feedback])
+            return
+        parent, number = row.live, row.next
+        started = time.perf_counter()
+        self._say(row, "begins", number, feedback=[f.id for f, _ in found.taken])
+        name = f"learn {row.id}@{number}"
+        with state.host.turn("learn") as turn:
+            try:
+                engine, teacher = self._engine(name, row, parent, config, turn)
+                with state.host.only(engine.adapter):
+                    record, verdict, refusal = self._update(
+                        row, number, config, objective, engine, teacher, found, turn
+                    )
+                    record |= {
+                        "parent": parent,
+                        "feedback": [f.id for f, _ in found.taken],
+                        "data": [
+                            {"feedback": f.id, "completion": c.id, "choice": c.choice, "version": c.version}
+                            for f, c in found.taken
+                        ],
+                        "config": clean(config.model_dump(mode="python")),
+                        "seconds": round(time.perf_counter() - started, 3),
+                    }
+                    served = self._write(row, number, engine, record, found.rows)
+                record["audit"] = (verdict + collect([served])).to_dict()
+                if served.outcome == "fails":
+                    refusal = f"{refusal}; {served.meaning}" if refusal else served.meaning
+            finally:
+                if name in state.host.attached():
+                    state.host.detach(name)
+        status = state.store.add_version(
+            row.id, number, parent, clean(record), [f.seq for f, _ in found.taken], found.others, refusal
+        )
+        if status is None:
+            state.shelf.forget(row.id)
+            versions.remove(state.shelf.folder(row.id, number).parent)
+            return
+        self.updates += 1
+        made = state.store.version(row, number)
+        state.bus.publish(
+            "version",
+            row.name,
+            number=number,
+            parent=parent,
+            status=status,
+            reason=made.reason,
+            feedback=record["feedback"],
+            metrics=clean(record["metrics"]),
+            answers=record["answers"],
+        )
+
+    def _engine(
+        self, name: str, row: AdapterRow, parent: int, config: LearnConfig, turn: Turn
+    ) -> tuple[PoliteEngine, Any]:
+        """A trainable copy of the parent version, beside the one that answers."""
+        how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
+        adapter = self.state.host.attach(name, config.adapter.build(), **how)
+        teacher = config.teacher.build(adapter)
+        if config.teacher.kind != "live" and "teacher" not in wanted_signals(config.build_objective()):
+            raise EarnestError(f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher.")
+        engine = PoliteEngine(
+            self.state.host.policy,
+            adapter,
+            config.optimizer.build(),
+            outer=teacher if isinstance(teacher, EMATeacher) else None,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            micro_tokens=config.micro_tokens,
+        )
+        engine.breathe = turn.breathe
+        if parent > 0:
+            engine.load(self.state.shelf.folder(row.id, parent) / "engine")
+        return engine, teacher
+
+    def _update(
+        self,
+        row: AdapterRow,
+        number: int,
+        config: LearnConfig,
+        objective: Objective,
+        engine: PoliteEngine,
+        teacher: Any,
+        found: lessons.Lessons,
+        turn: Turn,
+    ) -> tuple[dict[str, Any], Verdict, str]:
+        """(the version's record, the audit's verdict, why it is not to be promoted or '')."""
+        ready = [
+            self._signals(engine, batch, told, objective, teacher)
+            for batch, told in lessons.batches(self.state, found.rows)
+        ]
+        before = _by_role(engine, ready)
+        answers = self._answers(engine, found, turn)
+        margin = gate.margin(self.state, engine, config.gate)
+        base = self._base(engine, config, turn)
+        self._say(row, "audit", number)
+        with turn.serving("chat"):  # others would move tensors that the audit watches
+            alive = [b for b in ready if len(objective.idle(b)) < len(list(objective.live()))]
+            if not alive:
+                raise EarnestError(f"nothing to learn: {'; '.join(objective.idle(ready[0]).values())}")
+            audit = prove_alive if config.audit == "alive" else prove
+            verdict = audit(engine, objective, alive[0])
+        curve: list[dict[str, Any]] = []
+        for step in range(config.updates):
+            for batch in alive:
+                report = engine.step(batch, objective)
+                curve.append({"step": step + 1, "loss": report.loss, "update_norm": report.update.update_norm})
+                self._say(row, "step", number, step=step + 1, of=config.updates, loss=report.loss)
+        self._say(row, "gate", number)
+        passed, numbers = gate.judge(self.state, engine, config.gate, base, margin, turn.breathe)
+        after = _by_role(engine, ready)
+        later = self._answers(engine, found, turn)
+        last = report.to_dict()
+        record = {
+            "metrics": {
+                "loss": report.loss,
+                "loss_first": curve[0]["loss"],
+                "tokens": sum(b.active.shape[0] for b in ready),
+                "logprob_before": before,
+                "logprob_after": after,
+                "gate": numbers,
+            },
+            "curve": curve,
+            "report": clean(last),
+            "gate": passed.to_dict(),
+            "audit": verdict.to_dict(),
+            "answers": [{**a, "after": b["before"]} for a, b in zip(answers, later, strict=True)],
+        }
+        broken = [f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}" for f in verdict.failures]
+        broken += [f"{f.subject} {f.measured}, expected {f.expected}" for f in passed.failures]
+        return record, verdict, "; ".join(broken)
+
+    def _signals(
+        self,
+        engine: LocalEngine,
+        batch: Batch,
+        told: Sequence[tuple[int, ...] | None],
+        objective: Objective,
+        teacher: Any,
+    ) -> Batch:
+        batch = with_reference(engine, batch, objective)
+        return with_teacher(engine, batch, told, teacher) if "teacher" in wanted_signals(objective) else batch
+
+    def _base(self, engine: PoliteEngine, config: LearnConfig, turn: Turn) -> gate.Probe:
+        """The base's answers to the probes; they never change, so they are sampled once."""
+        key = config.gate.model_dump_json()
+        if key not in self._bases:
+            self._bases[key] = gate.probe(self.state, engine, config.gate, turn.breathe, base=True)
+        return self._bases[key]
+
+    def _answers(self, engine: PoliteEngine, found: lessons.Lessons, turn: Turn) -> list[dict[str, Any]]:
+        """The most likely answers to the first prompts that the feedback is about."""
+        shown = list({c.prompt: (f, c) for f, c in reversed(found.taken)}.values())[-SHOWN:][::-1]
+        flights = [
+            Flight(
+                Request(
+                    c.prompt,
+                    SampleSpec(temperature=0.0, max_new_tokens=min(ANSWER, len(c.tokens) + 8)),
+                    engine.adapter,
+                )
+            )
+            for _, c in shown
+        ]
+        decoding = Decoding(self.state.host)
+        decoding.admit(flights)
+        while len(decoding):
+            decoding.step()
+            turn.breathe()
+        return [
+            {
+                "feedback": f.id,
+                "completion": c.id,
+                "prompt": c.messages[-1]["content"],
+                "given": c.text,
+                "said": f.text or f.better or f"thumbs {f.thumbs}",
+                "before": self.state.text.decode(flight.result()[0].tokens),
+            }
+            for (f, c), flight in zip(shown, flights, strict=True)
+        ]
+
+    def _write(
+        self, row: AdapterRow, number: int, engine: PoliteEngine, record: Mapping[str, Any], rows: Sequence[lessons.Row]
+    ) -> Finding:
+        """The folder, whole; then law SV: what will be served is what was trained, to the last bit of a log-prob."""
+        state = self.state
+        folder = state.shelf.folder(row.id, number)
+
+        def fill(fresh: Path) -> None:
+            engine.adapter.save(fresh / "adapter", base_model=state.host.policy.name)
+            engine.save(fresh / "engine")
+
+        versions.write(folder, fill, clean(record))
+        batch = lessons.batches(state, rows)[0][0]
+        trained = engine.scalars(batch, [LogProb()])[LogProb()].values
+        with state.shelf.checked(row.id, number) as adapter, state.host.only(adapter):
+            served = engine.scalars(batch, [LogProb()])[LogProb()].values
+        off = float((served - trained).abs().max())
+        return Finding(
+            "SV",
+            f"version {number} as it is served",
+            f"log-probs off by {off:.3g}",
+            "0",
+            "holds" if off == 0.0 else "fails",
+            "The adapter that was read back from disk answers differently from the one that was trained.",
+        )
+
+    def _say(self, row: AdapterRow, phase: str, number: int, **more: Any) -> None:
+        self.doing = {"adapter": row.name, "version": number, "phase": phase, **more}
+        self.state.bus.publish("learn", row.name, version=number, phase=phase, **more)
+
+
+@torch.no_grad()
+def _by_role(engine: LocalEngine, batches: Sequence[Batch]) -> dict[str, float]:
+    """The mean log-prob of a token, for each role that the batches have."""
+    sums: dict[str, list[float]] = {}
+    for batch in batches:
+        values = engine.scalars(batch, [LogProb()])[LogProb()].values
+        for role in sorted(set(batch.role)):
+            own = values[batch.has_role([role])[batch.row]]
+            total = sums.setdefault(role, [0.0, 0.0])
+            total[0], total[1] = total[0] + float(own.sum()), total[1] + len(own)
+    return {role: total / count for role, (total, count) in sums.items()}

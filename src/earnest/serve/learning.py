@@ -1,0 +1,116 @@
+"""How adapters learn: the words of a recipe, for feedback instead of a task."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, TeacherConfig, TermConfig, Whole
+from earnest.errors import ConfigError
+
+PROMPTS = (
+    "Hello!",
+    "Describe the sea.",
+    "Tell me about the winter.",
+    "What do you think of the moon?",
+    "Give advice about the garden.",
+    "Say something about the bread.",
+)
+
+
+class PairConfig(Strict):
+    """Two answers to one prompt, the first of which should become the likelier one."""
+
+    prompt: str = Field(min_length=1)
+    chosen: str = Field(min_length=1)
+    rejected: str = Field(min_length=1)
+
+
+class ThumbsConfig(Strict):
+    """What a thumb says, where a teacher is to be told."""
+
+    up: str = Field("Good answer.", min_length=1)
+    down: str = Field("Bad answer.", min_length=1)
+
+
+class GateConfig(Strict):
+    """What a version must show before it answers anybody. Collapse is measured against the base model."""
+
+    pairs: list[PairConfig] = Field(default_factory=list, description="held out: never trained on")
+    margin: float = Field(
+        0.5, ge=0, description="nats a pair that the held-out margin may lose against the live version"
+    )
+    prompts: list[str] = Field(default_factory=lambda: list(PROMPTS), min_length=1, description="probes for collapse")
+    samples: int = Field(3, ge=2, description="completions of each probe")
+    max_new_tokens: Whole = Field(16, description="length of a probe's completion")
+    entropy_ratio: float = Field(0.5, ge=0, description="least entropy of the probes' answers, in the base's")
+    self_similarity: float = Field(0.85, gt=0, le=1, description="most ROUGE-L between answers to one probe")
+    drift: float = Field(2.0, gt=0, description="most log-prob that the base's own answers may lose, nats a token")
+
+
+class LearnConfig(Strict):
+    """A version is made from at most ``batch`` feedbacks, in their order."""
+
+    adapter: AdapterConfig = Field(default_factory=lambda: AdapterConfig.model_validate({"kind": "lora", "rank": 8}))
+    objective: list[TermConfig] = Field(
+        default_factory=lambda: [TermConfig.model_validate({"kind": "sdpo"})],
+        min_length=1,
+        description="the terms whose weighted sum is the loss",
+    )
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({"lr": 1e-3}))
+    batch: Whole = Field(8, description="feedbacks in one version, at most")
+    updates: Whole = Field(4, description="optimizer steps on them")
+    micro_tokens: Whole = Field(256, description="padded tokens in one forward pass; chat waits no longer than for one")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides the adapter's birth")
+    thumbs: ThumbsConfig = Field(default_factory=ThumbsConfig)
+    audit: Literal["alive", "full"] = Field(
+        "alive", description="laws proven on every update: that all is alive, or all of them"
+    )
+    gate: GateConfig = Field(default_factory=GateConfig)
+
+    @model_validator(mode="after")
+    def _agree(self) -> LearnConfig:
+        if self.adapter.build().wants_calibration():
+            raise ConfigError(
+                f"adapter: {self.adapter.kind} reads data at birth, which a server does not have yet; use lora or dora."
+            )
+        self.build_objective()
+        return self
+
+    def build_objective(self) -> Any:
+        """The objective that the list of terms describes."""
+        from earnest.objectives import Objective, Weighted
+
+        return Objective(tuple(Weighted(term.weight, term.build()) for term in self.objective))
+
+
+def read(path: Path | None) -> LearnConfig:
+    """The server's own settings, from a YAML file or the defaults."""
+    from earnest.config.load import check_mapping
+    from earnest.config.text import parse_file
+
+    return check_mapping(LearnConfig, {} if path is None else parse_file(path))
+
+
+def overridden(config: LearnConfig, changes: Mapping[str, Any]) -> LearnConfig:
+    """The settings of one adapter: the server's, with these changes. A list or a kind is replaced as a whole."""
+    from earnest.config.load import check_mapping
+
+    return check_mapping(LearnConfig, _merged(config.model_dump(mode="python"), changes))
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    found = copy.deepcopy(dict(old))
+    for key, value in new.items():
+        inside = found.get(key)
+        other_kind = isinstance(value, Mapping) and "kind" in value
+        if isinstance(value, Mapping) and isinstance(inside, dict) and not other_kind:
+            found[key] = _merged(inside, value)
+        else:
+            found[key] = copy.deepcopy(value)
+    return found

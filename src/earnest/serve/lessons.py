@@ -1,0 +1,145 @@
+"""From what users said to rows of a batch.
+
+    text            the rollout itself; its teacher is the policy shown the text in hindsight
+    thumbs          the rollout with advantage ±1; its teacher is shown the thumb's words; an upvoted one is also a
+                    demonstration
+    better answer   the rollout, its teacher shown the better answer; a demonstration; a pair (better, given)
+
+Which of these rows there are is decided by the roles that the objective's live terms read. A feedback that gives the
+objective nothing is not learned from, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from earnest.data import TemplateError, hindsight, reprompt
+from earnest.objectives import Objective
+from earnest.runs.collect import roles_of
+from earnest.serve.decode import positions
+from earnest.serve.errors import ServeError
+from earnest.serve.learning import LearnConfig
+from earnest.serve.scoring import answer_tokens
+from earnest.serve.state import State
+from earnest.serve.store import Completion, FeedbackRow, Status
+from earnest.signals import Batch, Role
+from earnest.signals.reference import wanted_signals
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch; ``told`` is the prompt of its teacher."""
+
+    role: Role
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    behaviour: tuple[float, ...]
+    temperature: float
+    version: int
+    told: tuple[int, ...] | None = None
+    advantage: float = 0.0
+    correct: bool = False
+    pair: int = -1
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """The rows of a version, the feedback they come from, and what became of the rest."""
+
+    rows: tuple[Row, ...]
+    taken: tuple[tuple[FeedbackRow, Completion], ...]
+    others: Mapping[int, tuple[Status, str]] = field(default_factory=dict)
+
+
+def gather(state: State, config: LearnConfig, objective: Objective, feedback: Sequence[FeedbackRow]) -> Lessons:
+    """Rows of each feedback, in order."""
+    rows: list[Row] = []
+    taken: list[tuple[FeedbackRow, Completion]] = []
+    others: dict[int, tuple[Status, str]] = {}
+    for f in feedback:
+        given = state.store.completion(f.completion, f.choice)
+        try:
+            own = _rows(state, config, objective, f, given, len(taken))
+            _fit(state, own)
+        except (ServeError, TemplateError) as error:
+            others[f.seq] = ("failed", str(error))
+            continue
+        if not own:
+            kinds = ", ".join(w.term.kind for w in objective.live())
+            others[f.seq] = ("unused", f"the objective ({kinds}) learns nothing from a feedback of this kind")
+            continue
+        rows += own
+        taken.append((f, given))
+    return Lessons(tuple(rows), tuple(taken), others)
+
+
+def _rows(
+    state: State, config: LearnConfig, objective: Objective, f: FeedbackRow, given: Completion, number: int
+) -> list[Row]:
+    roles, wanted = roles_of(objective), wanted_signals(objective)
+    messages = [dict(m) for m in given.messages]
+    common = (given.temperature, given.version)
+    better = answer_tokens(state, messages, f.better)[1] if f.better is not None else None
+    silent = (0.0,) * len(better or ())  # nobody sampled it; no term reads its behaviour
+    found: list[Row] = []
+    rating = {"up": 1.0, "down": -1.0, None: 0.0}[f.thumbs]
+    if "rollout" in roles and ("teacher" in wanted or rating):
+        told = state.text.render(_told(config, f, messages)) if "teacher" in wanted else None
+        found.append(
+            Row("rollout", given.prompt, given.tokens, given.logprobs, *common, told, rating, f.thumbs == "up")
+        )
+    if "demonstration" in roles and better is not None:
+        found.append(Row("demonstration", given.prompt, better, silent, *common, correct=True))
+    elif "demonstration" in roles and f.thumbs == "up":
+        found.append(Row("demonstration", given.prompt, given.tokens, given.logprobs, *common, correct=True))
+    if roles & {"chosen", "rejected"} and better is not None:
+        found.append(Row("chosen", given.prompt, better, silent, *common, correct=True, pair=number))
+        found.append(Row("rejected", given.prompt, given.tokens, given.logprobs, *common, pair=number))
+    return found
+
+
+def _told(config: LearnConfig, f: FeedbackRow, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The messages that the teacher reads."""
+    if f.better is not None:
+        return reprompt(messages, f.better, f.text)
+    thumb = config.thumbs.up if f.thumbs == "up" else config.thumbs.down
+    return hindsight(messages, f.text if f.text is not None else thumb)
+
+
+def _fit(state: State, rows: Sequence[Row]) -> None:
+    limit = positions(state.host.policy)
+    for row in rows:
+        size = max(len(row.prompt), len(row.told or ())) + len(row.tokens) - 1
+        if limit is not None and size > limit:
+            raise TemplateError(
+                f"the conversation, what was said about it and the answer have {size} tokens together; "
+                f"{state.host.policy.name} looks at {limit}."
+            )
+
+
+def batches(state: State, rows: Sequence[Row]) -> list[tuple[Batch, list[tuple[int, ...] | None]]]:
+    """A batch for each sampling temperature (a batch has one), and the told prompts of its rows."""
+    by_temperature: dict[float, list[Row]] = {}
+    for row in rows:
+        by_temperature.setdefault(row.temperature, []).append(row)
+    policy = state.host.policy
+    return [
+        (
+            Batch.from_rows(
+                [r.prompt for r in own],
+                [r.tokens for r in own],
+                role=[r.role for r in own],
+                pair=[r.pair for r in own],
+                policy_version=[r.version for r in own],
+                behaviour=[r.behaviour for r in own],
+                advantages=[r.advantage for r in own],
+                correct=[r.correct for r in own],
+                temperature=temperature,
+                pad=policy.pad_id,
+                device=policy.device,
+            ),
+            [r.told for r in own],
+        )
+        for temperature, own in by_temperature.items()
+    ]

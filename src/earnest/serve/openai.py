@@ -1,0 +1,400 @@
+"""/v1/chat/completions, /v1/completions, /v1/models, /v1/score, in OpenAI's words.
+
+Log-probs are those of what was sampled from (temperature, top-k and top-p applied; greedy: at temperature 1), the very
+ones that the store keeps. Every answer says which version of the adapter gave it: ``adapter_version`` in the body,
+``X-Earnest-Version`` in the headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from earnest.errors import SamplingError
+from earnest.serve.choices import chat_logprobs, text_logprobs
+from earnest.serve.errors import BadRequest, Busy, TooLong
+from earnest.serve.keys import Caller, Who
+from earnest.serve.shelf import Lease
+from earnest.serve.state import State
+from earnest.serve.store import Completion
+from earnest.serve.text import Unfolding, cut
+from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
+
+if TYPE_CHECKING:
+    from earnest.serve.decode import Done, Flight, Step
+
+
+def router(state: State) -> APIRouter:
+    api = APIRouter(prefix="/v1", responses=ERRORS, tags=["chat"])
+
+    @api.post("/chat/completions", response_model=None, summary="Answer a conversation")
+    async def chat(body: ChatRequest, request: Request, caller: Who) -> Any:
+        messages = [m.plain() for m in body.messages]
+        top = body.top()
+        work = Work(state, body, caller, "chat", messages, body.length(), top)
+        return await _answer(work, request, [lambda: work.text.render(messages)])
+
+    @api.post("/completions", response_model=None, summary="Continue a text")
+    async def complete(body: TextRequest, request: Request, caller: Who) -> Any:
+        work = Work(state, body, caller, "text", [], body.max_tokens, body.logprobs)
+        if body.echo and body.stream:
+            raise BadRequest("echo cannot be streamed here; leave one of the two out.", "echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise BadRequest("max_tokens is 0: nothing would be answered; give 1 or more, or echo: true.", "max_tokens")
+
+        def tokens(prompt: str | list[int]) -> tuple[int, ...]:
+            return work.text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+
+        return await _answer(work, request, [lambda p=p: tokens(p) for p in body.prompts()])
+
+    @api.get("/models", summary="What can be asked")
+    def models(caller: Who) -> dict[str, Any]:
+        rows = [("base", 0.0, 0, None)] + [(a.name, a.created, a.live, "base") for a in state.store.adapters()]
+        data = [
+            {"id": n, "object": "model", "created": int(t), "owned_by": "earnest", "adapter_version": v, "parent": p}
+            for n, t, v, p in rows
+            if caller.may(n, "read")
+        ]
+        return {"object": "list", "data": data}
+
+    @api.get("/models/{model:path}", summary="One of them")
+    def model(model: str, caller: Who) -> dict[str, Any]:
+        caller.demand(model.partition("@")[0], "read")
+        row, number = state.shelf.resolve(model)
+        created = 0 if row is None else int(row.created)
+        parent = None if row is None else "base"
+        return {
+            "id": model,
+            "object": "model",
+            "created": created,
+            "owned_by": "earnest",
+            "adapter_version": number,
+            "parent": parent,
+        }
+
+    @api.get("/chat/completions/{completion_id}", summary="An answer that was given")
+    def given(completion_id: str, caller: Who, choice: int = 0) -> dict[str, Any]:
+        found = state.store.completion(completion_id, min(max(choice, 0), 1 << 20))
+        caller.demand(found.model, "read")
+        shown = asdict(found)
+        for name in ("adapter", "key"):
+            shown.pop(name)
+        return {"object": "chat.completion.record", "adapter_version": shown.pop("version"), **shown}
+
+    @api.post("/score", summary="The log-probs of an answer")
+    def score(body: ScoreRequest, caller: Who) -> dict[str, Any]:
+        caller.demand(body.model.partition("@")[0], "read")
+        state.wait()
+        from earnest.serve.scoring import score_answer
+
+        with state.shelf.lease(body.model) as lease:
+            found = score_answer(state, lease.adapter, [m.plain() for m in body.messages], body.completion)
+            return {"object": "score", "model": body.model, "adapter_version": lease.version, **found}
+
+    return api
+
+
+class Work:
+    """One request on its way: which version answers, how, and what becomes of it."""
+
+    def __init__(
+        self,
+        state: State,
+        body: ChatRequest | TextRequest,
+        caller: Caller,
+        kind: str,
+        messages: list[dict[str, str]],
+        length: int | None,
+        top: int | None,
+    ) -> None:
+        caller.demand(body.model.partition("@")[0], "read")
+        self.state, self.body, self.caller, self.kind, self.messages = state, body, caller, kind, messages
+        self.length, self.top = length, top
+        self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.n = body.n or 1
+        self.lease: Lease
+        self.prompts: list[tuple[int, ...]] = []
+
+    @property
+    def text(self) -> Any:
+        return self.state.text
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """How many tokens the answer may have."""
+        from earnest.serve.decode import positions
+
+        limit = positions(self.state.host.policy)
+        asked = self.state.settings.max_tokens if self.length is None else self.length
+        if limit is None:
+            return asked
+        left = limit - len(prompt) + 1
+        if left < 1 or (self.length is not None and self.length > left):
+            raise TooLong(
+                f"the prompt has {len(prompt)} tokens and the answer may have {asked}; {self.state.host.policy.name} "
+                f"looks at {limit} together. Shorten the prompt, or lower max_tokens.",
+                "messages" if self.kind == "chat" else "prompt",
+            )
+        return min(asked, left)
+
+    def record(self, prompt: int, index: int, done: Done) -> Completion:
+        spec = self.body.spec(1)
+        tokens = self.prompts[prompt]
+        return Completion(
+            id=self.id,
+            choice=prompt * self.n + index,
+            model=self.lease.model,
+            version=self.lease.version,
+            kind="chat" if self.kind == "chat" else "text",
+            messages=self.messages,
+            prompt=tokens,
+            tokens=done.tokens,
+            logprobs=done.logprobs,
+            temperature=spec.temperature or 1.0,
+            text=self.visible(done),
+            finish=done.finish,
+            adapter=None if self.lease.row is None else self.lease.row.id,
+            key=self.caller.name,
+            sampling={
+                "temperature": spec.temperature,
+                "top_p": spec.top_p,
+                "top_k": spec.top_k,
+                "seed": self.body.seed,
+                "metadata": self.body.metadata or {},
+            },
+        )
+
+    def visible(self, done: Done) -> str:
+        return cut(self.text.decode(done.tokens), self.body.stops())
+
+    def head(self, suffix: str = "") -> dict[str, Any]:
+        name = "chat.completion" if self.kind == "chat" else "text_completion"
+        return {
+            "id": self.id,
+            "object": name + (suffix if self.kind == "chat" else ""),
+            "created": self.created,
+            "model": self.body.model,
+            "system_fingerprint": f"fp_{self.state.host.policy.fingerprint()[:12]}",
+            "adapter_version": self.lease.version,
+        }
+
+    def headers(self) -> dict[str, str]:
+        return {"X-Earnest-Version": str(self.lease.version), "X-Request-ID": self.id}
+
+    def usage(self, answers: Sequence[Sequence[Done]]) -> dict[str, int]:
+        prompt = sum(map(len, self.prompts))
+        answer = sum(len(d.tokens) for found in answers for d in found)
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+async def _answer(work: Work, request: Request, prompts: Sequence[Any]) -> Any:
+    """Lease the version, submit, wait (or stream), store, answer."""
+    stack = ExitStack()
+    try:
+        await run_in_threadpool(_begin, work, prompts, stack)
+        events: asyncio.Queue[tuple[int, int, Step] | None] = asyncio.Queue()
+        flights = _submit(work, events if work.body.stream else None)
+    except BaseException:
+        stack.close()
+        raise
+    if work.body.stream:
+        return StreamingResponse(
+            _stream(work, flights, events, stack), media_type="text/event-stream", headers=work.headers()
+        )
+    try:
+        answers = await _wait(flights, request)
+        await _keep(work, answers)
+        echoed = await run_in_threadpool(_echo, work) if isinstance(work.body, TextRequest) and work.body.echo else None
+        return JSONResponse(_whole(work, answers, echoed), headers=work.headers())
+    finally:
+        for flight in flights:
+            flight.cancel()
+        stack.close()
+
+
+def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
+    work.state.wait()
+    work.lease = stack.enter_context(work.state.shelf.lease(work.body.model))
+    work.prompts = [make() for make in prompts]
+
+
+def _submit(work: Work, events: asyncio.Queue[tuple[int, int, Step] | None] | None) -> list[Flight]:
+    from earnest.serve.decode import Full
+    from earnest.serve.decode import Request as Wanted
+
+    loop = asyncio.get_running_loop()
+    flights: list[Flight] = []
+    if work.length == 0:
+        return flights
+    try:
+        for place, prompt in enumerate(work.prompts):
+
+            def told(index: int, step: Step, place: int = place) -> None:
+                loop.call_soon_threadsafe(events.put_nowait, (place, index, step))  # type: ignore[union-attr]
+
+            spec = work.body.spec(work.room(prompt))
+            wanted = Wanted(prompt, spec, work.lease.adapter, work.n, work.top or 0, None if events is None else told)
+            flights.append(work.state.host.decoder.submit(wanted))
+    except Full as error:
+        _cancel(flights)
+        raise Busy(str(error)) from None
+    except SamplingError as error:
+        _cancel(flights)
+        raise BadRequest(str(error)) from None
+    except BaseException:
+        _cancel(flights)
+        raise
+    return flights
+
+
+def _cancel(flights: Sequence[Flight]) -> None:
+    for flight in flights:
+        flight.cancel()
+
+
+async def _wait(flights: Sequence[Flight], request: Request) -> list[list[Done]]:
+    """All answers; where the client leaves, its sequences leave the batch."""
+    waiting = asyncio.gather(*(asyncio.wrap_future(f.future) for f in flights))
+    while not waiting.done():
+        await asyncio.wait([waiting], timeout=0.5)
+        if not waiting.done() and await request.is_disconnected():
+            _cancel(flights)
+    return list(waiting.result())
+
+
+async def _keep(work: Work, answers: Sequence[Sequence[Done]]) -> None:
+    """On the disk before the client can refer to it."""
+    rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
+    if rows:
+        await asyncio.wrap_future(work.state.store.add_completions(rows))
+
+
+def _finish(done: Done) -> str:
+    return "length" if done.finish == "length" else "stop"
+
+
+def _whole(work: Work, answers: Sequence[Sequence[Done]], echoed: list[Any] | None) -> dict[str, Any]:
+    choices = []
+    for place, found in enumerate(answers or [()] * len(work.prompts)):
+        for index, done in enumerate(found):
+            choices.append(_choice(work, place, index, done, None if echoed is None else echoed[place]))
+        if not found and echoed is not None:
+            choices.append(_echo_only(work, place, echoed[place]))
+    ids: dict[str, Any] = {}
+    if work.body.return_token_ids:
+        lists = [list(p) for p in work.prompts]
+        ids["prompt_token_ids"] = lists[0] if work.kind == "chat" else lists
+    return {**work.head(), "choices": choices, "usage": work.usage(answers), **ids}
+
+
+def _choice(work: Work, place: int, index: int, done: Done, echo: Any) -> dict[str, Any]:
+    text = work.visible(done)
+    shared: dict[str, Any] = {"index": place * work.n + index, "finish_reason": _finish(done)}
+    if work.body.return_token_ids:
+        shared["token_ids"] = list(done.tokens)
+    if work.kind == "chat":
+        logprobs = None if work.top is None else chat_logprobs(work.text, done)
+        return {**shared, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
+    logprobs = None if work.top is None else text_logprobs(work.text, done, echo)
+    return {**shared, "text": (echo["text"] if echo else "") + text, "logprobs": logprobs}
+
+
+def _echo_only(work: Work, place: int, echo: Any) -> dict[str, Any]:
+    from earnest.serve.decode import Done
+
+    nothing = Done((), (), "length")
+    logprobs = None if work.top is None else text_logprobs(work.text, nothing, echo)
+    return {"index": place, "finish_reason": "length", "text": echo["text"], "logprobs": logprobs}
+
+
+def _echo(work: Work) -> list[Any]:
+    """The prompts' own texts and log-probs, for ``echo``."""
+    from earnest.serve.scoring import score_tokens
+
+    found = []
+    for prompt in work.prompts:
+        values = score_tokens(work.state, work.lease.adapter, prompt[:1], prompt[1:]) if len(prompt) > 1 else []
+        found.append({"text": work.text.decode(prompt), "tokens": prompt, "logprobs": [None, *values]})
+    return found
+
+
+async def _stream(
+    work: Work, flights: Sequence[Flight], events: asyncio.Queue[Any], stack: ExitStack
+) -> AsyncIterator[str]:
+    """Chunks as tokens come; the completion is on the disk before its last chunk."""
+    from earnest.serve.decode import Done
+
+    chat = work.kind == "chat"
+    unfolding: dict[tuple[int, int], Unfolding] = {}
+    ended = asyncio.gather(*(asyncio.wrap_future(f.future) for f in flights), return_exceptions=True)
+    ended.add_done_callback(lambda _: events.put_nowait(None))
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({**work.head('.chunk'), 'choices': choices, **more})}\n\n"
+
+    def piece(place: int, index: int, text: str, step: Step | None) -> str:
+        choice: dict[str, Any] = {"index": place * work.n + index, "finish_reason": None, "logprobs": None}
+        if step is not None and work.body.return_token_ids:
+            choice["token_ids"] = [step.token]
+        if step is not None and work.top is not None:
+            done = Done((step.token,), (step.logprob,), "length", (step.top,))
+            choice["logprobs"] = chat_logprobs(work.text, done) if chat else text_logprobs(work.text, done, None)
+        return chunk([choice | ({"delta": {"content": text}} if chat else {"text": text})])
+
+    finished = False
+    try:
+        if chat:
+            for index in range(work.n):
+                delta = {"role": "assistant", "content": "", "refusal": None}
+                yield chunk([{"index": index, "finish_reason": None, "logprobs": None, "delta": delta}])
+        while (found := await events.get()) is not None:
+            place, index, step = found
+            growing = unfolding.setdefault((place, index), Unfolding(work.text, work.body.stops()))
+            text = growing.feed(step.token)
+            if text or work.top is not None or work.body.return_token_ids:
+                yield piece(place, index, text, step)
+        outcomes: list[list[Done]] = []
+        for outcome in await ended:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            outcomes.append(outcome)
+        await _keep(work, outcomes)
+        finished = True
+        for place, answers in enumerate(outcomes):
+            for index, done in enumerate(answers):
+                grown = unfolding.get((place, index))
+                if grown is not None and (text := grown.rest()):
+                    yield piece(place, index, text, None)
+                last: dict[str, Any] = {"index": place * work.n + index, "finish_reason": _finish(done)}
+                yield chunk([{**last, "logprobs": None, **({"delta": {}} if chat else {"text": ""})}])
+        if work.body.stream_options is not None and work.body.stream_options.include_usage:
+            yield chunk([], usage=work.usage(outcomes))
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        from earnest.serve.app import error_body
+
+        yield f"data: {json.dumps(error_body(error)[1])}\n\n"
+    finally:
+        _cancel(flights)
+        if not finished:  # the client left: what it saw is kept all the same
+            work.state.later(_keep_rest(work, flights, stack))
+        else:
+            stack.close()
+
+
+async def _keep_rest(work: Work, flights: Sequence[Flight], stack: ExitStack) -> None:
+    try:
+        outcomes = await asyncio.gather(*(asyncio.wrap_future(f.future) for f in flights), return_exceptions=True)
+        await _keep(work, [o for o in outcomes if not isinstance(o, BaseException)])
+    finally:
+        stack.close()

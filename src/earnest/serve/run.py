@@ -1,0 +1,69 @@
+"""`earnest serve`: one process, one port."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from earnest.errors import ConfigError, MissingExtra
+from earnest.serve.settings import ServeSettings
+
+
+def run(settings: ServeSettings) -> None:
+    """Serve until a signal; answers under way are finished first."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn
+    except ImportError:
+        raise MissingExtra("fastapi and uvicorn", "serve", "earnest serve") from None
+    from earnest.serve.app import create_app
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for name in ("httpx", "httpcore", "huggingface_hub", "filelock", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    app = create_app(settings)
+    state = app.state.earnest
+
+    class Server(uvicorn.Server):
+        """Tells the parts that wait for long about the shutdown, and the user about the port."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            state.host.stopping = True  # an update under way is given up; its feedback stays queued
+            state.bus.close()
+            super().handle_exit(sig, frame)
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                port = self.servers[0].sockets[0].getsockname()[1]
+                shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+                print(
+                    f"earnest serve: http://{shown}:{port}  (model {settings.model}, data {settings.data})", flush=True
+                )
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=settings.shutdown_wait,
+        )
+    )
+    threading.Thread(target=_watch, args=(state, server), name="earnest-watch", daemon=True).start()
+    server.run()
+    if state.host.failure is not None:
+        raise ConfigError(state.host.failure)
+
+
+def _watch(state: Any, server: Any) -> None:
+    """A model that cannot be loaded ends the server: it would accept feedback that nothing ever learns from."""
+    state.host._ready.wait()
+    if state.host.failure is not None:
+        server.handle_exit(signal.SIGTERM, None)

@@ -1,0 +1,115 @@
+"""The parts of a running server, in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from earnest.errors import ConfigError
+from earnest.serve.errors import Loading
+from earnest.serve.events import Bus
+from earnest.serve.host import Host, NotReady
+from earnest.serve.keys import Keys
+from earnest.serve.settings import ServeSettings
+from earnest.serve.shelf import Shelf
+from earnest.serve.store import Store
+from earnest.serve.text import Text
+
+if TYPE_CHECKING:
+    from earnest.serve.learner import Learner
+
+
+class State:
+    """Store, host, shelf, keys, events and the learner. Made without torch; ``start`` begins to load it."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.keys)
+        if not self.keys.on and not settings.loopback:
+            raise ConfigError(
+                f"--host {settings.host} can be reached from other machines, so it needs --keys FILE; "
+                "`earnest serve --new-key NAME` makes a key. Without keys, listen on 127.0.0.1."
+            )
+        settings.data.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(settings)
+        self.store = Store(settings.data)
+        self.host = Host(settings)
+        self.bus = Bus()
+        self.shelf = Shelf(self.host, self.store, settings.max_resident)
+        self.learner: Learner | None = None
+        self._text: Text | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        for name in settings.adapters:
+            self.store.create(name, {}, exist_ok=True)
+        self.host.after_load.append(self._loaded)
+
+    def _loaded(self) -> None:
+        """In the loading thread: what needs torch and the policy."""
+        from earnest.serve.learner import Learner
+
+        policy = self.host.policy
+        self.store.bind(policy.name, policy.fingerprint())
+        self._text = self.host.text
+        self.learner = Learner(self)
+        self.learner.start()
+
+    @property
+    def text(self) -> Text:
+        assert self._text is not None, "wait() comes first"
+        return self._text
+
+    def wait(self) -> None:
+        """Until the model is there; 503 where that takes too long."""
+        try:
+            self.host.wait(self.settings.load_wait)
+        except NotReady as error:
+            raise Loading(str(error)) from None
+
+    def tinker_caller(self, request: Request) -> None:
+        """The Tinker wire asks for the right to teach an adapter of the name `tinker`; its health does not."""
+        if self.keys.on and not request.url.path.endswith("/healthz"):
+            self.keys.caller(request).demand("tinker", "teach")
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it in the event loop, and do not forget it on the way."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self) -> None:
+        """Wait for what was left for later."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start(self) -> None:
+        self.host.start()
+
+    def close(self) -> None:
+        """Everything that was accepted is on the disk already; work in the background is given up."""
+        self.bus.close()
+        self.host.stopping = True
+        if self.learner is not None:
+            self.learner.close()
+        self.host.close()
+        if self.learner is not None:  # it may have come to life while the host was loading
+            self.learner.close()
+        self.store.close()
+        os.close(self._lock)
+
+
+def _lock(settings: ServeSettings) -> int:
+    """Two servers in one folder would each think that they alone apply its feedback."""
+    handle = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ConfigError(
+            f"--data {settings.data} is in use by another server; stop it, or take another folder."
+        ) from None
+    return handle

@@ -1,0 +1,148 @@
+"""Versions on disk: a folder that is whole or not there, a zip of it, the difference of two, a fork."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from earnest.serve.errors import NotFound
+from earnest.serve.store import AdapterRow
+
+if TYPE_CHECKING:
+    from earnest.serve.state import State
+
+
+def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any]) -> None:
+    """Fill a folder beside its place, sync it, rename it. One that is there belongs to no version: a process died
+    between the rename and the commit."""
+    fresh = folder.with_name(f".{folder.name}.tmp")
+    for stale in (fresh, folder):
+        shutil.rmtree(stale, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    fill(fresh)
+    (fresh / "version.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for path in [*(p for p in fresh.rglob("*")), fresh]:
+        _sync(path)
+    fresh.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(folder: Path) -> None:
+    """Gone under its name at once, then from the disk."""
+    if folder.exists():
+        dying = folder.with_name(f".{folder.name}.deleted")
+        shutil.rmtree(dying, ignore_errors=True)
+        folder.rename(dying)
+        shutil.rmtree(dying, ignore_errors=True)
+
+
+def zipped(folder: Path) -> bytes:
+    """The adapter in PEFT's format with the version's record, as a zip."""
+    if not folder.is_dir():
+        raise NotFound("this version has no files any more.", "version")
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted((folder / "adapter").iterdir()):
+            archive.write(path, path.name)
+        archive.write(folder / "version.json", "version.json")
+    return content.getvalue()
+
+
+def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
+    """A new adapter whose version 1 is this version, optimizer state included. Version 0 has nothing to copy."""
+    if number > 0:
+        version = state.store.version(row, number)
+    made = state.store.create(name, row.learn, origin=f"{row.name}@{number}")
+    if number == 0:
+        return made
+    record = {**version.record, "feedback": [], "forked_from": f"{row.name}@{number}"}
+    source = state.shelf.folder(row.id, number)
+
+    def fill(folder: Path) -> None:
+        for part in ("adapter", "engine"):
+            shutil.copytree(source / part, folder / part)
+
+    write(state.shelf.folder(made.id, 1), fill, record)
+    state.store.add_version(made.id, 1, 0, record, (), {}, "")
+    return state.store.adapter(name)
+
+
+def diff(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any]:
+    """What lies between two versions: weights by layer, feedback, settings, numbers."""
+    records = {n: {} if n == 0 else state.store.version(row, n).record for n in (old, new)}
+    metrics = {n: _flat(records[n].get("metrics", {})) for n in (old, new)}
+    settings = {n: _flat(records[n].get("config", {})) for n in (old, new)}
+    seen = {n: _ancestry(state, row, n) for n in (old, new)}
+    return {
+        "object": "diff",
+        "adapter": row.name,
+        "old": old,
+        "new": new,
+        "weights": _weights(state, row, old, new),
+        "settings": _changed(settings[old], settings[new]),
+        "metrics": _changed(metrics[old], metrics[new]),
+        "feedback_only_in_old": [f for f in seen[old] if f not in seen[new]],
+        "feedback_only_in_new": [f for f in seen[new] if f not in seen[old]],
+    }
+
+
+def _ancestry(state: State, row: AdapterRow, number: int) -> list[str]:
+    """All feedback that a version has learned from, its parents' included."""
+    known = {v.number: v for v in state.store.versions(row.id)}
+    found: list[str] = []
+    while number in known:
+        found = [*known[number].record["feedback"], *found]
+        number = known[number].parent
+    return found
+
+
+def _weights(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any]:
+    """‖ΔW_new - ΔW_old‖ and both norms, for every layer that either of them adapts."""
+    with (
+        state.shelf.lease(f"{row.name}@{old}") as a,
+        state.shelf.lease(f"{row.name}@{new}") as b,
+        state.host.turn("chat") as turn,
+    ):
+        sides: list[dict[str, Any]] = []
+        for lease in (a, b):
+            deltas = {}
+            if lease.adapter is not None:
+                with state.host.only(lease.adapter):
+                    for path, delta in lease.adapter.deltas():
+                        deltas[path] = delta.detach()
+            sides.append(deltas)
+            turn.breathe()
+        layers = {}
+        for path in sorted({*sides[0], *sides[1]}):
+            x, y = sides[0].get(path), sides[1].get(path)
+            gap = y if x is None else x if y is None else y - x
+            layers[path] = {
+                "old": 0.0 if x is None else float(x.norm()),
+                "new": 0.0 if y is None else float(y.norm()),
+                "change": float(gap.norm()) if gap is not None else 0.0,
+            }
+        return {"layers": layers, "change": sum(v["change"] ** 2 for v in layers.values()) ** 0.5}
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(data, Mapping):
+        return {k: v for key, value in data.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): data}
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {k: [old.get(k), new.get(k)] for k in sorted({*old, *new}) if old.get(k) != new.get(k)}

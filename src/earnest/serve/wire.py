@@ -1,0 +1,190 @@
+"""OpenAI's requests and answers, as far as this server obeys them; what it does not obey it refuses by name."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from earnest.serve.errors import BadRequest
+
+if TYPE_CHECKING:
+    from earnest.models import SampleSpec
+
+SEED = 2**62
+# Fields that are understood and not offered, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, True, False),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+}
+
+
+class Wire(BaseModel):
+    """A body whose keys are all known."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(Wire):
+    """A part of a message; text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Wire):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, data: Any) -> Any:
+        """Assistant messages come back with fields that say nothing."""
+        if isinstance(data, dict):
+            return {k: v for k, v in data.items() if k in cls.model_fields or v not in (None, [])}
+        return data
+
+    def plain(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+
+
+class Sampling(Wire):
+    """What both kinds of completion have in common."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200, description="`base`, an adapter, or ADAPTER@VERSION")]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=0, le=1_000_000, description="0: off")] = 0
+    n: Annotated[int, Field(ge=1, le=16)] | None = 1
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+        | None
+    ) = None
+    seed: Annotated[int, Field(gt=-SEED, lt=SEED)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(False, description="also give the exact tokens of prompt and completion")
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _offered(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = dict(data)
+        for name, neutral in NEUTRAL.items():
+            if name in kept and name not in cls.model_fields:
+                value = kept.pop(name)
+                if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+                    raise ValueError(f"{name} is not offered by this server; leave it out")
+        return kept
+
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def spec(self, length: int) -> SampleSpec:
+        from earnest.models import SampleSpec
+
+        return SampleSpec(
+            max_new_tokens=length,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k,
+            seed=secrets.randbelow(SEED) if self.seed is None else self.seed,
+            stop=self.stops(),
+        )
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def length(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def top(self) -> int | None:
+        """How many alternatives to show; None: no log-probs at all."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true.", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Prompts = (
+    Annotated[str, Field(min_length=1)]
+    | Ids
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=64)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=64)]
+)
+
+
+class TextRequest(Sampling):
+    """POST /v1/completions"""
+
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, description="0 with echo: only the prompt's log-probs")] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
+class ScoreRequest(Wire):
+    """POST /v1/score: what a model thinks of an answer."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
+    completion: Annotated[str, Field(min_length=1)]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 409, 413, 429, 500, 503)
+}
