@@ -9,36 +9,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 
+from earnest.serve.app import create_app
 from earnest.serve.host import Host
 from earnest.serve.settings import ServeSettings
 
 
-def app_of(data: Path) -> tuple[FastAPI, Host]:
-    from earnest.serve.tinker import router
-
-    settings = ServeSettings(data=data, threads=1)
-    host = Host(settings)
-    app = FastAPI()
-    app.include_router(router(host, settings))
-    host.start()
-    return app, host
-
-
 @contextmanager
 def serving(data: Path) -> Iterator[tuple[str, Host]]:
-    app, host = app_of(data)
+    """The address and the host of ``earnest serve`` on nano, with its data in a folder."""
+    app = create_app(ServeSettings(data=data, threads=1, adapters=()))
+    host = app.state.earnest.host
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
         while not server.started:
+            assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        host.wait(60)
+        host.wait(120)
         yield f"http://127.0.0.1:{port}", host
     finally:
         server.should_exit = True
         thread.join()
-        host.close()

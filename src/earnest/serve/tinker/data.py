@@ -41,7 +41,7 @@ class PassRequest:
 class PassOutput:
     """The log-probs of every datum's targets, and metrics named as the SDK reduces them ("loss:sum")."""
 
-    logprobs: tuple[Float[Tensor, "N ..."], ...]
+    logprobs: tuple[Float[Tensor, "_ ..."], ...]
     metrics: Mapping[str, float]
 
 

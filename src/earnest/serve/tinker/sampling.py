@@ -35,7 +35,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request off the wire. ``stop``: texts or ids that end a completion; None: what ends the model's turn."""
+    """A request off the wire, its fields known and of the right type."""
 
     prompt: tuple[int, ...]
     n: int
@@ -80,14 +80,11 @@ class SampleRequest:
             if room is None:
                 raise WireError("max_tokens is missing, and this model has no limit of its own; name one.")
             most = max(1, room - len(self.prompt) + 1)
+        # What is given ends a completion besides the end of the turn; an empty list switches both off.
         stop = p.get("stop")
-        texts: tuple[str, ...] = ()
-        ids: tuple[int, ...] | None = None
-        if isinstance(stop, str):
-            texts, ids = (stop,), ()
-        elif stop is not None:
-            texts = tuple(s for s in stop if isinstance(s, str))
-            ids = tuple(int(s) for s in stop if not isinstance(s, str))
+        given = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+        texts = tuple(s for s in given if isinstance(s, str))
+        ids = frozenset(int(s) for s in given if not isinstance(s, str))
         top_k = int(p.get("top_k", -1))
         return SampleSpec(
             max_new_tokens=int(most),
@@ -96,7 +93,7 @@ class SampleRequest:
             top_k=0 if top_k == -1 else top_k,
             seed=p["seed"],
             stop=texts,
-            stop_ids=ids,
+            stop_ids=None if stop is None else tuple(sorted(ids | host.policy.eos_ids)) if given else (),
         )
 
 

@@ -48,9 +48,13 @@ class Scores:
 
 def check(asked: Asked, prompt: tuple[int, ...], vocabulary: int) -> None:
     rows = len(prompt) - 1
-    for name, k in (("topk_prompt_logprobs", asked.top), ("prompt_alt_tokens_k", asked.draws)):
-        if not 0 <= k <= vocabulary or k * len(prompt) > MAX_CELLS:
-            raise WireError(f"{name} is {k}; give 0 … {vocabulary}, and at most {MAX_CELLS} numbers in all.")
+    if not 0 <= asked.top <= vocabulary:
+        raise WireError(f"topk_prompt_logprobs is {asked.top}; give 0 … {vocabulary}.")
+    if asked.draws < 0 or max(asked.top, asked.draws) * len(prompt) > MAX_CELLS:
+        raise WireError(
+            f"topk_prompt_logprobs is {asked.top} and prompt_alt_tokens_k {asked.draws}; give 0 or more, and at most "
+            f"{MAX_CELLS} numbers for the whole prompt."
+        )
     if asked.anything and rows < 1:
         raise WireError("a prompt of one token has nothing to score: its first token has no context.")
     if asked.last is not None and (not asked.logprobs or not 1 <= asked.last <= rows):
