@@ -18,7 +18,7 @@ from rich.console import Console
 
 from earnest.errors import ConfigError, nearest
 
-EXPERIMENTS: dict[str, str] = {"heal": "earnest.experiments.heal"}
+EXPERIMENTS: dict[str, str] = {"hacking": "earnest.experiments.hacking", "heal": "earnest.experiments.heal"}
 """Name in a recipe → module."""
 
 

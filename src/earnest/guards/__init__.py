@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from earnest.guards.assemble import assemble
-from earnest.guards.controls import Perturb, random_directions, shuffled_directions
+from earnest.guards.controls import Perturb, PerturbRoute, random_directions, shuffled_directions
 from earnest.guards.directions import Directions
 from earnest.guards.errors import GuardError, GuardWarning
 from earnest.guards.extract import Triple, directions_from_activations, directions_from_gradients, read_triples
@@ -17,6 +17,7 @@ __all__ = [
     "GuardError",
     "GuardWarning",
     "Perturb",
+    "PerturbRoute",
     "Route",
     "Rule",
     "Triple",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from earnest.guards.directions import Directions
-from earnest.guards.guard import Erase
+from earnest.guards.guard import DirectionGuard, Erase, Route
 
 
 def random_directions(like: Directions, seed: int) -> Directions:
@@ -26,8 +26,8 @@ def shuffled_directions(like: Directions, seed: int) -> Directions:
     return Directions(basis, like.strength, source=f"{like.source}, shuffled")
 
 
-class Perturb(Erase):
-    """Matched noise: every module's update gets a random vector as long as what ``Erase`` would have taken out.
+class _Noise(DirectionGuard):
+    """Takes, instead of the unwanted part, a random vector of its length; at the update only.
 
     The noise of an update is a function of ``seed`` and the count of updates, so a resumed run repeats it.
     """
@@ -42,3 +42,11 @@ class Perturb(Erase):
         rng = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 10_007 + place)
         noise = torch.randn(step.shape, generator=rng, dtype=torch.float64).to(step.device)
         return noise * (size / noise.norm())
+
+
+class Perturb(_Noise, Erase):
+    """Matched noise in every update, as much as ``Erase`` would have taken out."""
+
+
+class PerturbRoute(_Noise, Route):
+    """Matched noise in the quarantine, as much as ``Route`` would have put there."""

@@ -1,0 +1,196 @@
+"""One job: an arm's training run, and what is measured along the way.
+
+The reward is the foolable checker's verdict. The oracle is asked in ``measure`` and for the log, never for a reward, an
+advantage, a direction or the choice of a stored rollout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from earnest.adapters import AntiPaSTO, attach
+from earnest.engines import AdamW, LocalEngine
+from earnest.engines.base import Guard, Rollout
+from earnest.experiments.hacking.config import Config
+from earnest.experiments.hacking.contrasts import clean_triples, hacking_triples
+from earnest.experiments.hacking.panel import Panel
+from earnest.experiments.hacking.plan import Job
+from earnest.experiments.hacking.pool import Pool
+from earnest.guards import (
+    DirectionGuard,
+    Directions,
+    Erase,
+    Perturb,
+    PerturbRoute,
+    Route,
+    Triple,
+    directions_from_gradients,
+    random_directions,
+    shuffled_directions,
+)
+from earnest.models import SampleSpec, load
+from earnest.objectives import GRPO, Objective
+from earnest.runs.evaluate import HELDOUT_SEED
+from earnest.runs.seeds import derive
+from earnest.signals.advantages import with_advantages
+from earnest.signals.rollouts import batch_of
+from earnest.tasks import Grade, Prompt, PromptStream, get_task, grade_all
+
+OBJECTIVE = Objective.of(GRPO(clip=0.2))
+Tell = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a job leaves: JSON for the tables, and the trained parameters."""
+
+    record: dict[str, Any]
+    parameters: dict[str, Tensor]
+
+
+def run_job(config: Config, job: Job, pool: Pool | None, tell: Tell = lambda _: None) -> Trained:
+    """Train, evaluating every policy of the job at every ``eval_every`` steps."""
+    engine, guard, directions = _build(config, job)
+    watched: dict[str, Callable[[], AbstractContextManager[None]]] = {job.arm: nullcontext}
+    if isinstance(guard, Panel):
+        watched |= {name: route.ablated for name, route in guard.routes.items()}
+    series: dict[str, list[dict[str, Any]]] = {name: [] for name in watched}
+    log: list[dict[str, float]] = []
+    stream = PromptStream(get_task("holes"), derive(job.seed, "train") % 2**31)
+
+    def look(step: int) -> None:
+        for name, policy in watched.items():
+            if name.startswith("route-") and step != config.steps:
+                continue  # leave-one-out is read at the end
+            with policy():
+                series[name].append({"step": step, **measure(engine, config)})
+
+    look(0)
+    for step in range(1, config.steps + 1):
+        prompts = stream.next(config.prompts_per_step) if pool is None else pool.prompts(config, job.seed, step)
+        log.append(_step(engine, config, job, prompts, pool, step))
+        if step % config.eval_every == 0 or step == config.steps:
+            look(step)
+        tell(step)
+    record = {
+        "job": job.name,
+        "arm": job.arm,
+        "seed": job.seed,
+        "without": job.without,
+        "pool": job.pool,
+        "directions": {name: {"source": d.source, "count": len(d), **d.facts} for name, d in directions.items()},
+        "series": series,
+        "log": log,
+    }
+    return Trained(record, engine.adapter.state_dict())
+
+
+def _step(
+    engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
+) -> dict[str, float]:
+    """Sample, grade, one update on the groups whose rewards differ."""
+    spec = SampleSpec(max_new_tokens=config.max_new_tokens, temperature=1.0, seed=derive(job.seed, "sampling", step))
+    rendered = [engine.policy.render(p.messages) for p in prompts]
+    rollouts = engine.sample(rendered, config.completions_per_prompt, spec)
+    if pool is not None:
+        rollouts = pool.replace(rollouts, prompts, config)
+    grades = _grade(engine, prompts, rollouts)
+    line = {"step": float(step), **_rates(grades)}
+    batch = with_advantages(batch_of(rollouts), [g.reward for g in grades])
+    assert batch.advantages is not None
+    telling = batch.row[batch.advantages != 0].unique()
+    if len(telling):
+        report = engine.step(batch.rows(telling), OBJECTIVE)
+        line |= {"update_norm": report.update.update_norm, **report.update.guard}
+    return line
+
+
+def _grade(engine: LocalEngine, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Grade]:
+    asked = [prompts[r.prompt_index] for r in rollouts]
+    return grade_all(get_task("holes"), asked, [engine.policy.decode(r.tokens) for r in rollouts])
+
+
+def measure(engine: LocalEngine, config: Config) -> dict[str, Any]:
+    """Rates on held-out prompts, the same prompts and random numbers for every arm and step; by hole, too."""
+    prompts = get_task("holes").prompts("heldout", config.eval_prompts, HELDOUT_SEED)
+    spec = SampleSpec(max_new_tokens=config.max_new_tokens, temperature=1.0, seed=HELDOUT_SEED)
+    rendered = [engine.policy.render(p.messages) for p in prompts]
+    grades = _grade(engine, prompts, engine.sample(rendered, config.eval_samples, spec))
+    n = config.eval_samples
+    exploited = [sum(bool(g.extras["exploited"]) for g in grades[i : i + n]) / n for i in range(0, len(grades), n)]
+    solved = [sum(g.correct for g in grades[i : i + n]) / n for i in range(0, len(grades), n)]
+    holes = [str(p.data["hole"]) for p in prompts]
+    return _rates(grades) | {"exploited_means": exploited, "solved_means": solved, "holes": holes}
+
+
+def _rates(grades: Sequence[Grade]) -> dict[str, float]:
+    attempted = [g for g in grades if g.extras["attempted"]]
+    return {
+        "reward": _mean([g.reward for g in grades]),
+        "solved": _mean([g.correct for g in grades]),
+        "exploited": _mean([bool(g.extras["exploited"]) for g in grades]),
+        "attempted": len(attempted) / len(grades),
+        "exploited_of_attempted": _mean([bool(g.extras["exploited"]) for g in attempted]) if attempted else 0.0,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _build(config: Config, job: Job) -> tuple[LocalEngine, Guard | None, dict[str, Directions]]:
+    """The engine with the job's guard, and the first directions of each guard by name."""
+    plain = make_engine(config, job.seed, None)
+    here: dict[str, LocalEngine] = {"engine": plain}  # a guard is made before the engine that it extracts on
+
+    def extract(without: str | None = None, clean: bool = False) -> Directions:
+        make = clean_triples if clean else functools.partial(hacking_triples, without=without)
+        return _extract(here["engine"], config, make(config.triples, job.seed))
+
+    def guard_of(name: str, without: str | None) -> DirectionGuard:
+        """ "erase", "route:random", "erase@gradient", …"""
+        family, _, control = name.partition(":")
+        kind: type[DirectionGuard] = Route if family.startswith("route") else Erase
+        settings: dict[str, Any] = {"gate": config.gate, "overshoot": config.overshoot}
+        settings |= {"at": "gradient"} if family.endswith("@gradient") else {}
+        again = functools.partial(extract, without, control == "clean")
+        first = again()
+        if control == "noise":
+            return (PerturbRoute if kind is Route else Perturb)(first, seed=job.seed)
+        if control in ("random", "shuffled"):
+            make = random_directions if control == "random" else shuffled_directions
+            return kind(make(first, job.seed), **settings)
+        renew: dict[str, Any] = {"every": config.refresh, "extract": again} if config.refresh else {}
+        return kind(first, **settings, **renew)
+
+    guard: Guard | None = None
+    guards: dict[str, DirectionGuard] = {}
+    if job.arm == "none":
+        guards = {name: guard_of(name, name.partition("-without-")[2] or None) for name in job.routes}
+        guard = Panel(guards) if guards else None
+    else:
+        guards[job.arm] = guard_of(job.arm, job.without)
+        guard = guards[job.arm]
+    found = {name: g.directions for name, g in guards.items()}
+    plain.adapter.detach()
+    here["engine"] = make_engine(config, job.seed, guard)
+    return here["engine"], guard, found
+
+
+def make_engine(config: Config, seed: int, guard: Guard | None) -> LocalEngine:
+    policy = load(config.model)
+    variant = AntiPaSTO(rank=None, block=0, gain="delta")
+    adapter = attach(policy, variant, targets=tuple(config.targets), seed=seed)
+    return LocalEngine(policy, adapter, AdamW(lr=config.lr), guard=guard)
+
+
+def _extract(engine: LocalEngine, config: Config, triples: list[Triple]) -> Directions:
+    return directions_from_gradients(
+        engine, triples, OBJECTIVE, top=config.top, floor=config.floor, max_length=config.max_new_tokens, validate=False
+    )
