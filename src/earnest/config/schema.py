@@ -208,7 +208,7 @@ class SyncConfig(Strict):
         plain_ = SyncConfig.model_construct()
         unread = {
             "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov"),
-            "lighthouse": ("wire", "density", "grace", "snapshot_every"),
+            "lighthouse": ("wire", "density", "grace"),
         }
         for why, keys in unread.items():
             if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
@@ -230,6 +230,11 @@ class RunConfig(Strict):
     threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's choice, which a resumed run keeps")
     adapter: AdapterConfig
     task: str = Field(min_length=1, description="`earnest tasks` lists them")
+    data: str | None = Field(
+        None,
+        min_length=1,
+        description="a file of preference pairs (`earnest replay`); none: pairs among rollouts",
+    )
     objective: list[TermConfig] = Field(min_length=1, description="the terms whose weighted sum is the loss")
     advantages: Literal["group", "batch", "none", "leave_one_out"] = Field(
         "group", description="how rewards become advantages"

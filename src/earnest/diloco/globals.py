@@ -161,8 +161,8 @@ class Globals:
 
     def _replay(self, ledger: Ledger, commit: Commit) -> None:
         vectors = []
-        for replica in commit.members:
-            found = ledger.delta(self.round, replica)
+        for replica, attempt in zip(commit.members, commit.attempts, strict=True):
+            found = ledger.delta(self.round, replica, attempt)
             if found is None:
                 raise Damaged(f"the delta of replica {replica} is gone")
             vectors.append(decode(found.payload, self.current.n, found.key))

@@ -24,13 +24,15 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class Commit:
-    """The decision on a round: ``members`` are averaged in this order, weighted by ``tokens``.
+    """The decision on a round: ``members`` are averaged in this order, weighted by ``tokens``; ``attempts`` says which
+    of a member's deltas is meant.
 
     ``start`` and ``result`` are fingerprints of the global state before and after: commits form a chain from state 0.
     """
 
     round: int
     members: tuple[int, ...]
+    attempts: tuple[int, ...]
     tokens: tuple[int, ...]
     start: str
     result: str
@@ -63,22 +65,25 @@ class Ledger:
     def hello(self, k: int, replica: int) -> None:
         self.bucket.create(f"outer/{k:08d}/hello/{replica:05d}", "hello")
 
-    def put_delta(self, k: int, replica: int, payload: bytes, meta: Mapping[str, Any]) -> bool:
+    def put_delta(self, k: int, replica: int, attempt: int, payload: bytes, meta: Mapping[str, Any]) -> bool:
         """True: it is the one that counts. False: another process of the same number was first."""
-        return self.bucket.create(f"outer/{k:08d}/delta/{replica:05d}", "delta", payload, meta)
+        return self.bucket.create(_delta(k, replica, attempt), "delta", payload, meta)
 
-    def delta(self, k: int, replica: int) -> Object | None:
-        return self.bucket.get(f"outer/{k:08d}/delta/{replica:05d}")
+    def delta(self, k: int, replica: int, attempt: int = 0) -> Object | None:
+        return self.bucket.get(_delta(k, replica, attempt))
 
-    def present(self, k: int) -> tuple[list[int], list[int]]:
-        """(replicas whose delta is there, replicas that began) in one listing."""
-        deltas: list[int] = []
+    def present(self, k: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """((replica, attempt) whose delta is there, replicas that began) in one listing."""
+        deltas: list[tuple[int, int]] = []
         hellos: list[int] = []
         for key in self.bucket.list(f"outer/{k:08d}/"):
             *_, kind, last = key.split("/")
-            if kind in ("delta", "hello"):
-                (deltas if kind == "delta" else hellos).append(int(last))
-        return deltas, hellos
+            if kind == "delta":
+                replica, _, attempt = last.partition("~")
+                deltas.append((int(replica), int(attempt or 0)))
+            elif kind == "hello":
+                hellos.append(int(last))
+        return sorted(deltas), hellos
 
     def commit(self, k: int) -> Commit | None:
         try:
@@ -87,8 +92,9 @@ class Ledger:
             raise RoundStuck(f"the decision on round {k} cannot be read ({error}); restore that object.") from None
         if found is None:
             return None
-        data = json.loads(found.payload)
-        return Commit(data["round"], tuple(data["members"]), tuple(data["tokens"]), data["start"], data["result"])
+        data: dict[str, Any] = json.loads(found.payload)
+        data |= {name: tuple(data[name]) for name in ("members", "attempts", "tokens")}
+        return Commit(**data)
 
     def put_commit(self, commit: Commit) -> Commit:
         """The decision that holds: this one, or that of whoever was first."""
@@ -122,3 +128,7 @@ class Ledger:
         old += [f"state/{k:08d}" for k in self.states() if k < before]
         self.bucket.delete(old)
         return len(old)
+
+
+def _delta(k: int, replica: int, attempt: int) -> str:
+    return f"outer/{k:08d}/delta/{replica:05d}" + (f"~{attempt}" if attempt else "")

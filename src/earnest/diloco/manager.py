@@ -172,7 +172,7 @@ class BucketManager:
             "members": float(len(met.commit.members)),
             "averaged": float(met.sent is not None),
             "superseded": float(met.superseded),
-            "damaged": float(len(met.damaged)),
+            "damaged": float(met.damaged),
             "bytes_delta": float(len(payload)),
             "bytes_sent": float(traffic.sent - sent),
             "bytes_received": float(traffic.received - received),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.diloco.errors import Behind, Heal
+from earnest.diloco.errors import Behind, Damaged, Heal
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
@@ -191,6 +191,11 @@ class ReplicaOuter:
         return self.manager.globals
 
     @property
+    def meta(self) -> dict[str, Any]:
+        """Goes with the next delta, for who watches the run."""
+        return self.manager.meta
+
+    @property
     def round(self) -> int:
         """Rounds that are behind this replica."""
         return self.globals.round
@@ -258,16 +263,17 @@ class ReplicaOuter:
     def _step(self, engine: Any) -> Mapping[str, float]:
         self.inner += 1
         interval, last = self.schedule.interval, self.inner == self.schedule.interval
-        if self.inner == interval - self.schedule.delay or last:
+        sends = self.inner == interval - self.schedule.delay
+        if sends or last:
             self.mirror.pull(engine)
-            self.manager.tokens = engine.tokens - self._tokens_before
+        if sends:  # what is sent now is weighted by what was trained on since the last time
+            self.manager.tokens, self._tokens_before = engine.tokens - self._tokens_before, engine.tokens
         self.tick.step()
         if not last:
             self.manager.begin()
             return {}
         self.mirror.push(engine)
         self.inner = 0
-        self._tokens_before = engine.tokens
         return {**self.manager.last, **self._after_round(), "healed": 0.0}
 
     def _after_round(self) -> dict[str, float]:
@@ -286,10 +292,16 @@ class ReplicaOuter:
         return numbers
 
     def snapshot(self) -> int:
-        """Write the state, and remove all before the snapshot before it; bytes written, 0 where another was first."""
+        """Write the state; once it can be read back, remove all before the snapshot before it. Bytes written, 0 where
+        another was first or it did not arrive whole (the next snapshot will)."""
         older = [k for k in self.ledger.states() if k < self.round]
         payload = self.globals.pack()
         if not self.ledger.put_state(self.round, payload, self.globals.fingerprint()):
+            return 0
+        try:
+            self.ledger.state(self.round)
+        except Damaged:
+            self.say(f"the state of round {self.round} did not arrive whole; nothing is removed")
             return 0
         self.ledger.clean(max(older, default=0))
         return len(payload)

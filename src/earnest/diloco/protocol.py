@@ -20,7 +20,7 @@ Invariants (tests/diloco/test_schedules.py checks them under random schedules, k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from torch import Tensor
 from earnest.diloco.errors import Behind, Damaged, Junk, RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.wire import Vector, decode
+
+ATTEMPTS = 3
+"""How often a delta that did not arrive whole is written again."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Met:
     sent: Vector | None
     superseded: bool
     """Another process with this replica's number had written the delta."""
-    damaged: tuple[int, ...]
+    damaged: int
+    """Deltas that could not be used."""
 
 
 def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
@@ -104,26 +108,26 @@ def meet(
     yield 0.0
     if mine.start != start:
         raise Junk(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")
-    valid: dict[int, tuple[Vector, int]] = {}
-    bad: set[int] = set()
-    superseded = False
+    valid: dict[tuple[int, int], tuple[Vector, int]] = {}
+    bad: set[tuple[int, int]] = set()
 
-    def read(replica: int) -> None:
+    def read(who: tuple[int, int]) -> None:
         try:
-            found = ledger.delta(k, replica)
+            found = ledger.delta(k, *who)
             if found is None:
                 return
             if found.meta.get("start") != start or found.meta.get("round") != k:
                 raise Damaged(f"{found.key} is a difference to another state")
-            valid[replica] = (decode(found.payload, mine.n, found.key), int(found.meta["tokens"]))
+            valid[who] = (decode(found.payload, mine.n, found.key), int(found.meta["tokens"]))
         except Damaged:
-            bad.add(replica)
+            bad.add(who)
 
     commit = ledger.commit(k)
     yield 0.0
+    superseded, attempt = False, 0
     if commit is None:
         meta = {**mine.meta, "round": k, "replica": mine.replica, "start": start, "tokens": mine.tokens}
-        superseded = not ledger.put_delta(k, mine.replica, mine.payload, meta)
+        superseded = not ledger.put_delta(k, mine.replica, attempt, mine.payload, meta)
         yield 0.0
         members = members or tuple(range(rules.replicas))
         began, ready = clock(), None
@@ -133,40 +137,53 @@ def meet(
                 break
             deltas, hellos = ledger.present(k)
             yield 0.0
-            for replica in deltas:
-                if replica not in valid and replica not in bad:
-                    read(replica)
+            for who in deltas:
+                if who not in valid and who not in bad:
+                    read(who)
                     yield 0.0
-            missing = ({*members, *hellos}) - set(valid) - bad
+            chosen = _first_of_each(valid)
+            if mine.replica not in chosen and (mine.replica, attempt) in bad and attempt < ATTEMPTS:
+                attempt += 1
+                ledger.put_delta(k, mine.replica, attempt, mine.payload, meta)
+                yield 0.0
+                continue
+            missing = ({*members, *hellos}) - set(chosen)
             now = clock()
-            if len(valid) >= rules.quorum:
+            if len(chosen) >= rules.quorum:
                 ready = now if ready is None else ready
                 if not missing or now - ready >= rules.grace:
-                    ids = tuple(sorted(valid))
-                    tokens = tuple(valid[i][1] for i in ids)
-                    result = outcome(average([valid[i][0] for i in ids], tokens))
+                    ids = tuple(sorted(chosen))
+                    which = [(i, chosen[i]) for i in ids]
+                    tokens = tuple(valid[who][1] for who in which)
+                    result = outcome(average([valid[who][0] for who in which], tokens))
                     yield 0.0
-                    commit = ledger.put_commit(Commit(k, ids, tokens, start, result))
+                    attempts = tuple(chosen[i] for i in ids)
+                    commit = ledger.put_commit(Commit(k, ids, attempts, tokens, start, result))
                     yield 0.0
                     break
             elif now - began >= rules.timeout:
                 raise RoundStuck(
-                    f"round {k}: {len(valid)} of {rules.quorum} replicas came within {rules.timeout:g} s. Start more "
+                    f"round {k}: {len(chosen)} of {rules.quorum} replicas came within {rules.timeout:g} s. Start more "
                     f"with `earnest worker {ledger.bucket.url}`, or lower sync.quorum."
                 )
             yield rules.poll
-    for replica in commit.members:
-        if replica not in valid:
-            bad.discard(replica)
-            read(replica)
+    decided = list(zip(commit.members, commit.attempts, strict=True))
+    for who in decided:
+        if who not in valid:
+            read(who)
             yield 0.0
-        if replica not in valid:
-            raise Behind(f"the delta of replica {replica} in round {k} cannot be read any more")
-    total = average([valid[i][0] for i in commit.members], commit.tokens)
+        if who not in valid:
+            raise Behind(f"the delta of replica {who[0]} in round {k} cannot be read any more")
+    total = average([valid[who][0] for who in decided], commit.tokens)
     if outcome(total) != commit.result:
         raise Junk(f"round {k} leads the others to {commit.result[:12]}")
-    sent = valid[mine.replica][0] if mine.replica in commit.members else None
-    return Met(commit, total, sent, superseded, tuple(sorted(bad)))
+    sent = next((valid[who][0] for who in decided if who[0] == mine.replica), None)
+    return Met(commit, total, sent, superseded, len(bad))
+
+
+def _first_of_each(valid: Mapping[tuple[int, int], object]) -> dict[int, int]:
+    """Replica → the first of its attempts that can be read."""
+    return dict(sorted(valid, reverse=True))  # of equal keys the last one stays: the smallest attempt
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

@@ -157,7 +157,11 @@ class Launcher(Loop):
             self._stop_if_asked(stopper)
             try:
                 commit = self.ledger.commit(self.seen)
-                found = [self.ledger.delta(self.seen, i) for i in commit.members] if commit else []
+                found = (
+                    [self.ledger.delta(self.seen, *who) for who in zip(commit.members, commit.attempts, strict=True)]
+                    if commit
+                    else []
+                )
             except Damaged as error:
                 self._say(f"round {self.seen}: {error}")
                 commit, found = self.ledger.commit(self.seen), []

@@ -19,6 +19,7 @@ from earnest.config.load import from_mapping
 from earnest.config.text import parse
 from earnest.diloco.errors import StoreError
 from earnest.diloco.ledger import CONFIG, Ledger
+from earnest.diloco.lighthouse import LighthouseOuter
 from earnest.diloco.outer import ReplicaOuter
 from earnest.diloco.plan import Plan, plan
 from earnest.diloco.store import Bucket
@@ -33,11 +34,13 @@ from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
 
+Outer = ReplicaOuter | LighthouseOuter
+
 
 class InTurn:
     """Two outer hooks: the replicas meet, then an averaging teacher sees the weights that came of it."""
 
-    def __init__(self, first: ReplicaOuter, then: Any) -> None:
+    def __init__(self, first: Outer, then: Any) -> None:
         self.first, self.then = first, then
 
     def after_update(self, engine: Any) -> Mapping[str, float]:
@@ -71,10 +74,10 @@ class ReplicaLoop(Loop):
     """The training loop of one replica: no evaluation, checkpoints between rounds, steps that follow the rounds."""
 
     replica_plan: Plan
-    outer: ReplicaOuter
+    outer: Outer
     rewards: list[float]
 
-    def attend(self, replica_plan: Plan, outer: ReplicaOuter) -> None:
+    def attend(self, replica_plan: Plan, outer: Outer) -> None:
         """Give it its meetings; before ``restore``."""
         self.replica_plan, self.outer, self.rewards = replica_plan, outer, []
 
@@ -87,7 +90,7 @@ class ReplicaLoop(Loop):
 
     def save(self) -> None:
         """Between rounds only: inside one, the meeting that is under way would be lost."""
-        if self.outer.between:
+        if self.outer.between and isinstance(self.outer, ReplicaOuter):
             super().save()
 
     def _train(self, stopper: Stopper) -> None:
@@ -110,14 +113,14 @@ class ReplicaLoop(Loop):
         if self.outer.between:
             self.rewards = []
         self.rewards += [a.grade.reward for a in collected.attempts]
-        self.outer.manager.meta["rewards"] = _summary(self.rewards)
+        self.outer.meta["rewards"] = _summary(self.rewards)
         return collected
 
     def _one_step(self, step: int) -> None:
         super()._one_step(step)
         told = {k: self.line.get(k) for k in ("loss", "skipped", "idle", "grad_norm", "update_norm", "lr", "passes")}
         told["terms"] = {n: {**t, "metrics": {}} for n, t in self.line["terms"].items()}
-        self.outer.manager.meta |= {"seconds": round(self.seconds, 3), "line": clean(told)}
+        self.outer.meta.update(seconds=round(self.seconds, 3), line=clean(told))
 
     def _follow(self) -> None:
         """Where the meetings took this replica to another round, its steps and prompts go on there."""
@@ -149,17 +152,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         show = show_on(console)
         loop = ReplicaLoop(setup, run, show, [])
         planned = plan(config)
-        outer = ReplicaOuter(
-            setup.engine,
-            ledger,
-            own,
-            planned.rules(),
-            planned.schedule(),
-            planned.wire(),
-            rounds=planned.rounds,
-            snapshot_every=config.sync.snapshot_every,
-            say=lambda text: run.event("warning", text),
-        )
+        outer = meetings(setup, ledger, own, planned, run)
         setup.engine.outer = outer if setup.engine.outer is None else InTurn(outer, setup.engine.outer)
         loop.attend(planned, outer)
         if checkpoints.newest(run) is not None:
@@ -176,6 +169,35 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     finally:
         run.close()
     return own
+
+
+def meetings(setup: Setup, ledger: Ledger, replica: int, planned: Plan, run: RunFolder) -> Outer:
+    """The outer hook that the settings ask for."""
+    sync, rounds = planned.config.sync, planned.rounds
+    schedule = planned.schedule()
+    if sync.lighthouse is not None:
+        return LighthouseOuter(
+            setup.engine,
+            ledger,
+            replica,
+            sync.lighthouse,
+            planned.quorum,
+            schedule,
+            rounds=rounds,
+            snapshot_every=sync.snapshot_every,
+            timeout=sync.timeout,
+        )
+    return ReplicaOuter(
+        setup.engine,
+        ledger,
+        replica,
+        planned.rules(),
+        schedule,
+        planned.wire(),
+        rounds=rounds,
+        snapshot_every=sync.snapshot_every,
+        say=lambda text: run.event("warning", text),
+    )
 
 
 def _folder(place: Path, url: str, replica: int, recipe: str, setup: Setup) -> RunFolder:

@@ -1,0 +1,171 @@
+"""The same algorithm where machines see each other: torchft's own Manager and Lighthouse, gloo all-reduce in fp32.
+
+The bucket then holds the settings and, now and then, a whole state for who watches; rounds are agreed on the network,
+and a replica that comes late is healed by torchft from a living one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from torch import Tensor
+
+from earnest.diloco.globals import Globals
+from earnest.diloco.ledger import Ledger
+from earnest.diloco.outer import Mirror, Schedule, algorithm
+from earnest.errors import CheckpointError, MissingExtra
+
+
+class LighthouseOuter:
+    """One replica's outer hook over a Lighthouse; the same face as ``ReplicaOuter``."""
+
+    def __init__(
+        self,
+        engine: Any,
+        ledger: Ledger,
+        replica: int,
+        address: str,
+        quorum: int,
+        schedule: Schedule,
+        *,
+        rounds: int,
+        snapshot_every: int = 10,
+        timeout: float = 3600.0,
+    ) -> None:
+        self.ledger, self.replica, self.schedule, self.rounds = ledger, replica, schedule, rounds
+        self.snapshot_every = snapshot_every
+        self.mirror = Mirror(engine, schedule.fragments)
+        self.meta: dict[str, Any] = {}
+        self.inner = self.heals = 0
+        self.manager, self._server = _manager(address, replica, quorum, timeout, self._load, self._save)
+        self._algorithm, self.tick = algorithm(self.manager, self.mirror, schedule)
+        self._algorithm.__enter__()
+
+    def _save(self) -> dict[str, Tensor]:
+        return {str(i): c.detach().clone() for i, c in enumerate(self.mirror.copies)}
+
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self.heals += 1
+        for i, copy in enumerate(self.mirror.copies):
+            copy.copy_(state[str(i)])
+
+    # --- where it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def round(self) -> int:
+        return int(self.manager.current_step())
+
+    @property
+    def updates(self) -> int:
+        return self.round * self.schedule.interval + self.inner
+
+    @property
+    def over(self) -> bool:
+        return self.round >= self.rounds
+
+    @property
+    def between(self) -> bool:
+        return self.inner == 0
+
+    def join(self, engine: Any) -> bool:
+        """Begin with the newest state in the bucket (the first replica puts its own there)."""
+        if not self.ledger.states():
+            self._snapshot()
+        held = self.agreed()
+        held.recover(self.ledger)
+        self.mirror.become(held)
+        self.mirror.push(engine)
+        self._algorithm._save_parameters() if self.schedule.outer is not None else None
+        return False
+
+    # --- after every update -------------------------------------------------------------------------------------------
+
+    def after_update(self, engine: Any) -> Mapping[str, float]:
+        if self.over:
+            return {}
+        self.inner += 1
+        interval, last = self.schedule.interval, self.inner == self.schedule.interval
+        if self.inner == interval - self.schedule.delay or last:
+            self.mirror.pull(engine)
+        before = self.round
+        self.tick.step()
+        if not last:
+            return {}
+        self.mirror.push(engine)
+        self.inner = 0
+        if self.round == before:
+            return {"round": float(before), "failed": 1.0}
+        if self.replica == 0 and (self.over or self.round % self.snapshot_every == 0):
+            self._snapshot()
+        return {"round": float(before), "members": float(self.manager.num_participants()), "failed": 0.0}
+
+    def agreed(self) -> Globals:
+        """The global weights and the outer optimizers' state as torchft holds them."""
+        if self.schedule.outer is None:
+            return Globals(self.mirror.tensors(), None)
+        fragments = self._algorithm._fragments
+        held = Globals([list(f.original_parameters.values()) for f in fragments], self.schedule.outer)
+        tensors = held.tensors()
+        for i, fragment in enumerate(fragments):
+            for j, entry in fragment._outer_optimizer.state_dict()["state"].items():
+                if entry.get("momentum_buffer") is not None:
+                    tensors[f"{i}.momentum.{j}"] = entry["momentum_buffer"]
+        held.load(tensors, self.round)
+        return held
+
+    def _snapshot(self) -> None:
+        held = self.agreed()
+        self.ledger.put_state(held.round, held.pack(), held.fingerprint())
+
+    def close(self) -> None:
+        self.manager.shutdown(wait=False)
+
+    # --- checkpoints: a replica that dies is healed by the others -----------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        raise CheckpointError("replicas on a Lighthouse are healed by the living ones; they keep no checkpoint.")
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        del state
+        raise CheckpointError("replicas on a Lighthouse are healed by the living ones; they keep no checkpoint.")
+
+
+def _manager(address: str, replica: int, quorum: int, timeout: float, load: Any, save: Any) -> tuple[Any, Any]:
+    """torchft's Manager with a store of its own; it advertises a name by which this machine is found."""
+    try:
+        from torchft import Manager, ProcessGroupGloo
+    except ImportError:
+        raise MissingExtra("torchft", "diloco", "sync.lighthouse") from None
+    from torch.distributed import TCPStore
+
+    for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    here = urlparse(address).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+    host = "localhost" if here else socket.gethostname()
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    wait = timedelta(seconds=timeout)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=min(60.0, timeout))),
+        load_state_dict=load,
+        state_dict=save,
+        min_replica_size=quorum,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=min(60.0, timeout)),
+        quorum_timeout=wait,
+        replica_id=f"replica-{replica}",
+        store_addr=host,
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=address,
+        hostname=host,
+        init_sync=False,  # everybody began with the bucket's state
+    )
+    return manager, store

@@ -1,0 +1,174 @@
+"""Real replicas in real processes that die where they are told to.
+
+A process is forked from a server that has everything imported (a replica is up in about a second) and then runs
+``earnest.diloco.worker.work``, what ``earnest worker`` runs. A point is a place in the worker at which it sends itself
+SIGKILL, the n-th time it comes there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.runs.tiny import recipe
+
+POINTS = (
+    "before the upload",
+    "after the upload",
+    "before the commit",
+    "after the commit",
+    "during a download",
+    "during a checkpoint",
+    "after a checkpoint",
+    "before a snapshot",
+    "after a snapshot",
+    "after hello",
+    "in the middle of training",
+)
+
+
+def context() -> Any:
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["tests.diloco.preload"])
+    return made
+
+
+def put_run(url: str, place: Path, model: Path, *overrides: str) -> None:
+    """A run on the tiny model, in a bucket."""
+    from earnest.config import dump, load_file
+    from earnest.diloco.run import _put
+
+    config = load_file(recipe(place / "recipe.yaml", model), overrides)
+    _put(url, "test", dump(config))
+
+
+def die(point: str, times: int) -> None:
+    """Let this process kill itself the ``times``-th time that it comes to ``point``."""
+    from earnest.diloco.ledger import Ledger
+    from earnest.runs import checkpoints
+    from earnest.runs.loop import Loop
+
+    left = [times]
+
+    def now() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(owner: Any, name: str, before: bool) -> None:
+        old: Callable[..., Any] = getattr(owner, name)
+
+        def new(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                now()
+            result = old(*args, **kwargs)
+            if not before:
+                now()
+            return result
+
+        setattr(owner, name, new)
+
+    places: dict[str, tuple[Any, str, bool]] = {
+        "before the upload": (Ledger, "put_delta", True),
+        "after the upload": (Ledger, "put_delta", False),
+        "before the commit": (Ledger, "put_commit", True),
+        "after the commit": (Ledger, "put_commit", False),
+        "during a download": (Ledger, "delta", False),
+        "during a checkpoint": (checkpoints, "write_json", False),
+        "after a checkpoint": (checkpoints, "save", False),
+        "before a snapshot": (Ledger, "put_state", True),
+        "after a snapshot": (Ledger, "put_state", False),
+        "after hello": (Ledger, "hello", False),
+        "in the middle of training": (Loop, "_one_step", False),
+    }
+    around(*places[point])
+
+
+def main(url: str, replica: int, folder: str, environment: Mapping[str, str], plan: Mapping[str, Any]) -> None:
+    """Be a replica. ``plan``: die (point, times), stall (round, seconds), skew (seconds), junk (round)."""
+    os.environ.update(environment)
+    log = open(f"{folder}.log", "a", buffering=1)  # noqa: SIM115 (as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    from rich.console import Console
+
+    from earnest.diloco.worker import work
+
+    if "die" in plan:
+        die(*plan["die"])
+    if "skew" in plan:
+        skew(plan["skew"])
+    if "stall" in plan:
+        stall(*plan["stall"])
+    if "junk" in plan:
+        junk(plan["junk"])
+    work(url, replica, Path(folder), Console(file=io.StringIO()))
+
+
+def skew(seconds: float) -> None:
+    """A wall clock that is wrong, and runs at half speed."""
+    real, began = time.time, time.time()
+    time.time = lambda: began + seconds + (real() - began) / 2
+
+
+def stall(at: int, seconds: float) -> None:
+    """Hang before the upload of round ``at``, as a machine that swaps or loses its network."""
+    from earnest.diloco.ledger import Ledger
+
+    old = Ledger.put_delta
+
+    def slow(self: Any, k: int, *args: Any) -> bool:
+        if k == at:
+            time.sleep(seconds)
+        return old(self, k, *args)
+
+    Ledger.put_delta = slow  # type: ignore[method-assign]
+
+
+def junk(at: int) -> None:
+    """Memory goes bad at the start of round ``at``: the global weights that this replica holds are others."""
+    from earnest.diloco.outer import ReplicaOuter
+
+    old = ReplicaOuter.after_update
+
+    def bad(self: Any, engine: Any) -> Any:
+        if self.round == at and self.inner == 0 and not self.heals:
+            for fragment in self._algorithm._fragments:
+                for held in fragment.original_parameters.values():
+                    held.add_(1.0)
+        return old(self, engine)
+
+    ReplicaOuter.after_update = bad  # type: ignore[method-assign]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """The adapter in the newest checkpoint of a replica's folder, and the round it is of."""
+    from earnest.engines.checkpoint import read
+    from earnest.runs.checkpoints import ENGINE
+
+    newest = max((folder / "checkpoints").glob("step-*"), key=lambda p: p.name)
+    tensors, _ = read(newest / ENGINE)
+    return {k: v for k, v in tensors.items() if k.startswith("adapter.") or k == "outer.round"}
+
+
+def commits(ledger: Any) -> dict[int, Any]:
+    """What is committed and not cleaned up yet."""
+    rounds = sorted({int(k.split("/")[1]) for k in ledger.bucket.list("outer/") if k.endswith("/commit")})
+    return {k: ledger.commit(k) for k in rounds}
+
+
+def events(folder: Path) -> list[str]:
+    return (folder / "events.log").read_text().splitlines()
+
+
+def config_words(pairs: Mapping[str, Any]) -> Sequence[str]:
+    return [f"{k}={json.dumps(v)}" for k, v in pairs.items()]
