@@ -24,9 +24,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
     """(name of the recipe, config) of a recipe by name or of a YAML file."""
     name, data = recipes.read(recipe)
     if "experiment" in data:
-        raise ConfigError(
-            f"{recipe} is an experiment of several runs, not one run; `earnest run {recipe}` starts it."
-        )
+        raise ConfigError(f"{recipe} is an experiment of several runs, not one run; `earnest run {recipe}` starts it.")
     return name, from_mapping(data, overrides)
 
 

@@ -33,6 +33,16 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class PairRow:
+    """A row of a preference pair. An answer from a file was sampled by nobody here: its log-probs are 0, unread."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    correct: bool
+
+
+@dataclass(frozen=True)
 class Collected:
     """A step's batch, before the signals that an engine has to compute, and what there is to say about it."""
 
@@ -71,29 +81,29 @@ class Source:
         setup, config = self.setup, self.setup.config
         prompts = self.stream.next(config.sampling.prompts_per_step)
         attempts: list[Attempt] = []
-        if self.roles & {"rollout", "chosen", "rejected"}:
+        if self.roles & ({"rollout"} if setup.preferences else {"rollout", "chosen", "rejected"}):
             seed = derive(config.seed, f"{self.purpose} sampling", step)
             attempts = attempt(setup, prompts, config.sampling.completions_per_prompt, seed)
         shown = [demonstrate(setup.policy, setup.task, p) for p in prompts] if "demonstration" in self.roles else []
-        pairs = prefer(attempts) if self.roles & {"chosen", "rejected"} else []
-        again = [attempts[i] for couple in pairs for i in couple]  # a pair's rows: the better answer, then the worse
+        again = self._pairs(step, attempts)  # a pair's rows: the better answer, then the worse
+        pairs = len(again) // 2
         kinds: tuple[tuple[Role, ...], ...] = (("rollout",), ("demonstration",), ("chosen", "rejected"))
-        sizes = (len(attempts), len(shown), len(pairs))
+        sizes = (len(attempts), len(shown), pairs)
         roles = [role for kind, size in zip(kinds, sizes, strict=True) for role in kind * size]
         # A demonstration was sampled by nobody: its behaviour is filled with 0, which no term reads.
         behaviour = [list(a.rollout.logprobs) for a in attempts] + [[0.0] * len(answer) for _, answer in shown]
-        behaviour += [list(a.rollout.logprobs) for a in again]
+        behaviour += [list(row.logprobs) for row in again]
         others = len(shown) + len(again)
         batch = Batch.from_rows(
-            [a.rollout.prompt for a in attempts] + [tuple(p) for p, _ in shown] + [a.rollout.prompt for a in again],
-            [a.rollout.tokens for a in attempts] + [tuple(x) for _, x in shown] + [a.rollout.tokens for a in again],
+            [a.rollout.prompt for a in attempts] + [tuple(p) for p, _ in shown] + [row.prompt for row in again],
+            [a.rollout.tokens for a in attempts] + [tuple(x) for _, x in shown] + [row.tokens for row in again],
             role=roles,
             group=[a.rollout.prompt_index for a in attempts] + list(range(len(prompts), len(prompts) + others)),
-            pair=[-1] * (len(attempts) + len(shown)) + [p for p in range(len(pairs)) for _ in range(2)],
+            pair=[-1] * (len(attempts) + len(shown)) + [p for p in range(pairs) for _ in range(2)],
             policy_version=[a.rollout.policy_version for a in attempts] + [setup.engine.version] * others,
             behaviour=behaviour if attempts else None,
-            correct=[a.grade.correct for a in attempts] + [True] * len(shown) + [a.grade.correct for a in again],
-            temperature=config.sampling.temperature,
+            correct=[a.grade.correct for a in attempts] + [True] * len(shown) + [row.correct for row in again],
+            temperature=config.sampling.temperature if attempts or not setup.preferences else 1.0,
             max_length=config.sampling.max_new_tokens,
             pad=setup.policy.pad_id,
             device=setup.policy.device,
@@ -102,6 +112,19 @@ class Source:
         if attempts:
             batch = with_advantages(batch, [a.grade.reward for a in attempts], config.advantages)
         return Collected(batch, tuple(attempts), metrics)
+
+    def _pairs(self, step: int, attempts: Sequence[Attempt]) -> list[PairRow]:
+        """Chosen and rejected rows in turn: from the file of pairs where the run has one, else among the rollouts."""
+        setup, config = self.setup, self.setup.config
+        if not self.roles & {"chosen", "rejected"}:
+            return []
+        if setup.preferences is None:
+            ranked = [attempts[i] for couple in prefer(attempts) for i in couple]
+            return [PairRow(a.rollout.prompt, a.rollout.tokens, a.rollout.logprobs, a.grade.correct) for a in ranked]
+        count = config.sampling.prompts_per_step
+        found = setup.preferences.at(config.seed, self.purpose, step * count, count)
+        rows = [(t.prompt, answer, i == 0) for t in found for i, answer in enumerate((t.chosen, t.rejected))]
+        return [PairRow(prompt, answer, (0.0,) * len(answer), better) for prompt, answer, better in rows]
 
 
 def prefer(attempts: Sequence[Attempt]) -> list[tuple[int, int]]:

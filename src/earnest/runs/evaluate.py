@@ -8,8 +8,8 @@ The completions of one prompt are not independent, so the standard error is over
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from earnest.errors import ConfigError
@@ -30,6 +30,8 @@ class Evaluation:
     samples: int
     correct: float
     attempts: tuple[Attempt, ...]
+    pairs: Mapping[str, float] = field(default_factory=dict)
+    """Held-out preference pairs, where the run has a file of them."""
 
     @property
     def reward(self) -> float:
@@ -50,7 +52,7 @@ class Evaluation:
             "prompts": len(self.means),
             "n": len(self.means) * self.samples,
             "correct": self.correct,
-            "metrics": describe(self.attempts),
+            "metrics": describe(self.attempts) | dict(self.pairs),
             "means": list(self.means),
             "seconds": seconds,
         }
@@ -68,7 +70,8 @@ def evaluate(setup: Setup, step: int) -> Evaluation:
         rewards[a.rollout.prompt_index].append(a.grade.reward)
     means = tuple(sum(r) / len(r) for r in rewards)
     correct = sum(a.grade.correct for a in attempts) / len(attempts)
-    return Evaluation(step, setup.engine.version, means, wanted.samples, correct, tuple(attempts))
+    pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
+    return Evaluation(step, setup.engine.version, means, wanted.samples, correct, tuple(attempts), pairs)
 
 
 def standard_error(values: Sequence[float]) -> float | None:

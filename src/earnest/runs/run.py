@@ -165,6 +165,9 @@ def _say_what_changed(run: RunFolder, setup: Setup) -> None:
         raise CheckpointError(
             f"model: {setup.config.model} has other weights than when {run.path} began; use the same ones."
         )
+    known = read_json(run.path / "run.json").get("data")
+    if setup.preferences is not None and known is not None and known["sha256"] != setup.preferences.sha256:
+        raise CheckpointError(f"data: {setup.preferences.path} has changed since {run.path} began; use the same pairs.")
     old, new = then.get("packages", {}), now["packages"]
     drift = [
         f"{name} {old.get(name)} → {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)

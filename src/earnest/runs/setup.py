@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -13,8 +14,9 @@ from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import Policy, load
 from earnest.objectives import Objective
+from earnest.runs.preferences import Preferences
 from earnest.runs.seeds import derive
-from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
+from earnest.signals import ROLES, EMATeacher, LiveTeacher, Role, TeacherPolicy
 from earnest.signals.reference import wanted_signals
 from earnest.tasks import PromptStream, Task, get_task
 
@@ -32,6 +34,7 @@ class Setup:
     engine: LocalEngine
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
+    preferences: Preferences | None = None
 
     def describe(self) -> dict[str, object]:
         """The part of run.json that says what this run is."""
@@ -44,6 +47,7 @@ class Setup:
             "objective": terms,
             "seed": self.config.seed,
             "steps": self.config.steps,
+            **({} if self.preferences is None else {"data": self.preferences.describe()}),
         }
 
 
@@ -57,10 +61,15 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
             "sampling.completions_per_prompt: an advantage compares a prompt's completions, so rollouts need "
             "at least 2, got 1."
         )
+    if config.data is not None and not {"chosen", "rejected"} <= _named(objective):
+        raise ConfigError(
+            f"data: the pairs of {config.data} would train nobody; add a term on preferences, such as dpo or simpo."
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     say(f"loading {config.model}")
     policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
+    preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
     variant = config.adapter.build()
     calibration = None
     if variant.wants_calibration():
@@ -87,4 +96,9 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         max_grad_norm=config.optimizer.max_grad_norm,
         micro_tokens=config.micro_tokens,
     )
-    return Setup(config, task, policy, adapter, engine, objective, teacher)
+    return Setup(config, task, policy, adapter, engine, objective, teacher, preferences)
+
+
+def _named(objective: Objective) -> set[Role]:
+    """Roles that a live term reads on purpose, not because it reads every row."""
+    return {role for w in objective.live() if w.term.roles != ROLES for role in w.term.roles}
