@@ -57,7 +57,7 @@ def calibrate_dose(
     *,
     base: Float[Tensor, "N d"] | None = None,
     over: str = "p95",
-    tolerance: float = 0.02,
+    tolerance: float = 0.05,
 ) -> Dose:
     """The coefficient at which the vector moves the policy by ``target`` nats a token, in the 95th percentile.
 

@@ -212,10 +212,9 @@ class Loop:
         vector = self.extract(number)
         questions = self.task.prompts("train", how.questions, derive(self.seed, "questions", number))
         prompts = [self.policy.render(q.messages) for q in questions]
-        own = self._sample(prompts[: how.contexts], "own", number)
-        with self._merged():
-            dose = calibrate_dose(self.policy, vector, demonstrations(self.policy, own), how.nats)
         limits, good = self._filter()
+        with self._merged():  # always on the base's answers, so that a nat is the same nat in every round
+            dose = calibrate_dose(self.policy, vector, demonstrations(self.policy, good), how.nats)
 
         def steered(coefficient: float) -> list[Sample]:
             return self._sample(prompts, "steered", number, lambda: self._acting(vector, coefficient))

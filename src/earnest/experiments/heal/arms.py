@@ -12,7 +12,7 @@ from earnest.models.policy import Policy
 from earnest.objectives.trust import AGGREGATES
 from earnest.runs.atomic import write_json
 from earnest.runs.seeds import derive
-from earnest.steering import Contrast, Loop, Starved, Yardstick, equal_firing, heal, observer
+from earnest.steering import Contrast, Loop, Starved, Steering, Yardstick, equal_firing, heal, observer
 from earnest.steering.loop import Say
 from earnest.tasks import get_task
 
@@ -43,10 +43,12 @@ def all_arms(same: float, calibrated: dict[str, float]) -> list[Arm]:
 class Bench:
     """The policy, its yardstick, and what both say before anything is done."""
 
-    def __init__(self, config: HealConfig, say: Say) -> None:
+    def __init__(self, config: HealConfig, say: Say, *, full: bool = False) -> None:
         from earnest.models import load
 
         self.config, self.say = config, say
+        stronger = {"nats": config.full.nats} if full and config.full.nats is not None else {}
+        self.steering: Steering = config.build_steering(**stronger)
         self.policy: Policy = load(config.model)
         self.task = get_task(config.task)
         axis = config.axis()
@@ -57,7 +59,7 @@ class Bench:
             prompts=config.eval.prompts,
             probes=config.eval.probes,
             texts=config.eval.texts,
-            max_new_tokens=config.build_steering().max_new_tokens,
+            max_new_tokens=self.steering.max_new_tokens,
             floor=config.eval.floor,
         )
         self.before = self.yardstick.measure()
@@ -73,7 +75,7 @@ class Bench:
             self.contrast,
             self.yardstick,
             folder,
-            steering=config.build_steering(),
+            steering=self.steering,
             healing=config.build_healing(**changes),
             limits=config.build_filter(),
             variant=config.adapter.build(),

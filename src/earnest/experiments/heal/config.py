@@ -17,7 +17,7 @@ class EvalConfig(Strict):
     prompts: Whole = Field(64, description="held-out questions whose answers are graded for the trait")
     probes: Annotated[int, Field(ge=1, le=50)] = Field(50, description="forced-choice probes")
     texts: Whole = Field(40, description="plain held-out texts for the perplexity")
-    floor: float = Field(0.5, gt=0, lt=1, description="coherence below which a loop stops and a score is 0")
+    floor: float = Field(0.3, gt=0, lt=1, description="coherence below which a loop stops and a score is 0")
 
 
 class FullConfig(Strict):
@@ -25,6 +25,7 @@ class FullConfig(Strict):
 
     rounds: Whole = Field(8, description="rounds of each loop")
     seeds: list[int] = Field(default_factory=lambda: [0, 1, 2], min_length=1, description="one loop each")
+    nats: float | None = Field(None, gt=0, description="another dose than steering.nats; none: the same")
     rate: float = Field(
         0.5, gt=0, lt=1, description="share of the steps of an unguarded round in which a calibrated barrier would act"
     )
@@ -66,10 +67,10 @@ class HealConfig(Strict):
             )
         return AXES[name]
 
-    def build_steering(self) -> Any:
+    def build_steering(self, **changes: Any) -> Any:
         from earnest.steering import Steering
 
-        return construct(Steering, self.steering)
+        return construct(Steering, self.steering | changes)
 
     def build_filter(self) -> Any:
         from earnest.steering import Filter
