@@ -43,12 +43,11 @@ def all_arms(same: float, calibrated: dict[str, float]) -> list[Arm]:
 class Bench:
     """The policy, its yardstick, and what both say before anything is done."""
 
-    def __init__(self, config: HealConfig, say: Say, *, full: bool = False) -> None:
+    def __init__(self, config: HealConfig, say: Say) -> None:
         from earnest.models import load
 
         self.config, self.say = config, say
-        stronger = {"nats": config.full.nats} if full and config.full.nats is not None else {}
-        self.steering: Steering = config.build_steering(**stronger)
+        self.steering: Steering = config.build_steering()
         self.policy: Policy = load(config.model)
         self.task = get_task(config.task)
         axis = config.axis()

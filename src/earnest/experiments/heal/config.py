@@ -25,7 +25,6 @@ class FullConfig(Strict):
 
     rounds: Whole = Field(8, description="rounds of each loop")
     seeds: list[int] = Field(default_factory=lambda: [0, 1, 2], min_length=1, description="one loop each")
-    nats: float | None = Field(None, gt=0, description="another dose than steering.nats; none: the same")
     rate: float = Field(
         0.5, gt=0, lt=1, description="share of the steps of an unguarded round in which a calibrated barrier would act"
     )
@@ -67,10 +66,10 @@ class HealConfig(Strict):
             )
         return AXES[name]
 
-    def build_steering(self, **changes: Any) -> Any:
+    def build_steering(self) -> Any:
         from earnest.steering import Steering
 
-        return construct(Steering, self.steering | changes)
+        return construct(Steering, self.steering)
 
     def build_filter(self) -> Any:
         from earnest.steering import Filter

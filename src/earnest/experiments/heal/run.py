@@ -22,7 +22,7 @@ def start(config: HealConfig, *, full: bool, folder: Path, console: Console) -> 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    bench = Bench(config, say, full=full)
+    bench = Bench(config, say)
     write_results(folder, bench, _full(bench, folder) if full else [_one(bench, folder)])
     return write_page(folder)
 
