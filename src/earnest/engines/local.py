@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,7 @@ from earnest.engines.base import (
     Wanted,
     Who,
 )
+from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import AdamW, Optimizer
 from earnest.engines.spectral import spectral_norms
@@ -55,7 +56,8 @@ class LocalEngine:
 
     ``version`` counts updates; every rollout and every checkpoint carries it. ``tokens`` counts what was trained on
     since the engine was made: a replica's weight among others. ``micro_tokens`` bounds the padded tokens of one forward
-    pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard.
+    pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard. ``estimator``: divergences
+    over the vocabulary, or as an engine without logits estimates them (``engines.estimator``).
     """
 
     def __init__(
@@ -68,7 +70,11 @@ class LocalEngine:
         outer: Outer | None = None,
         max_grad_norm: float | None = 1.0,
         micro_tokens: int = 8192,
+        estimator: Literal["exact", "sampled"] = "exact",
     ) -> None:
+        if estimator not in ("exact", "sampled"):
+            raise ConfigError(f"estimator is {estimator!r}; give 'exact' or 'sampled'.")
+        self.estimator = estimator
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping.")
         if micro_tokens < 1:
@@ -305,7 +311,10 @@ class LocalEngine:
         return states[batch.row, batch.position]
 
     def _fields(self, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
-        return dict(vocabulary_scalars(self._hidden(batch), self.policy.head, batch, needs)) if needs else {}
+        if not needs:
+            return {}
+        found = vocabulary_scalars if self.estimator == "exact" else sampled_fields
+        return dict(found(self._hidden(batch), self.policy.head, batch, needs))
 
     def _parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
         """Scalars of the adapter itself, which no batch enters."""

@@ -29,14 +29,23 @@ class Teacher:
     """A distribution for the active tokens ``at`` (None: for all of them), in their order.
 
     ``kind`` says who it is ("live", "base", "ema", …); a teacher has read a prompt of its own, so it is never
-    recomputed from ``Batch.inputs``.
+    recomputed from ``Batch.inputs``. ``logprobs`` are its exact log-probs of the batch's targets: beside a ``TopK``
+    they are never looked up in it.
     """
 
     distribution: Distribution
     at: Int[Tensor, " M"] | None = None
     kind: str = "given"
+    logprobs: Float[Tensor, " M"] | None = None
 
     def __post_init__(self) -> None:
+        if self.logprobs is not None:
+            if tuple(self.logprobs.shape) != (len(self.distribution),):
+                raise SignalError(
+                    f"Teacher.logprobs must have shape [{len(self.distribution)}], one a token that the teacher "
+                    f"covers, got {tuple(self.logprobs.shape)}."
+                )
+            check_logprobs("Teacher.logprobs", self.logprobs)
         if self.at is not None and len(self.distribution) != self.at.shape[0]:
             raise SignalError(
                 f"the teacher has {len(self.distribution)} token distributions for {self.at.shape[0]} positions; give "
@@ -364,4 +373,6 @@ def _cut_teacher(teacher: Teacher, order: Int[Tensor, " n"], total: int) -> Teac
     place[at] = torch.arange(at.shape[0], device=order.device)
     kept = place[order]
     new_at = (kept >= 0).nonzero()[:, 0]
-    return Teacher(teacher.distribution.take(kept[new_at]), new_at, teacher.kind)
+    own = kept[new_at]
+    logprobs = None if teacher.logprobs is None else teacher.logprobs[own]
+    return Teacher(teacher.distribution.take(own), new_at, teacher.kind, logprobs)

@@ -58,6 +58,30 @@ def advantages(
     return value
 
 
+def estimates(
+    student: Float[Tensor, " N"],
+    source: Float[Tensor, " _"],
+    need: Divergence,
+    *,
+    inside: Bool[Tensor, " N"] | None = None,
+) -> Float[Tensor, " N"]:
+    """The divergence itself, estimated at the sampled token: E_{y~S} of this is D. Arguments as for ``advantages``.
+
+    α = 1: log S - log T;  α = 0: (T/S)·(log T - log S);  else α·(T/S)·log(T/M) - (1-α)·log(M/S)
+    """
+    if need.support != "full" and need.tail == "unnormalised":
+        assert inside is not None, "advantages() asks for it"
+        delta = source - student
+        return torch.where(inside, torch.expm1(delta) - delta, torch.zeros_like(delta))
+    if need.alpha == 1:
+        return student - source
+    if need.alpha == 0:
+        return (source - student).exp() * (source - student)
+    delta, u = formulas.log_mixture(student, source, need.alpha)
+    value = need.alpha * delta.exp() * (delta - u) - (1 - need.alpha) * u
+    return value / (need.alpha * (1 - need.alpha)) if need.normalised else value
+
+
 def target_weights(student: TopK, source: TopK, need: Divergence) -> Float[Tensor, "N K"]:
     """Weights w[N, K] for the K targets ``student.ids``: the gradient of Σ w·log S is -∇D exactly. Both at the need's
     temperature 1.

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 def router(host: Host, settings: ServeSettings) -> APIRouter:
     """The endpoints under /api/v1; torch is imported with them, not with this package."""
-    from earnest.serve.tinker.router import router as build
+    from earnest.serve.tinker.routes import router as build
 
     return build(host, settings)

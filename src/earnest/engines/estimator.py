@@ -1,0 +1,104 @@
+"""``LocalEngine(estimator="sampled")``: divergences as an engine without logits would see them.
+
+Every divergence is estimated at the sampled token (``vocabulary.known``); it is here to be compared with, since the
+exact form costs the same on this machine. All other scalars are as usual.
+Shapes: N active tokens, M covered ones, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from earnest.engines import scoring
+from earnest.engines.vocabulary import known, scalars
+from earnest.engines.vocabulary.plan import Head
+from earnest.errors import ObjectiveError, SignalError
+from earnest.models.policy import HeadSpec
+from earnest.objectives.needs import Divergence, LogProb, Need
+from earnest.objectives.view import Field
+from earnest.signals.batch import Batch
+from earnest.signals.distributions import FullLogits, Hidden, ScoredAt, TopK
+
+
+def fields(hidden: Float[Tensor, "N d"], head: HeadSpec, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
+    """Every need's field; divergences in their sampled form."""
+    divergences = [n for n in needs if isinstance(n, Divergence)]
+    others = [n for n in needs if not isinstance(n, Divergence)]
+    if not divergences:
+        return dict(scalars(hidden, head, batch, needs))
+    if batch.targets.ndim == 3:
+        raise SignalError("the sampled form reads one target a position; the batch has several.")
+    own = LogProb()
+    found = dict(scalars(hidden, head, batch, [*others, *([] if own in others else [own])]))
+    for need in divergences:
+        found[need] = _estimate(need, found[own].values, hidden.detach(), head, batch)
+    return {need: found[need] for need in needs}
+
+
+def _estimate(need: Divergence, logprob: Tensor, hidden: Tensor, head: HeadSpec, batch: Batch) -> Field:
+    signal = batch.teacher if need.source == "teacher" else batch.reference
+    distribution = None if signal is None else signal.distribution
+    if signal is None or distribution is None:
+        raise SignalError(f"{need}: the batch carries no distribution of the {need.source}; supply one.")
+    at = batch.teacher.at if need.source == "teacher" and batch.teacher is not None else None
+    token = batch.token_target if at is None else batch.token_target[at]
+    own = logprob if at is None else logprob[at]
+    states = hidden if at is None else hidden[at]
+    source_token = signal.logprobs if signal.logprobs is not None else at_ids(distribution, head, token[:, None])[:, 0]
+    if need.support == "full":
+        sides = known.AtToken.of(token, own, source_token, None, None)
+    else:
+        source = supported(need, distribution, head, states)
+        need = _with_k(need, source)
+        student = scoring.at_ids(states, head, source.ids)
+        ours = TopK(source.ids, student, known.tail_of(student))
+        sides = known.AtToken.of(token, own, source_token, ours, source)
+    return known.estimate(need, own, sides, at)
+
+
+def _with_k(need: Divergence, source: TopK) -> Divergence:
+    from dataclasses import replace
+
+    return replace(need, top_k=source.ids.shape[1])
+
+
+def supported(
+    need: Divergence, distribution: FullLogits | Hidden | TopK, head: HeadSpec, student: Float[Tensor, "M d"]
+) -> TopK:
+    """The source at the K ids that are compared, with its tail."""
+    if isinstance(distribution, TopK):
+        if need.support == "student" and not isinstance(distribution, ScoredAt):
+            raise SignalError(f"{need}: a received top-K has the source's own ids, not the student's.")
+        return known.cut(distribution, need.top_k)
+    assert need.top_k is not None, "terms name K for a source that has every logit"
+    if need.support == "teacher":
+        if isinstance(distribution, Hidden):
+            return scoring.top_k(distribution.states, head, need.top_k)
+        logp = distribution.logits.log_softmax(-1)
+        values, ids = logp.topk(need.top_k, -1)
+        return TopK(ids, values, known.tail_of(values))
+    ids = scoring.top_k(student, head, need.top_k).ids
+    values = at_ids(distribution, head, ids)
+    return ScoredAt(ids, values, known.tail_of(values))
+
+
+def at_ids(
+    distribution: FullLogits | Hidden | TopK, head: Head | HeadSpec, ids: Int[Tensor, "M K"]
+) -> Float[Tensor, "M K"]:
+    """Exact log-probs of a source at these ids; a top-K knows only its own."""
+    if isinstance(distribution, Hidden):
+        assert isinstance(head, HeadSpec)
+        return scoring.at_ids(distribution.states, head, ids)
+    if isinstance(distribution, FullLogits):
+        return distribution.logits.log_softmax(-1).gather(-1, ids)
+    hit = distribution.ids[:, None, :] == ids[:, :, None]  # [M, K, K']
+    if not bool(hit.any(-1).all()):
+        raise ObjectiveError(
+            "the teacher came as a top-K without its exact log-probs of the sampled tokens (Teacher.logprobs), and "
+            "some of these are outside the K; supply them. They are never looked up, and never floored."
+        )
+    return torch.where(hit, distribution.logprobs[:, None, :], 0.0).sum(-1)
