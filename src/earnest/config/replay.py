@@ -41,8 +41,10 @@ class SpeakerConfig(Strict):
 class TeacherEntry(SpeakerConfig):
     """One teacher: it sees a state of a trace and answers in the assistant's place."""
 
-    kind: Literal["endpoint", "policy", "hindsight"] = Field(
-        "hindsight", description="an endpoint, a local policy, or a local policy told what the user said afterwards"
+    kind: Literal["endpoint", "policy", "hindsight", "user"] = Field(
+        "hindsight",
+        description="an endpoint, a local policy, a local policy told what the user said afterwards, or the user who "
+        "typed a better answer (the trace's meta.better)",
     )
     name: str | None = Field(
         None, pattern=r"^[\w.-]+$", description="its name in the pairs; none: its kind. Unique, and not `judge`"
@@ -56,6 +58,8 @@ class TeacherEntry(SpeakerConfig):
         self.agree("teachers", self.kind == "endpoint")
         if self.name == "judge":
             raise ConfigError("teachers.name: `judge` is the judge's; take another.")
+        if self.kind == "user" and (self.samples != 1 or self.adapter is not None or self.model != "nano"):
+            raise ConfigError("teachers: kind 'user' asks no model; leave out model, adapter and samples.")
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError("teachers.samples: greedy answers are all the same; raise temperature, or ask for one.")
         return self

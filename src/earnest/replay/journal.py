@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Mapping
@@ -20,11 +19,11 @@ Kind = Literal["answer", "verdict"]
 class Journal:
     """Lines of JSON behind a header that says which questions they belong to. A torn last line is cut off."""
 
-    def __init__(self, path: Path, asking: Mapping[str, Any], traces: Path) -> None:
+    def __init__(self, path: Path, asking: Mapping[str, Any], traces: str) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._found: dict[tuple[str, str], dict[str, Any]] = {}
-        header = {"asking": asking, "traces": hashlib.sha256(traces.read_bytes()).hexdigest()}
+        header = {"asking": asking, "traces": traces}
         path.parent.mkdir(parents=True, exist_ok=True)
         good = self._read(header)
         self._lines = Lines(path)

@@ -132,7 +132,7 @@ def replay(traces: Path, config: ReplayConfig, progress: Progress = lambda *_: N
         Ask(turn, teacher, sample) for turn in turns for teacher in config.teachers for sample in range(teacher.samples)
     ]
     out = Path(config.out)
-    journal = Journal(out.with_name(f"{out.name}.journal.jsonl"), config.asking(), traces)
+    journal = Journal(out.with_name(f"{out.name}.journal.jsonl"), config.asking(), found.sha256)
     try:
         ledger = Ledger.of(config, journal)
         job = _Job(config, journal, ledger, progress)
@@ -181,6 +181,12 @@ def _teach(job: _Job, teacher: TeacherEntry, asks: Sequence[Ask]) -> None:
             return {"message": dict(message), "why": "", "usage": reply.usage}
 
         job.requests("answer", teacher.label, asks, one)
+        return
+    if teacher.kind == "user":
+        for ask in asks:
+            better = ask.turn.trace.meta.get("better") if ask.turn.last else None
+            message = {"role": "assistant", "content": better} if isinstance(better, str) and better.strip() else None
+            job.journal.add("answer", ask.key, message=message, why="" if message else "no user gave a better answer")
         return
     policy = None
     for start in range(0, len(asks), CHUNK * teacher.samples):
@@ -303,7 +309,7 @@ def _one(job: _Job, ask: Ask) -> Pair | str:
         chosen=better,
         rejected=worse,
         tools=trace.tools,
-        teacher_model=ask.teacher.model,
+        teacher_model="" if ask.teacher.kind == "user" else ask.teacher.model,
         completion_id=trace.completion_id,
         model=trace.model,
         version=None if trace.version is None else str(trace.version),

@@ -9,9 +9,10 @@ message before it, and what the user said next is its hindsight.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,29 @@ class Traces:
     bad: tuple[BadLine, ...] = ()
 
     @property
+    def sha256(self) -> str:
+        """Of what was read, so that a database that grew is another one."""
+        said = json.dumps([asdict(trace) for trace in self.traces], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    @property
     def unread(self) -> list[str]:
         return sorted({key for trace in self.traces for key in trace.unread})
 
 
 def read(path: Path, *, drop_bad: bool = False) -> Traces:
-    """Every trace of a file, in its order. A malformed one stops here, or with ``drop_bad`` is counted and left out."""
+    """Every trace of a .jsonl, or of a server's --data folder, in its order.
+
+    A malformed one stops here, or with ``drop_bad`` is counted and left out.
+    """
+    from earnest.replay import served
+
     found: list[Trace] = []
     bad: list[BadLine] = []
     seen: dict[str, int] = {}
-    for number, text in _lines(path):
+    base = served.database(path)
+    lines = _lines(path) if base is None else enumerate(map(json.dumps, served.lines(base)), 1)
+    for number, text in lines:
         try:
             trace = parse(json.loads(text))
             if trace.id in seen:

@@ -1,0 +1,88 @@
+"""Retries, refusals and counts, against a real HTTP server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from earnest.replay.endpoint import Endpoint, Exhausted, Reply, Usage
+from earnest.replay.errors import EndpointError
+from earnest.replay.judges import add
+from tests.replay.records import user
+from tests.replay.server import Answer, serving
+
+
+def ask(url: str, **more: Any) -> Reply:
+    endpoint = Endpoint(url, "teacher", key="REPLAY_TEST_KEY", attempts=5, backoff=0.01, timeout=5.0)
+    return endpoint.chat([user("hi")], name="t#0|x|0", temperature=0.5, max_tokens=7, **more)
+
+
+FAILURES = [
+    Answer(status=429, raw="slow down", headers={"Retry-After": "0.02"}),
+    Answer(status=503, raw="busy", headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
+    Answer(drop=True),
+    Answer(raw="<html>"),
+    Answer(raw='{"choices": []}'),
+]
+
+
+@pytest.mark.parametrize("first", FAILURES, ids=["429", "503", "dropped", "not JSON", "no choice"])
+def test_what_may_pass_is_tried_again(first: Answer) -> None:
+    with serving(lambda body, before: first if before == 0 else Answer("hello")) as server:
+        found = ask(server.url)
+    assert found.message == {"role": "assistant", "content": "hello"}
+    assert found.usage == Usage(2, 10, 5) and len(server.bodies) == 2
+
+
+def test_the_request_has_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLAY_TEST_KEY", "sk-1")
+    tool = {"type": "function", "function": {"name": "clock"}}
+    called = [{"id": "c", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]
+    with serving(lambda *_: Answer(None, called, usage=None)) as server:
+        found = ask(server.url, tools=[tool], seed=3)
+        monkeypatch.delenv("REPLAY_TEST_KEY")
+        ask(server.url)
+    assert server.bodies[0] == {
+        "model": "teacher",
+        "messages": [user("hi")],
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "tools": [tool],
+        "seed": 3,
+    }
+    assert "tools" not in server.bodies[1] and "seed" not in server.bodies[1]
+    assert server.keys == ["Bearer sk-1", None]
+    assert found.message["tool_calls"] == called and found.usage == Usage(1, None, None)
+
+
+def test_a_refusal_stops_at_once_and_says_where_the_key_comes_from() -> None:
+    with serving(lambda *_: Answer(status=401, raw="bad key")) as server:
+        with pytest.raises(EndpointError, match=r"HTTP 401: bad key\. Is \$REPLAY_TEST_KEY set"):
+            ask(server.url)
+        assert len(server.bodies) == 1
+    with pytest.raises(EndpointError, match="is no http"):
+        ask("ftp://nowhere")
+
+
+def test_all_tries_failing_is_said_with_the_last_reason() -> None:
+    with serving(lambda *_: Answer(status=500, raw="broken")) as server:
+        with pytest.raises(Exhausted, match=r"failed 5 times on t#0\|x\|0; the last time: HTTP 500 broken"):
+            ask(server.url)
+        assert len(server.bodies) == 5
+    with pytest.raises(Exhausted, match="refused"):  # nobody listens any more
+        ask(server.url)
+
+
+def test_waits_double_are_bounded_and_repeat_themselves() -> None:
+    endpoint = Endpoint("http://x/v1", "m", backoff=1.0)
+    for attempt in range(1, 12):
+        longest = min(60.0, 2.0 ** (attempt - 1))
+        assert longest / 2 <= endpoint.wait("a", attempt) < longest
+        assert endpoint.wait("a", attempt) == endpoint.wait("a", attempt)
+    assert endpoint.wait("a", 3) != endpoint.wait("b", 3), "requests that failed together do not come back together"
+
+
+def test_usage_adds_up_and_stays_unknown() -> None:
+    assert add([Usage(1, 2, 3), Usage(2, 10, 20)]) == Usage(3, 12, 23)
+    assert add([Usage(1, 2, 3), Usage(1, None, 4)]) == Usage(2, None, 7)
