@@ -57,7 +57,17 @@ _HOME = {
         "TruncatedIS",
     ),
     "earnest.engines": ("LocalEngine", "AdamW", "SGD", "StepReport"),
+    "earnest.engines.tinker": ("TinkerEngine", "RemoteTeacher", "RemoteEMA"),
     "earnest.audit": ("prove", "Verdict"),
+    "earnest.guards": (
+        "Directions",
+        "Erase",
+        "Route",
+        "Triple",
+        "directions_from_activations",
+        "directions_from_gradients",
+    ),
+    "earnest.steering": ("Vector", "calibrate_dose", "heal", "mean_difference"),
     "earnest.tasks": ("get_task",),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
@@ -99,6 +109,15 @@ if TYPE_CHECKING:
     from earnest.engines import AdamW as AdamW
     from earnest.engines import LocalEngine as LocalEngine
     from earnest.engines import StepReport as StepReport
+    from earnest.engines.tinker import RemoteEMA as RemoteEMA
+    from earnest.engines.tinker import RemoteTeacher as RemoteTeacher
+    from earnest.engines.tinker import TinkerEngine as TinkerEngine
+    from earnest.guards import Directions as Directions
+    from earnest.guards import Erase as Erase
+    from earnest.guards import Route as Route
+    from earnest.guards import Triple as Triple
+    from earnest.guards import directions_from_activations as directions_from_activations
+    from earnest.guards import directions_from_gradients as directions_from_gradients
     from earnest.models import Policy as Policy
     from earnest.models import SampleSpec as SampleSpec
     from earnest.models import load as load
@@ -134,4 +153,8 @@ if TYPE_CHECKING:
     from earnest.signals import Teacher as Teacher
     from earnest.signals import TopK as TopK
     from earnest.signals import collect as collect
+    from earnest.steering import Vector as Vector
+    from earnest.steering import calibrate_dose as calibrate_dose
+    from earnest.steering import heal as heal
+    from earnest.steering import mean_difference as mean_difference
     from earnest.tasks import get_task as get_task

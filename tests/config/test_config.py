@@ -76,7 +76,7 @@ def test_a_mistake_is_one_sentence(mistake: str) -> None:
     assert "\n" not in said and "pydantic" not in said
 
 
-@pytest.mark.parametrize("recipe", [r.name for r in list_recipes()])
+@pytest.mark.parametrize("recipe", [r.name for r in list_recipes() if r.objective])  # an experiment has runs of its own
 def test_a_recipe_survives_its_own_dump(recipe: str) -> None:
     _, config = load(recipe)
     again = from_mapping(text.parse(dump(config), "dump"))

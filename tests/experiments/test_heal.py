@@ -94,7 +94,13 @@ def test_the_table_of_known_numbers() -> None:
     facts = {"trait": 0.5, "mass": 0.9, "fluency": 1.0, "sense": 1.0, "coherence": 0.9, "score": 0.45}
     arm = {"name": "x", "over": "mean", "reference": "base", "taus": "calibrated", "tau": 0.125}
     arm["runs"] = [loop(0.6, 0.9, 0.8), loop(0.7, 0.8, stopped="round 2: …")]
-    results = {"model": "nano", "task": "style/warmth", "base": facts, "prompted": facts | {"system": "Be."}, "arms": [arm]}
+    results = {
+        "model": "nano",
+        "task": "style/warmth",
+        "base": facts,
+        "prompted": facts | {"system": "Be."},
+        "arms": [arm],
+    }
     line = tables(results).splitlines()[-1]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert dict(zip(COLUMNS, cells, strict=True)) == {
@@ -116,7 +122,7 @@ def test_the_table_of_known_numbers() -> None:
 def test_the_figure_has_a_log_axis_and_a_panel_for_each_choice_of_tau(tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    made = json.loads(Path("benchmarks/results/heal.json").read_text())
+    made = json.loads((Path(__file__).parents[2] / "benchmarks/results/heal.json").read_text())
     seen = {}
     kept = plt.close
     try:
@@ -125,7 +131,12 @@ def test_the_figure_has_a_log_axis_and_a_panel_for_each_choice_of_tau(tmp_path: 
     finally:
         plt.close = kept
         plt.close("all")
-    assert path.stat().st_size > 10_000 and [ax.get_xscale() for ax in seen["axes"]] == ["log", "log", "linear", "linear"]
+    assert path.stat().st_size > 10_000 and [ax.get_xscale() for ax in seen["axes"]] == [
+        "log",
+        "log",
+        "linear",
+        "linear",
+    ]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

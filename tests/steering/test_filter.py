@@ -20,7 +20,7 @@ def made(text: str, tail: float = 3.0) -> Sample:
 
 
 def test_word_repetition_by_hand() -> None:
-    """"a b c a b c": the trigrams abc bca cab abc, 3 distinct of 4."""
+    """ "a b c a b c": the trigrams abc bca cab abc, 3 distinct of 4."""
     assert word_repetition("a b c a b c") == pytest.approx(1 / 4)
     assert word_repetition("go go go go go") == pytest.approx(2 / 3)
     assert word_repetition("The fox is quick.") == 0 and word_repetition("two words") == 0 and word_repetition("") == 0

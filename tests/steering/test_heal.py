@@ -21,7 +21,9 @@ TARGETS = ("q_proj", "v_proj")
 
 @pytest.fixture
 def survivors(nano: en.Policy) -> list[Sample]:
-    prompts = [nano.render([{"role": "user", "content": f"Describe the {t}."}]) for t in ("fox", "lake", "lamp", "road")]
+    prompts = [
+        nano.render([{"role": "user", "content": f"Describe the {t}."}]) for t in ("fox", "lake", "lamp", "road")
+    ]
     texts = [f"Dear friend, the {t} is lovely! I am glad you asked!" for t in ("fox", "lake", "lamp", "road")]
     return read(nano, prompts, [nano.encode(t) for t in texts])
 

@@ -13,7 +13,18 @@ import torch
 
 import earnest as en
 from earnest.errors import CheckpointError
-from earnest.steering import Collapsed, Contrast, Filter, Healing, Loop, Starved, Steering, SteeringError, Vector, Yardstick
+from earnest.steering import (
+    Collapsed,
+    Contrast,
+    Filter,
+    Healing,
+    Loop,
+    Starved,
+    Steering,
+    SteeringError,
+    Vector,
+    Yardstick,
+)
 from earnest.tasks.base import Task
 from tests.steering.conftest import logits
 
@@ -77,7 +88,9 @@ def test_what_a_round_records(make: Make, tmp_path: Path) -> None:
         assert {"trait", "mass", "fluency", "sense", "coherence", "score", "answers"} <= set(record[who])
     assert record["vector"]["cosine_first"] == pytest.approx(1.0) and record["heal"]["pressure"] >= 0
     assert {"good", "broken", "auc", "separates"} <= set(record["filter"]) and record["samples"]
-    assert record["dose"]["kl"] == pytest.approx(0.4, rel=0.06) and record["tries"][-1]["survived"] == record["survivors"]
+    assert (
+        record["dose"]["kl"] == pytest.approx(0.4, rel=0.06) and record["tries"][-1]["survived"] == record["survivors"]
+    )
     assert Vector.load(tmp_path / "round-1" / "vector.safetensors").norm == pytest.approx(record["vector"]["norm"])
 
 

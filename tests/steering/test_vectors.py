@@ -29,7 +29,9 @@ def stream(policy: en.Policy, ids: list[int], path: str) -> torch.Tensor:
     return found[0][0]
 
 
-def test_the_mean_difference_is_that_of_the_last_tokens_computed_one_by_one(nano: en.Policy, contexts: Contexts) -> None:
+def test_the_mean_difference_is_that_of_the_last_tokens_computed_one_by_one(
+    nano: en.Policy, contexts: Contexts
+) -> None:
     """Contexts of different lengths in one padded batch: a state from a padded place would differ."""
     high, low = contexts
     assert len({len(c) for c in high}) > 1
@@ -160,7 +162,9 @@ def test_what_is_refused(nano: en.Policy, contexts: Contexts) -> None:
         "different modules": lambda: mean_difference(nano, high, low, [0]) + mean_difference(nano, high, low, [1]),
         "at least one module": lambda: Vector({}, "made", "base"),
         "finite": lambda: Vector({"x": torch.tensor([float("nan")])}, "made", "base"),
-        "no module 'nowhere'": lambda: Vector({"nowhere": torch.ones(2)}, "m", nano.fingerprint()).applied(nano).__enter__(),
+        "no module 'nowhere'": lambda: (
+            Vector({"nowhere": torch.ones(2)}, "m", nano.fingerprint()).applied(nano).__enter__()
+        ),
     }.items():
         with pytest.raises(SteeringError, match=words):
             make()

@@ -50,8 +50,8 @@ class Bench:
         self.steering: Steering = config.build_steering()
         self.policy: Policy = load(config.model)
         self.task = get_task(config.task)
-        axis = config.axis()
-        self.contrast = Contrast(tuple(axis["high"]["system"]), tuple(axis["low"]["system"]))
+        poles = config.poles()
+        self.contrast = Contrast(tuple(poles.high), tuple(poles.low))
         self.yardstick = Yardstick(
             self.policy,
             self.task,

@@ -11,6 +11,13 @@ from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, Whole
 from earnest.errors import ConfigError
 
 
+class ContrastConfig(Strict):
+    """Instructions for both poles, where the axis' own do not suit the model."""
+
+    high: list[str] = Field(min_length=1, description="system prompts that ask for the trait")
+    low: list[str] = Field(min_length=1, description="system prompts that ask for its opposite")
+
+
 class EvalConfig(Strict):
     """Held-out questions, probes and texts."""
 
@@ -37,6 +44,7 @@ class HealConfig(Strict):
     description: str = Field("", description="a line for `earnest recipes`")
     model: str = Field("nano", description="name, Hugging Face id or folder")
     task: str = Field("style/warmth", description="a style/… task: its axis gives the contrast and the grader")
+    contrast: ContrastConfig | None = Field(None, description="the two poles in words; none: the axis' own")
     rounds: Whole = Field(3, description="rounds of steer and heal")
     steering: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Steering")
     filter: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Filter")
@@ -54,6 +62,11 @@ class HealConfig(Strict):
         for name in ("steering", "filter", "healing"):
             setattr(self, name, plain(getattr(self, f"build_{name}")()))
         return self
+
+    def poles(self) -> ContrastConfig:
+        """The contrast as it is used."""
+        own = self.axis()
+        return self.contrast or ContrastConfig(high=own["high"]["system"], low=own["low"]["system"])
 
     def axis(self) -> dict[str, Any]:
         """The style axis that the task names."""

@@ -43,10 +43,10 @@ def draw(results: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _path(arm: dict[str, Any], key: str) -> list[float]:
+def _path(arm: dict[str, Any], key: str, who: str = "healed") -> list[float]:
     """The mean over seeds, as far as every seed got."""
     runs = [run["rounds"] for run in arm["runs"] if run["rounds"]]
-    return [fmean(run[i]["healed"][key] for run in runs) for i in range(min(map(len, runs)))]
+    return [fmean(run[i][who][key] for run in runs) for i in range(min(map(len, runs)))]
 
 
 def _style(arm: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +80,17 @@ def _trade(ax: Any, results: dict[str, Any], arms: list[dict[str, Any]]) -> None
 def _rounds(ax: Any, arms: list[dict[str, Any]], *, published: bool) -> None:
     for arm in arms:
         coherence = _path(arm, "coherence")
-        ax.plot(range(1, len(coherence) + 1), coherence, **_style(arm))
+        numbers = range(1, len(coherence) + 1)
+        ax.plot(numbers, coherence, **_style(arm))
+        if not published:  # one loop: what its coherence is the least of, and what steering alone would have
+            for key, style in (("mass", ":"), ("fluency", "-."), ("sense", "--")):
+                ax.plot(numbers, _path(arm, key), color="#888", linestyle=style, linewidth=1, label=key)
+            ax.plot(numbers, _path(arm, "coherence", "steered"), color="#c77", marker="x", label="steered, not healed")
     if published:
         for over, ends in PUBLISHED.items():
             label = f"published, gemma-3-4b: {over}"
             ax.plot([1, 7], ends, color=COLOURS[over], linestyle=":", linewidth=2, alpha=0.6, label=label)
     ax.set_xlabel("round")
+    ax.set_ylim(0, 1.03)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(alpha=0.25)
