@@ -122,7 +122,7 @@ def test_a_starved_loop_says_so_and_leaves_no_round(make: Make, tmp_path: Path) 
 def test_a_damaged_record_is_named(make: Make, tmp_path: Path) -> None:
     (tmp_path / "round-1").mkdir()
     (tmp_path / "round-1" / "record.json").write_text("{")
-    with pytest.raises(CheckpointError, match="remove .*round-1"):
+    with pytest.raises(CheckpointError, match=r"remove .*round-1"):
         make(tmp_path)
 
 
