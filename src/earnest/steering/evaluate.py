@@ -83,6 +83,7 @@ class Yardstick:
         probes: int | None = None,
         texts: int = 50,
         max_new_tokens: int = 48,
+        temperature: float = 1.0,
         floor: float = 0.5,
         seed: int = 0,
     ) -> None:
@@ -92,7 +93,7 @@ class Yardstick:
         self.prompts: list[Prompt] = task.prompts("heldout", prompts, seed)
         self.probes = data.probes()[:probes]
         self.texts = data.plain_heldout()[:texts]
-        self.spec = SampleSpec(max_new_tokens=max_new_tokens, seed=seed)
+        self.spec = SampleSpec(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         with without_adapters(policy):
             self.base_perplexity = self.perplexity()
             self.base_answers = self._answer_perplexity(self._answers())

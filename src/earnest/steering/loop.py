@@ -67,6 +67,7 @@ class Steering:
     factor: float = 0.75
     tries: int = 6
     max_new_tokens: int = 48
+    temperature: float = 1.0
     overdose: float = 8.0
 
     def __post_init__(self) -> None:
@@ -270,7 +271,9 @@ class Loop:
         acting: Callable[[], Any] | None = None,
     ) -> list[Sample]:
         """One answer a prompt, by the student or within the given block, each read by the base."""
-        spec = SampleSpec(max_new_tokens=self.steering.max_new_tokens, seed=derive(self.seed, purpose, number) % 2**31)
+        how = self.steering
+        seed = derive(self.seed, purpose, number) % 2**31
+        spec = SampleSpec(max_new_tokens=how.max_new_tokens, temperature=how.temperature, seed=seed)
         with (acting or self._acting)():
             found = sample(self.policy, prompts, 1, spec)
         return read(self.policy, [prompts[c.prompt_index] for c in found], [c.tokens for c in found])

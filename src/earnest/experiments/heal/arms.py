@@ -59,6 +59,7 @@ class Bench:
             probes=config.eval.probes,
             texts=config.eval.texts,
             max_new_tokens=self.steering.max_new_tokens,
+            temperature=self.steering.temperature,
             floor=config.eval.floor,
         )
         self.before = self.yardstick.measure()

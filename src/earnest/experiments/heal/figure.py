@@ -44,9 +44,9 @@ def draw(results: dict[str, Any], path: Path) -> Path:
 
 
 def _path(arm: dict[str, Any], key: str, who: str = "healed") -> list[float]:
-    """The mean over seeds, as far as every seed got."""
+    """The mean over seeds, round by round; a loop that stopped stays where it stopped."""
     runs = [run["rounds"] for run in arm["runs"] if run["rounds"]]
-    return [fmean(run[i][who][key] for run in runs) for i in range(min(map(len, runs)))]
+    return [fmean(run[min(i, len(run) - 1)][who][key] for run in runs) for i in range(max(map(len, runs)))]
 
 
 def _style(arm: dict[str, Any]) -> dict[str, Any]:
