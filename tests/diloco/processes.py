@@ -8,13 +8,12 @@ SIGKILL, the n-th time it comes there.
 from __future__ import annotations
 
 import io
-import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +110,8 @@ def main(url: str, replica: int, folder: str, environment: Mapping[str, str], pl
         stall(*plan["stall"])
     if "junk" in plan:
         junk(plan["junk"])
+    if "tear" in plan:
+        tear()
     work(url, replica, Path(folder), Console(file=io.StringIO()))
 
 
@@ -150,6 +151,72 @@ def junk(at: int) -> None:
     ReplicaOuter.after_update = bad  # type: ignore[method-assign]
 
 
+def tear() -> None:
+    """The first delta of this process arrives cut off, though the store says that all is well."""
+    from earnest.diloco.store import ObjectStore
+
+    old, left = ObjectStore.create, [1]
+
+    def cut(self: Any, key: str, data: bytes) -> None:
+        if "/delta/" in key and left[0]:
+            left[0] = 0
+            data = data[: len(data) // 2]
+        old(self, key, data)
+
+    ObjectStore.create = cut  # type: ignore[method-assign]
+
+
+class Troupe:
+    """Replicas of one run, restarted whenever they die; ``plans`` gives each life what is to happen in it."""
+
+    def __init__(
+        self,
+        ctx: Any,
+        url: str,
+        place: Path,
+        environment: Mapping[str, str],
+        plans: Callable[[int, int], Mapping[str, Any]],
+    ) -> None:
+        self.ctx, self.url, self.place, self.environment, self.plans = ctx, url, place, environment, plans
+        self.running: dict[str, Any] = {}
+        self.lives: dict[str, int] = {}
+        self.kills = 0
+
+    def start(self, name: str, replica: int) -> None:
+        life = self.lives[name] = self.lives.get(name, 0) + 1
+        plan = self.plans(replica, life)
+        words = (self.url, replica, str(self.place / name), self.environment, plan)
+        process = self.ctx.Process(target=main, args=words, daemon=True)
+        process.start()
+        self.running[name] = (process, replica)
+
+    def run(self, names: Mapping[str, int], between: Callable[[], None] = lambda: None, seconds: float = 600) -> None:
+        """Until every one of ``names`` (folder → replica number) came to the end of the run."""
+        for name, replica in names.items():
+            self.start(name, replica)
+        end = time.monotonic() + seconds
+        while self.running:
+            assert time.monotonic() < end, {n: (self.place / f"{n}.log").read_text()[-1500:] for n in self.running}
+            between()
+            for name, (process, replica) in list(self.running.items()):
+                if process.is_alive():
+                    continue
+                process.join()
+                del self.running[name]
+                if process.exitcode == -signal.SIGKILL:
+                    self.kills += 1
+                    self.start(name, replica)
+                else:
+                    assert process.exitcode == 0, (self.place / f"{name}.log").read_text()[-3000:]
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        for process, _ in self.running.values():
+            process.kill()
+            process.join()
+        self.running.clear()
+
+
 def weights(folder: Path) -> dict[str, Any]:
     """The adapter in the newest checkpoint of a replica's folder, and the round it is of."""
     from earnest.engines.checkpoint import read
@@ -168,7 +235,3 @@ def commits(ledger: Any) -> dict[int, Any]:
 
 def events(folder: Path) -> list[str]:
     return (folder / "events.log").read_text().splitlines()
-
-
-def config_words(pairs: Mapping[str, Any]) -> Sequence[str]:
-    return [f"{k}={json.dumps(v)}" for k, v in pairs.items()]

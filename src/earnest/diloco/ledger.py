@@ -106,9 +106,11 @@ class Ledger:
         return found
 
     def committed(self) -> int:
-        """How many rounds are committed; rounds that were cleaned up count."""
-        rounds = [int(key.split("/")[1]) + 1 for key in self.bucket.list("outer/") if key.endswith("/commit")]
-        return max([*rounds, *self.states()], default=0)
+        """How many rounds are committed."""
+        k = max(self.states(), default=0)
+        while self.commit(k) is not None:
+            k += 1
+        return k
 
     # --- states -------------------------------------------------------------------------------------------------------
 
@@ -123,8 +125,13 @@ class Ledger:
         return self.bucket.get(f"state/{k:08d}")
 
     def clean(self, before: int) -> int:
-        """Remove rounds and states before ``before``; returns how many objects went."""
-        old = [key for key in self.bucket.list("outer/") if int(key.split("/")[1]) < before]
+        """Remove deltas, hellos and states before ``before``; returns how many objects went.
+
+        Commits stay, at some hundred bytes each: a replica that slept since an old round must find that it is decided.
+        Were its commit gone, it would decide the round a second time.
+        """
+        keys = self.bucket.list("outer/")
+        old = [key for key in keys if int(key.split("/")[1]) < before and not key.endswith("/commit")]
         old += [f"state/{k:08d}" for k in self.states() if k < before]
         self.bucket.delete(old)
         return len(old)

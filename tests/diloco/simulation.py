@@ -1,0 +1,207 @@
+"""Replicas under a scheduler that decides every store operation: who goes next, who dies, which answer is lost.
+
+Each replica is a thread that runs the real outer hook on a toy job. It stops before every operation on the store (and
+before every sleep) until the scheduler lets it go; so exactly one runs at a time, and a schedule is a list of orders.
+Nothing is real but the code under test: the store is a dict, the clock moves when somebody sleeps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from earnest.diloco.ledger import Ledger
+from earnest.diloco.outer import ReplicaOuter, Schedule
+from earnest.diloco.protocol import Rules
+from earnest.diloco.store import AlreadyThere, Bucket, Unavailable
+from earnest.diloco.wire import Wire
+from tests.diloco.toy import ToyEngine
+
+Order = Literal["go", "die before", "die after", "lose the answer", "fail", "tear"]
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as a thread can have it."""
+
+
+@dataclass
+class World:
+    """What all share: the objects, every object that ever was, and the time."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    history: dict[str, bytes] = field(default_factory=dict)
+    time: float = 0.0
+    again: list[str] = field(default_factory=list)
+    """Keys that were cleaned up and then created once more."""
+
+
+class Port:
+    """One replica's way to the store, and the place where the scheduler holds it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.order: Order = "go"
+        self.arrived, self.granted = threading.Semaphore(0), threading.Semaphore(0)
+        self.waiting_for = ""
+
+    def _turn(self, what: str, act: Callable[[bool], Any]) -> Any:
+        self.waiting_for = what
+        self.arrived.release()
+        self.granted.acquire()
+        order = self.order
+        if order == "die before":
+            raise Killed
+        if order == "fail":
+            raise Unavailable("no answer")
+        result = act(order == "tear")
+        if order == "die after":
+            raise Killed
+        if order == "lose the answer":
+            raise Unavailable("the answer was lost")
+        return result
+
+    def create(self, key: str, data: bytes) -> None:
+        def act(tear: bool) -> None:
+            if key in self.world.objects:
+                raise AlreadyThere(key)
+            if key in self.world.history:
+                self.world.again.append(key)
+            torn = tear and ("/delta/" in key or key.startswith("state/")) and not key.endswith("state/00000000")
+            self.world.objects[key] = data[: len(data) // 2] if torn else data
+            self.world.history.setdefault(key, self.world.objects[key])
+
+        self._turn(f"create {key}", act)
+
+    def get(self, key: str) -> bytes | None:
+        return self._turn(f"get {key}", lambda tear: self.world.objects.get(key))
+
+    def list(self, prefix: str) -> Any:
+        return self._turn(f"list {prefix}", lambda tear: [k for k in self.world.objects if k.startswith(prefix)])
+
+    def delete(self, keys: Any) -> None:
+        def act(tear: bool) -> None:
+            for key in keys:
+                self.world.objects.pop(key, None)
+
+        self._turn(f"delete {len(keys)}", act)
+
+    def sleep(self, seconds: float) -> None:
+        def act(tear: bool) -> None:
+            self.world.time += seconds
+
+        with suppress(Unavailable):  # a sleep has no answer that could be lost
+            self._turn("sleep", act)
+
+
+@dataclass
+class Disk:
+    """What survives a death of the process, if the machine does."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    optimizer: Any = None
+    outer: dict[str, Tensor] = field(default_factory=dict)
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    replicas: int
+    rounds: int
+    quorum: int
+    grace: float
+    snapshot_every: int
+    schedule: Schedule
+    wire: Wire
+
+
+class Replica:
+    """A process and its restarts. ``finished``: round → the fingerprint with which it left it, over all lives."""
+
+    def __init__(self, world: World, job: Job, number: int) -> None:
+        self.world, self.job, self.number = world, job, number
+        self.disk = Disk()
+        self.finished: list[tuple[int, str]] = []
+        self.final: str | None = None
+        self.error: BaseException | None = None
+        self.lives = 0
+        self.alive = False
+        self.port: Port
+        self.thread: threading.Thread
+
+    def start(self, keep_disk: bool) -> None:
+        if not keep_disk:
+            self.disk = Disk()
+        self.lives += 1
+        self.alive = True
+        self.port = Port(self.world)
+        self.thread = threading.Thread(target=self._live, daemon=True)
+        self.thread.start()
+        self.port.arrived.acquire()
+
+    def step(self, order: Order = "go") -> None:
+        """Let it take its next operation, in this way, and run until the one after it."""
+        if self.alive:
+            self.port.order = order
+            self.port.granted.release()
+            self.port.arrived.acquire()
+
+    def _live(self) -> None:
+        try:
+            self._train()
+        except Killed:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.alive = False
+            self.port.arrived.release()
+
+    def _train(self) -> None:
+        job, port = self.job, self.port
+        bucket = Bucket(port, writer=f"{self.number}.{self.lives}", patience=1e9, sleep=port.sleep)
+        engine = ToyEngine(self.number, sizes=(3, 2))
+        rules = Rules(job.replicas, job.quorum, job.grace, timeout=1e9, poll=0.5)
+        outer = ReplicaOuter(
+            engine,
+            Ledger(bucket),
+            self.number,
+            rules,
+            job.schedule,
+            job.wire,
+            rounds=job.rounds,
+            snapshot_every=job.snapshot_every,
+        )
+        outer.manager.clock, outer.manager.sleep = (lambda: self.world.time), port.sleep
+        if self.disk.weights:
+            for p, w in zip(engine.parameters, self.disk.weights, strict=True):
+                p.data.copy_(w)
+            engine.optimizer.load_state_dict(self.disk.optimizer)
+            outer.load_state_dict(self.disk.outer)
+            engine.version = self.disk.version
+        outer.join(engine)
+        engine.outer = outer  # type: ignore[assignment]
+        engine.version = outer.updates
+        while not outer.over:
+            before = outer.round
+            engine.step()
+            engine.version = outer.updates
+            if outer.between:
+                if outer.round == before + 1 and not outer.manager.pending:
+                    self.finished.append((before, outer.globals.fingerprint()))
+                self._save(engine, outer)
+        self.final = outer.globals.fingerprint()
+
+    def _save(self, engine: ToyEngine, outer: ReplicaOuter) -> None:
+        import copy
+
+        self.disk = Disk(
+            [p.detach().clone() for p in engine.parameters],
+            copy.deepcopy(engine.optimizer.state_dict()),
+            outer.state_dict(),
+            engine.version,
+        )

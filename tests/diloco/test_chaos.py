@@ -1,0 +1,145 @@
+"""Real processes, real kills, a real S3 server. What is asserted is not that it survives, but that it comes out the same.
+
+Where every round has the same members as in the undisturbed run, the weights are the undisturbed run's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from earnest.diloco.ledger import Ledger
+from earnest.diloco.store import Bucket
+from tests.diloco.processes import POINTS, Troupe, commits, events, put_run, weights
+from tests.diloco.servers import BUCKET, Seaweed
+
+SMALL = (
+    "sampling={prompts_per_step: 1, completions_per_prompt: 4, max_new_tokens: 4}",
+    "checkpoint.every=1",
+    "sync.every=2",
+    "sync.snapshot_every=2",
+    "sync.quorum=1",
+)
+NAMES = {f"replica-{i}": i for i in range(4)}
+Plans = Callable[[int, int], Mapping[str, Any]]
+
+
+class Case:
+    """A run in the S3 server, and what it left behind."""
+
+    def __init__(self, ctx: Any, server: Seaweed, tiny: Path, place: Path, name: str, *words: str) -> None:
+        place.mkdir()
+        self.url, self.place, self.server = f"s3://{BUCKET}/{name}", place, server
+        put_run(self.url, place, tiny, "replicas=4", *SMALL, *words)
+        self.ledger = Ledger(Bucket.open(self.url))
+        self.ctx = ctx
+
+    def troupe(self, plans: Plans) -> Troupe:
+        return Troupe(self.ctx, self.url, self.place, self.server.environment, plans)
+
+    def final(self) -> dict[str, Any]:
+        """The weights with which all replicas ended; they must be the same bits."""
+        found = [weights(self.place / name) for name in NAMES]
+        for other in found[1:]:
+            assert found[0].keys() == other.keys() and all(torch.equal(v, other[k]) for k, v in found[0].items())
+        return found[0]
+
+
+@pytest.fixture
+def case(
+    ctx: Any, seaweed: Seaweed, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Case]:
+    for key, value in seaweed.environment.items():
+        monkeypatch.setenv(key, value)
+    return lambda name, *words: Case(ctx, seaweed, tiny, tmp_path / name, f"{tmp_path.name}/{name}", *words)
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(v, other[k]) for k, v in one.items())
+
+
+def test_kills_damage_duplicates_and_a_server_restart_change_nothing(case: Callable[..., Case]) -> None:
+    """Everybody is waited for (the grace window is long), so the member lists agree and so must the weights."""
+    words = ("steps=8", "sync.grace=600", "sync.wire=int8")
+    calm = case("calm", *words)
+    calm.troupe(lambda replica, life: {}).run(NAMES)
+    wild = case("wild", *words)
+    deaths = {0: "before the upload", 1: "after the upload", 2: "during a download", 3: "during a checkpoint"}
+
+    def plans(replica: int, life: int) -> Mapping[str, Any]:
+        if life == 1:
+            more = {1: {"skew": -3600.0}, 2: {"tear": True}, 3: {"skew": 86400.0}}.get(replica, {})
+            return {"die": (deaths[replica], 2), **more}
+        return {}
+
+    troupe = wild.troupe(plans)
+    restarts = [0]
+
+    def between() -> None:
+        """After the first round the server loses power, and comes back on what it had."""
+        if not restarts[0] and wild.ledger.commit(0) is not None:
+            restarts[0] = 1
+            wild.server.stop()
+            wild.server.start()
+
+    troupe.run({**NAMES, "duplicate": 0}, between)
+    assert troupe.kills >= 4 and restarts == [1]
+    assert [c.members for c in commits(wild.ledger).values()] == [(0, 1, 2, 3)] * 4
+    assert sum(sum(c.attempts) for c in commits(wild.ledger).values()) == 1  # the torn delta was written again
+    assert same(calm.final(), wild.final())
+
+
+def test_a_stall_and_bad_memory_cost_a_round_and_no_more(case: Callable[..., Case]) -> None:
+    """A short grace window: rounds go on without the replica that hangs 10 s; the one whose memory went bad is brought
+    back before its numbers meet the others'."""
+    wild = case("stall", "steps=12", "sync.grace=0.5")
+
+    def plans(replica: int, life: int) -> Mapping[str, Any]:
+        return {0: {"stall": (1, 10.0)}, 1: {"junk": 1}}.get(replica, {})
+
+    wild.troupe(plans).run(NAMES)
+    wild.final()
+    members = [c.members for c in commits(wild.ledger).values()]
+    assert len(members) == 6 and 1 not in members[1]
+    assert all(len(m) >= 1 for m in members) and any(0 not in m for m in members[1:])
+    healed = [line for line in events(wild.place / "replica-1") if "this replica from" in line]
+    assert len(healed) == 1 and "brought back" in healed[0]
+
+
+@pytest.mark.slow
+def test_two_hundred_kills(case: Callable[..., Case]) -> None:
+    """Every life ends at a random point, until there were 200; then the run is let to its end."""
+    words = ("steps=120", "sync.grace=3600", "sync.wire=int4", "sync.snapshot_every=5")
+    calm = case("calm", *words)
+    calm.troupe(lambda replica, life: {}).run(NAMES)
+    chance = random.Random(7)
+    wild = case("wild", *words)
+    met: dict[str, int] = dict.fromkeys(POINTS, 0)
+
+    def plans(replica: int, life: int) -> Mapping[str, Any]:
+        if troupe.kills >= 200:
+            return {}
+        point = chance.choice(POINTS)
+        met[point] += 1
+        # A life must be able to get a round done now and then, or the run would rightly never end.
+        return {"die": (point, chance.choice((1, 2, 3, 4)))}
+
+    troupe = wild.troupe(plans)
+    chaos = [0]
+
+    def between() -> None:
+        if troupe.kills >= 50 * (chaos[0] + 1) and chaos[0] < 3:
+            chaos[0] += 1
+            wild.server.stop()
+            wild.server.start()
+
+    troupe.run(NAMES, between, seconds=3600)
+    print(f"{troupe.kills} kills, {chaos[0]} server restarts, planned {met}")
+    assert troupe.kills >= 200 and chaos == [3]
+    assert [c.members for c in commits(wild.ledger).values()] == [(0, 1, 2, 3)] * 60
+    assert same(calm.final(), wild.final())

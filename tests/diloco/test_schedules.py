@@ -1,0 +1,175 @@
+"""Random schedules of kills, lost answers, torn uploads and interleavings, in a simulated store.
+
+The invariants are those of earnest/diloco/protocol.py; each is checked by name below, from the history of all objects
+that ever were, by code that shares nothing with the protocol but the record formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from earnest.diloco.globals import OuterSGD
+from earnest.diloco.outer import Schedule
+from earnest.diloco.store import unseal
+from earnest.diloco.wire import Wire, decode
+from earnest.errors import EarnestError
+from tests.diloco.simulation import Job, Order, Replica, World
+
+ORDERS: tuple[Order, ...] = ("die before", "die after", "lose the answer", "fail", "tear")
+COUNTS: dict[str, int] = defaultdict(int)
+
+
+class Replicas(RuleBasedStateMachine):
+    """Hypothesis chooses the job and the orders; in the end everybody is started again and goes on in turn."""
+
+    @initialize(
+        replicas=st.integers(1, 3),
+        rounds=st.integers(2, 4),
+        grace=st.sampled_from([0.0, 2.0, 1e6]),
+        snapshot_every=st.integers(1, 3),
+        fragments=st.integers(1, 2),
+        wire=st.sampled_from(["fp32", "bf16", "int4"]),
+        data=st.data(),
+    )
+    def begin(
+        self, replicas: int, rounds: int, grace: float, snapshot_every: int, fragments: int, wire: Any, data: Any
+    ) -> None:
+        quorum = data.draw(st.integers(1, replicas), label="quorum")
+        schedule = Schedule(every=fragments, fragments=fragments, outer=OuterSGD(0.7, 0.9, True))
+        self.job = Job(replicas, rounds, quorum, grace, snapshot_every, schedule, Wire(wire))
+        self.world = World()
+        self.replicas = [Replica(self.world, self.job, i) for i in range(replicas)]
+        for replica in self.replicas:
+            replica.start(keep_disk=False)
+        COUNTS["schedules"] += 1
+
+    def _pick(self, index: int) -> Replica:
+        return self.replicas[index % len(self.replicas)]
+
+    @rule(index=st.integers(0, 2), times=st.integers(1, 12))
+    def go(self, index: int, times: int) -> None:
+        for _ in range(times):
+            self._pick(index).step()
+
+    @rule(index=st.integers(0, 2), order=st.sampled_from(ORDERS))
+    def disturb(self, index: int, order: Order) -> None:
+        replica = self._pick(index)
+        if replica.alive:
+            COUNTS[order] += 1
+            replica.step(order)
+
+    @precondition(lambda self: any(not r.alive and r.final is None for r in self.replicas))
+    @rule(keep_disk=st.booleans())
+    def restart(self, keep_disk: bool) -> None:
+        dead = next(r for r in self.replicas if not r.alive and r.final is None)
+        dead.start(keep_disk)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "replicas"):
+            return
+        try:
+            self._finish()
+            self._check()
+        finally:
+            for replica in self.replicas:
+                while replica.alive:
+                    replica.step("die before")
+
+    def _finish(self) -> None:
+        """Progress: with everybody back and nobody disturbed, the run ends."""
+        for _ in range(4000):
+            for replica in self.replicas:
+                if replica.error is not None:
+                    raise replica.error
+                if not replica.alive and replica.final is None:
+                    replica.start(keep_disk=True)
+                replica.step()
+            if all(r.final is not None for r in self.replicas):
+                return
+        raise AssertionError([(r.number, r.alive, r.port.waiting_for) for r in self.replicas])
+
+    def _check(self) -> None:
+        # A replica that slept through a clean-up may leave a delta behind that nobody reads, but never decide again.
+        assert not [key for key in self.world.again if key.endswith("/commit")], "durability: a round is decided once"
+        finals = {r.final for r in self.replicas}
+        assert len(finals) == 1, "agreement: all end in the same state"
+        commits = self._commits()
+        assert sorted(commits) == list(range(self.job.rounds)), "chain: no gap, no round too many"
+        for k, commit in commits.items():
+            assert k == 0 or commit["start"] == commits[k - 1]["result"], "chain"
+            assert commit["members"] == sorted(set(commit["members"])), "validity: each replica once"
+            assert len(commit["members"]) >= self.job.quorum, "validity: a quorum"
+        assert commits[self.job.rounds - 1]["result"] in finals, "durability: the last commit is where all end"
+        for replica in self.replicas:
+            for k, fingerprint in replica.finished:
+                assert fingerprint == commits[k]["result"], "agreement: whoever finished a round has its result"
+        self._recompute(commits)
+
+    def _commits(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for key, data in self.world.history.items():
+            if key.endswith("/commit"):
+                record = json.loads(unseal(key, data).payload)
+                found[record["round"]] = record
+        return found
+
+    def _recompute(self, commits: dict[int, dict[str, Any]]) -> None:
+        """Validity: the end is the average of exactly the named deltas, by Nesterov's formula, written out."""
+        first = unseal("state/00000000", self.world.history["state/00000000"])
+        fragments = self.job.schedule.fragments
+        weights = _weights(first.payload, fragments)
+        momentum: list[Any] = [None] * fragments
+        for k in range(self.job.rounds):
+            commit, f = commits[k], k % fragments
+            total = np.zeros_like(weights[f], dtype=np.float64)
+            for replica, attempt, tokens in zip(commit["members"], commit["attempts"], commit["tokens"], strict=True):
+                key = f"outer/{k:08d}/delta/{replica:05d}" + (f"~{attempt}" if attempt else "")
+                delta = unseal(key, self.world.history[key])
+                assert delta.meta["start"] == commit["start"] and delta.meta["replica"] == replica
+                total += tokens * decode(delta.payload, len(total)).numpy().astype(np.float64)
+            g = total / sum(commit["tokens"])
+            momentum[f] = g if momentum[f] is None else 0.9 * momentum[f] + g
+            weights[f] = weights[f] - 0.7 * (g + 0.9 * momentum[f])
+        newest = max(k for k in self.world.history if k.startswith("state/"))
+        if newest == f"state/{self.job.rounds:08d}":
+            try:
+                last = unseal(newest, self.world.history[newest])
+            except EarnestError:
+                return  # torn
+            for mine, theirs in zip(weights, _weights(last.payload, fragments), strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _weights(payload: bytes, fragments: int) -> list[Any]:
+    from safetensors.numpy import load
+
+    tensors = load(payload)
+    parts = [sorted(k for k in tensors if k.startswith(f"{f}.weight.")) for f in range(fragments)]
+    return [np.concatenate([tensors[k].reshape(-1).astype(np.float64) for k in names]) for names in parts]
+
+
+def run_schedules(count: int) -> None:
+    run_state_machine_as_test(
+        Replicas,
+        settings=settings(
+            max_examples=count,
+            stateful_step_count=40,
+            deadline=None,
+            phases=[Phase.generate],  # a schedule is readable as it is, and shrinking threads takes minutes
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        ),
+    )
+
+
+def test_two_hundred_random_schedules() -> None:
+    COUNTS.clear()
+    run_schedules(200)
+    assert COUNTS["schedules"] >= 200
+    assert all(COUNTS[order] > 50 for order in ORDERS), dict(COUNTS)  # the disturbances really happened
