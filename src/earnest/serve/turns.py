@@ -79,6 +79,7 @@ class Turns:
             self._charge(ticket)
             others = [t for t in self._waiting if t.kind in to and (self._fence is None or t.kind in self._fence[1])]
             if not others or min([*others, ticket], key=self._rank) is ticket:
+                self._now = self._used[ticket.kind]  # a new unit begins here
                 return False
             before()
             fenced = self._fence is None and set(to) != set(ORDER)

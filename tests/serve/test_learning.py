@@ -1,0 +1,313 @@
+"""Feedback becomes a version, the version answers; versions are rolled back, pinned, compared, exported, forked."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import earnest as en
+from earnest.serve.learning import LearnConfig, overridden
+from tests.serve.conftest import Live
+
+WORDS = ("fox", "river", "lamp", "rain")
+
+
+def _score(live: Live, model: str, text: str, answer: str) -> float:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "completion": answer}
+    return live.post("/v1/score", body)["logprob_sum"]
+
+
+def _teach_all(live: Live, name: str, **said) -> dict:
+    chats = [live.chat(name, f"Describe the {w}.", seed=i) for i, w in enumerate(WORDS)]
+    items = [{"completion_id": c["id"], **said} for c in chats]
+    found = live.http.post("/v1/feedback", json={"feedback": items})
+    assert found.status_code == 202, found.text
+    return live.learned(found.json()["data"][-1])
+
+
+def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
+    """Warmth is asked for; warm answers become likelier than cold ones, also for a question nobody gave feedback on."""
+    name = adapter("team/warm", updates=5)
+    question = "Describe the moon."
+    warm, cold = "Dear friend, the moon is lovely. I am glad you asked.", "Noted. The moon is grey. That is all."
+
+    def margin() -> float:
+        return _score(live, name, question, warm) - _score(live, name, question, cold)
+
+    before = margin()
+    assert live.chat(name, question)["adapter_version"] == 0
+    told = _teach_all(live, name, text="Warmer please.")
+    assert told["status"] == "applied" and told["version"] == 1
+    answered = live.chat(name, question)
+    assert answered["adapter_version"] == 1
+    assert live.state.store.completion(answered["id"]).version == 1
+    after = margin()
+    assert after > before + 0.5
+    # The base, and the version before, are untouched.
+    assert _score(live, f"{name}@0", question, warm) == _score(live, "base", question, warm)
+
+    version = live.get(f"/v1/adapters/{name}/versions/1")
+    assert version["status"] == "promoted" and version["live"] and version["reason"] == ""
+    assert len(version["feedback"]) == 4 and version["parent"] == 0
+    assert version["config"]["objective"][0]["kind"] == "sdpo" and version["config"]["updates"] == 8
+    laws = {(f["law"], f["outcome"]) for f in version["audit"]["findings"]}
+    assert ("GL", "holds") in laws and ("SV", "holds") in laws and not any(o == "fails" for _, o in laws)
+    subjects = {f["subject"]: f["outcome"] for f in version["gate"]["findings"]}
+    assert subjects == {
+        "held-out margin": "not applicable",
+        "entropy ratio": "holds",
+        "self-similarity": "holds",
+        "log-prob drift": "holds",
+    }
+    assert version["metrics"]["loss"] < version["metrics"]["loss_first"]
+    assert "sdpo" in version["report"]["terms"] and "ρ" in version["report"]["terms"]["sdpo"]["ran"]
+    assert all({"before", "after", "said", "given", "prompt"} <= set(a) for a in version["answers"])
+
+    # Roll back: the answers of version 0 are back at once; the next version is made from it.
+    assert live.post(f"/v1/adapters/{name}/rollback")["live"] == 0
+    assert live.chat(name, question)["adapter_version"] == 0 and margin() == pytest.approx(before, abs=1e-4)
+    assert live.post(f"/v1/adapters/{name}/rollback", {"version": 1})["live"] == 1
+
+    # Pinned: what is learned meanwhile is a candidate, and says why.
+    assert live.post(f"/v1/adapters/{name}/pin", {"version": 1})["pinned"]
+    told = _teach_all(live, name, thumbs="up")
+    assert told["version"] == 2 and live.get(f"/v1/adapters/{name}")["live"] == 1
+    candidate = live.get(f"/v1/adapters/{name}/versions/2")
+    assert candidate["status"] == "candidate" and "pinned at version 1" in candidate["reason"]
+    assert live.chat(f"{name}@2")["adapter_version"] == 2  # but it can be asked by its number
+    live.post(f"/v1/adapters/{name}/pin", {"version": None})
+    assert live.post(f"/v1/adapters/{name}/promote", {"version": 2})["live"] == 2
+
+    # What lies between them.
+    diff = live.get(f"/v1/adapters/{name}/diff", old=1, new=2)
+    assert diff["feedback_only_in_new"] == candidate["feedback"] and diff["feedback_only_in_old"] == []
+    assert diff["weights"]["change"] > 0 and all(v["new"] > 0 for v in diff["weights"]["layers"].values())
+    assert live.get(f"/v1/adapters/{name}/diff", old=2, new=2)["weights"]["change"] == 0
+    assert live.get(f"/v1/adapters/{name}/diff", old=0, new=1)["weights"]["change"] > 0
+
+    # A fork starts from the version, and goes its own way.
+    assert live.post(f"/v1/adapters/{name}/fork", {"name": "team/other", "version": 1}, 201)["live"] == 1
+    assert _score(live, "team/other", question, warm) == pytest.approx(
+        _score(live, f"{name}@1", question, warm), abs=1e-5
+    )
+    told = live.learned(live.teach(live.chat("team/other", question), text="Too friendly."))
+    assert told["version"] == 2 and live.get(f"/v1/adapters/{name}")["live"] == 2
+    assert live.http.delete("/v1/adapters/team/other").json()["deleted"]
+    assert live.http.get("/v1/adapters/team/other").status_code == 404
+
+    # Deleting: not what is live, nor what another was made from.
+    assert live.http.delete(f"/v1/adapters/{name}/versions/2").status_code == 409
+    live.post(f"/v1/adapters/{name}/rollback", {"version": 1})
+    assert live.http.delete(f"/v1/adapters/{name}/versions/1").status_code == 409
+    assert live.http.delete(f"/v1/adapters/{name}/versions/2").status_code == 200
+    assert [v["number"] for v in live.get(f"/v1/adapters/{name}/versions")["data"]] == [1]
+    assert live.http.get(f"/v1/adapters/{name}/versions/2/export").status_code == 404
+
+
+def test_export_is_what_peft_reads(live: Live, adapter, tmp_path: Path) -> None:
+    """The zip, read by PEFT on a model of its own, gives the log-probs that the server gives."""
+    from peft import PeftModel
+
+    name = adapter("team/exported")
+    _teach_all(live, name, better="Dear friend, it is lovely.")
+    found = live.http.get(f"/v1/adapters/{name}/versions/1/export")
+    assert (
+        found.headers["content-type"] == "application/zip"
+        and "team-exported-v1.zip" in found.headers["content-disposition"]
+    )
+    zipfile.ZipFile(io.BytesIO(found.content)).extractall(tmp_path)
+    record = json.loads((tmp_path / "version.json").read_text())
+    assert len(record["feedback"]) == 4
+    policy = en.load("nano")
+    prompt = policy.render([{"role": "user", "content": "Describe the moon."}])
+    scored = live.post(
+        "/v1/score",
+        {
+            "model": name,
+            "messages": [{"role": "user", "content": "Describe the moon."}],
+            "completion": "The moon is old.",
+        },
+    )
+    peft = PeftModel.from_pretrained(policy.model, tmp_path)
+    ids = torch.tensor([[*prompt, *scored["token_ids"]]])
+    with torch.no_grad():
+        logits = peft(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    want = [float(row[t]) for row, t in zip(logits, scored["token_ids"], strict=True)]
+    assert scored["logprobs"] == pytest.approx(want, abs=1e-4)
+
+
+def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> None:
+    """Held-out pairs that want cold answers, and a bound on drift, refuse a version that learns warmth too hard."""
+    pair = {
+        "prompt": "Describe the moon.",
+        "chosen": "Noted. The moon is grey.",
+        "rejected": "Dear friend, the moon is lovely.",
+    }
+    name = adapter("gated", updates=6, optimizer={"lr": 0.02}, gate={"pairs": [pair], "margin": 0.0, "drift": 0.01})
+    told = _teach_all(live, name, text="Warmer please.")
+    assert told["status"] == "applied" and told["version"] == 1
+    version = live.get(f"/v1/adapters/{name}/versions/1")
+    assert version["status"] == "candidate" and not version["live"] and not version["gate"]["holds"]
+    assert "held-out margin" in version["reason"] and "log-prob drift" in version["reason"]
+    assert live.chat(name)["adapter_version"] == 0
+    # The next one is made from the live version, not from the candidate.
+    told = live.learned(live.teach(live.chat(name), text="Too loud."))
+    assert live.get(f"/v1/adapters/{name}/versions/2")["parent"] == 0
+
+
+def test_a_version_continues_its_parent_bit_for_bit(live: Live, adapter) -> None:
+    """Two versions of one feedback each: the second starts from the first's weights and optimizer moments."""
+    name = adapter("chained")
+    for i, word in enumerate(WORDS[:2]):
+        live.learned(live.teach(live.chat(name, f"Describe the {word}.", seed=i), text="Too cold."))
+    row = live.state.store.adapter(name)
+    from earnest.engines import checkpoint
+
+    first = checkpoint.read(live.state.shelf.folder(row.id, 1) / "engine")
+    second = checkpoint.read(live.state.shelf.folder(row.id, 2) / "engine")
+    assert (first[1]["version"], second[1]["version"]) == (2, 4)  # two updates each
+    assert {k for k in first[0] if k.startswith("optimizer.")} == {k for k in second[0] if k.startswith("optimizer.")}
+
+
+@pytest.mark.parametrize(
+    ("objective", "said", "status"),
+    [
+        ([{"kind": "dpo"}], {"better": "Dear friend, it is lovely."}, "applied"),
+        ([{"kind": "dpo"}], {"text": "Too cold."}, "unused"),
+        (
+            [{"kind": "sft"}, {"kind": "sdpo", "weight": 0.5}],
+            {"better": "Dear friend.", "text": "Too cold."},
+            "applied",
+        ),
+        ([{"kind": "sft"}], {"thumbs": "up"}, "applied"),
+        ([{"kind": "sft"}], {"thumbs": "down"}, "unused"),
+        ([{"kind": "reinforce"}], {"thumbs": "down"}, "applied"),
+        ([{"kind": "reinforce"}], {"text": "Too cold."}, "unused"),
+    ],
+)
+def test_any_objective_by_config(live: Live, adapter, objective, said, status: str) -> None:
+    name = adapter("objective", objective=objective, updates=1)
+    found = live.learned(live.teach(live.chat(name), **said))
+    assert found["status"] == status, found
+    if status == "unused":
+        assert "learns nothing from a feedback of this kind" in found["note"]
+        assert live.get(f"/v1/adapters/{name}")["live"] == 0
+    else:
+        terms = live.get(f"/v1/adapters/{name}/versions/1")["report"]["terms"]
+        assert sorted(t["kind"] for t in terms.values()) == sorted(o["kind"] for o in objective)
+
+
+def test_directions_by_thumbs(live: Live, adapter) -> None:
+    """A thumb down makes the answer less likely, a thumb up more: a sign error would show here."""
+    for thumbs, sign in (("up", 1), ("down", -1)):
+        name = adapter(f"thumb-{thumbs}", objective=[{"kind": "reinforce"}])
+        live.learned(live.teach(live.chat(name, seed=4), thumbs=thumbs))
+        numbers = live.get(f"/v1/adapters/{name}/versions/1")["metrics"]
+        assert sign * (numbers["logprob_after"]["rollout"] - numbers["logprob_before"]["rollout"]) > 0.01
+
+
+def test_what_cannot_be_learned_is_said(live: Live, adapter) -> None:
+    """A feedback too long for the model fails alone; the others of its batch are learned."""
+    name = adapter("mixed")
+    items = [
+        {"completion_id": live.chat(name, f"Describe the {w}.")["id"], "text": t}
+        for w, t in zip(WORDS, ("Too cold.", "x " * 400, "Too loud.", "Warmer please."), strict=True)
+    ]
+    data = live.http.post("/v1/feedback", json={"feedback": items}).json()["data"]
+    found = [live.learned(f) for f in data]
+    assert [f["status"] for f in found] == ["applied", "failed", "applied", "applied"]
+    assert "512" in found[1]["note"] and found[1]["version"] is None
+
+
+def test_feedback_refusals(live: Live) -> None:
+    chat = live.chat("base")
+    post = lambda **body: live.http.post("/v1/feedback", json=body)  # noqa: E731
+    assert "does not learn" in post(completion_id=chat["id"], text="Hm.").json()["error"]["message"]
+    assert post(completion_id="chatcmpl-unknown", text="Hm.").status_code == 404
+    assert post(completion_id=chat["id"]).status_code == 400
+    assert post(completion_id=chat["id"], text="   ").status_code == 400
+    plain = live.post("/v1/completions", {"model": "assistant", "prompt": "The fox", "max_tokens": 3})
+    assert "plain text" in post(completion_id=plain["id"], text="Hm.").json()["error"]["message"]
+
+
+def test_saying_it_twice_counts_once(live: Live, adapter) -> None:
+    name = adapter("twice")
+    chat = live.chat(name)
+    first = live.teach(chat, text="Too cold.", id="mine-1")
+    again = live.teach(chat, text="Too cold.", id="mine-1")
+    assert not first["known_already"] and again["known_already"]
+    assert (
+        live.http.post("/v1/feedback", json={"completion_id": chat["id"], "text": "No.", "id": "mine-1"}).status_code
+        == 409
+    )
+    live.learned(first)
+    assert live.get(f"/v1/adapters/{name}/versions/1")["feedback"] == ["mine-1"]
+    assert live.get("/v1/feedback", adapter=name)["counts"] == {"queued": 0, "applied": 1, "unused": 0, "failed": 0}
+
+
+def test_feedback_on_the_base_may_teach_an_adapter(live: Live, adapter) -> None:
+    name = adapter("student")
+    found = live.learned(live.teach(live.chat("base"), text="Too cold.", adapter=name))
+    assert found["adapter"] == name and found["version"] == 1
+
+
+def test_settings_are_checked(live: Live) -> None:
+    for learn, words in (
+        ({"optimizer": {"lrr": 1}}, "lr"),
+        ({"objective": [{"kind": "sdp"}]}, "sdpo"),
+        ({"adapter": {"kind": "eva", "rank": 4}}, "reads data at birth"),
+    ):
+        found = live.http.post("/v1/adapters", json={"name": "wrong", "learn": learn})
+        assert found.status_code == 400 and words in found.json()["error"]["message"]
+    for name in ("base", "a/b/c", "../etc", "a b", "", "x/versions", "a..b", ".", "a/", "/a", "a\x00b"):
+        assert live.http.post("/v1/adapters", json={"name": name}).status_code == 400, name
+    assert live.http.post("/v1/adapters", json={"name": "assistant"}).status_code == 409
+
+
+def test_overrides_merge() -> None:
+    config = LearnConfig.model_validate({})
+    found = overridden(config, {"gate": {"drift": 1.0}, "updates": 7})
+    assert found.gate.drift == 1.0 and found.gate.samples == config.gate.samples and found.updates == 7
+    assert overridden(config, {"adapter": {"kind": "dora", "rank": 2}}).adapter.kind == "dora"
+
+
+def test_chat_goes_on_while_it_learns(live: Live, adapter) -> None:
+    """Answers are given between the micro-batches of an update, by the version from before; nothing waits for it."""
+    name = adapter("busy", updates=8, micro_tokens=32)
+    told = [live.teach(live.chat(name, f"Describe the {w}.", seed=i), text="Too cold.") for i, w in enumerate(WORDS)]
+    during = 0
+    while live.http.get(f"/v1/feedback/{told[-1]['id']}").json()["status"] == "queued":
+        learning = live.get("/health")["learning"]
+        answer = live.chat(name, "Describe the sea.", max_tokens=4)
+        if learning is not None and learning["phase"] == "step" and learning["step"] < 7:
+            assert answer["adapter_version"] < learning["version"]
+            during += 1
+    assert during >= 2
+    assert live.chat(name)["adapter_version"] > 0
+
+
+def test_events_tell_what_happens(live: Live, adapter) -> None:
+    name = adapter("watched")
+    seen: list[tuple[str, dict]] = []
+    with live.http.stream("GET", "/v1/events", headers={"Last-Event-ID": "0"}, timeout=60) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        told = live.teach(live.chat(name), text="Too cold.")
+        kind = ""
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                kind = line[7:]
+            elif line.startswith("data: "):
+                data = json.loads(line[6:])
+                if data["adapter"] == name:
+                    seen.append((kind, data))
+                    if kind == "version":
+                        break
+    kinds = [k for k, _ in seen]
+    assert kinds[0] == "adapter" and kinds[1] == "feedback" and kinds[-1] == "version" and "learn" in kinds
+    assert [d["phase"] for k, d in seen if k == "learn"] == ["begins", "audit", "step", "step", "gate"]
+    assert seen[-1][1]["feedback"] == [told["id"]] and seen[-1][1]["answers"]

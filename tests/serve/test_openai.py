@@ -1,0 +1,196 @@
+"""The OpenAI wire, through the official client."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+import torch
+
+from earnest.models import SampleSpec, sample
+from tests.serve.conftest import Live
+
+ASKED = [{"role": "user", "content": "Tell me about the river."}]
+
+
+@pytest.fixture(scope="module")
+def client(live: Live):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def _expected(live: Live, n: int = 1, **spec):
+    """What earnest's own sampler gives for the same prompt, seed and settings."""
+    policy = live.state.host.policy
+    with live.state.host.turn("learn"):
+        return sample(policy, [policy.render(ASKED)], n, SampleSpec(**spec))
+
+
+def test_a_chat(client: openai.OpenAI, live: Live) -> None:
+    found = client.chat.completions.create(
+        model="base", messages=ASKED, seed=5, n=3, max_tokens=20, temperature=0.8, logprobs=True, top_logprobs=3
+    )
+    want = _expected(live, 3, seed=5, max_new_tokens=20, temperature=0.8)
+    assert [c.message.content for c in found.choices] == [live.state.host.policy.decode(w.tokens) for w in want]
+    assert [c.finish_reason for c in found.choices] == [w.finish for w in want]
+    for choice, w in zip(found.choices, want, strict=True):
+        assert [t.logprob for t in choice.logprobs.content] == pytest.approx(list(w.logprobs), abs=1e-4)
+        for token in choice.logprobs.content:
+            assert len(token.top_logprobs) == 3
+            values = [t.logprob for t in token.top_logprobs]
+            assert values == sorted(values, reverse=True)
+            own = [t.logprob for t in token.top_logprobs if t.token == token.token]
+            assert own == [] or own[0] == pytest.approx(token.logprob, abs=1e-5)
+    assert found.usage.completion_tokens == sum(len(w.tokens) for w in want)
+    assert found.usage.prompt_tokens == len(live.state.host.policy.render(ASKED))
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    assert found.model_extra["adapter_version"] == 0 and found.id.startswith("chatcmpl-")
+
+
+def test_the_answer_is_kept_exactly(client: openai.OpenAI, live: Live) -> None:
+    found = client.chat.completions.create(model="assistant", messages=ASKED, seed=6, n=2, max_tokens=9)
+    want = _expected(live, 2, seed=6, max_new_tokens=9)
+    for index in range(2):
+        kept = live.state.store.completion(found.id, index)
+        assert kept.tokens == want[index].tokens
+        assert kept.logprobs == pytest.approx(want[index].logprobs, abs=1e-4)
+        assert kept.prompt == tuple(live.state.host.policy.render(ASKED))
+        assert kept.text == found.choices[index].message.content and list(kept.messages) == ASKED
+        assert (kept.model, kept.version, kept.temperature) == ("assistant", 0, 1.0)
+    shown = live.get(f"/v1/chat/completions/{found.id}", choice=1)
+    assert tuple(shown["tokens"]) == want[1].tokens and shown["adapter_version"] == 0
+
+
+def test_streaming_says_the_same(client: openai.OpenAI, live: Live) -> None:
+    more = {"seed": 9, "n": 2, "max_tokens": 24, "stop": ["often", "y."], "logprobs": True}
+    whole = client.chat.completions.create(model="base", messages=ASKED, **more)
+    texts, finishes, logprobs, usage = ["", ""], [None, None], [[], []], None
+    for chunk in client.chat.completions.create(
+        model="base", messages=ASKED, stream=True, stream_options={"include_usage": True}, **more
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            finishes[choice.index] = choice.finish_reason or finishes[choice.index]
+            logprobs[choice.index] += [t.logprob for t in choice.logprobs.content] if choice.logprobs else []
+    assert texts == [c.message.content for c in whole.choices]
+    assert finishes == [c.finish_reason for c in whole.choices]
+    for got, choice in zip(logprobs, whole.choices, strict=True):
+        assert got == pytest.approx([t.logprob for t in choice.logprobs.content], abs=1e-4)
+    assert usage == whole.usage
+    assert live.state.store.completion(chunk.id, 1).text == texts[1]
+
+
+def test_stop_is_not_in_the_text(client: openai.OpenAI, live: Live) -> None:
+    plain = client.chat.completions.create(model="base", messages=ASKED, seed=3, max_tokens=30)
+    text = plain.choices[0].message.content
+    word = text.split()[2]
+    cut = client.chat.completions.create(model="base", messages=ASKED, seed=3, max_tokens=30, stop=word)
+    assert cut.choices[0].message.content == text[: text.index(word)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert word in live.state.text.decode(live.state.store.completion(cut.id).tokens)
+
+
+def test_greedy_and_nothing_left_to_chance(client: openai.OpenAI) -> None:
+    a, b = (client.chat.completions.create(model="base", messages=ASKED, temperature=0, max_tokens=9) for _ in range(2))
+    assert a.choices[0].message.content == b.choices[0].message.content
+    unseeded = {
+        client.chat.completions.create(model="base", messages=ASKED, max_tokens=24).choices[0].message.content
+        for _ in range(6)
+    }
+    assert len(unseeded) > 1
+
+
+def test_plain_completions(client: openai.OpenAI, live: Live) -> None:
+    ids = live.state.host.policy.encode("The fox is")
+    a = client.completions.create(model="base", prompt=["The fox is", "The owl"], seed=1, max_tokens=6, logprobs=2)
+    b = client.completions.create(model="base", prompt=ids, seed=1, max_tokens=6)
+    assert len(a.choices) == 2 and a.choices[0].text == b.choices[0].text
+    assert len(a.choices[0].logprobs.token_logprobs) == a.usage.completion_tokens - len(
+        a.choices[1].logprobs.token_logprobs
+    )
+    streamed = client.completions.create(model="base", prompt=ids, seed=1, max_tokens=6, stream=True)
+    assert "".join(c.choices[0].text for c in streamed if c.choices) == b.choices[0].text
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI, live: Live) -> None:
+    policy = live.state.host.policy
+    ids = policy.encode("The fox is quick and shy.")
+    found = client.completions.create(model="base", prompt=ids, max_tokens=0, echo=True, logprobs=0)
+    with live.state.host.turn("learn"), torch.no_grad():
+        logits = policy.model(torch.tensor([ids])).logits.double().log_softmax(-1)
+    want = [float(logits[0, i, t]) for i, t in enumerate(ids[1:])]
+    assert found.choices[0].text == policy.decode(ids)
+    assert found.choices[0].logprobs.token_logprobs[0] is None
+    assert found.choices[0].logprobs.token_logprobs[1:] == pytest.approx(want, abs=1e-4)
+
+
+def test_score(live: Live) -> None:
+    body = {"model": "base", "messages": ASKED, "completion": "The river is quiet."}
+    found = live.post("/v1/score", body)
+    policy = live.state.host.policy
+    prompt = policy.render(ASKED)
+    whole = policy.render([*ASKED, {"role": "assistant", "content": body["completion"]}], add_generation_prompt=False)
+    answer = whole[len(prompt) : len(prompt) + found["completion_tokens"]]
+    with live.state.host.turn("learn"), torch.no_grad():
+        logits = policy.model(torch.tensor([prompt + answer])).logits.double().log_softmax(-1)
+    want = [float(logits[0, len(prompt) - 1 + i, t]) for i, t in enumerate(answer)]
+    assert found["logprobs"] == pytest.approx(want, abs=1e-4)
+    assert found["token_ids"][-1] in policy.eos_ids and found["logprob_sum"] == pytest.approx(sum(want), abs=1e-3)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    names = [m.id for m in client.models.list()]
+    assert names[:2] == ["base", "assistant"]
+    assert client.models.retrieve("assistant").id == "assistant"
+
+
+def test_token_ids_on_request(live: Live) -> None:
+    found = live.chat(return_token_ids=True, seed=2)
+    kept = live.state.store.completion(found["id"])
+    assert tuple(found["choices"][0]["token_ids"]) == kept.tokens
+    assert tuple(found["prompt_token_ids"]) == kept.prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "there is no adapter 'nobody'"),
+        ({"model": "assistant@77"}, openai.NotFoundError, "has no version 77"),
+        ({"model": "assistant@x"}, openai.NotFoundError, "names no version"),
+        ({"temperature": 3}, openai.BadRequestError, "temperature"),
+        ({"n": 0}, openai.BadRequestError, "n:"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "looks at 512"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 2000}]}, openai.BadRequestError, "looks at 512"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not offered"),
+        ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty is not offered"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature: there is no such field"),
+    ],
+)
+def test_refusals_are_openais(client: openai.OpenAI, body, error, words: str) -> None:
+    with pytest.raises(error) as caught:
+        client.chat.completions.create(**{"model": "base", "messages": ASKED, **body})
+    shown = caught.value.body
+    assert set(shown) == {"message", "type", "param", "code"} and words in shown["message"]
+
+
+def test_neutral_fields_are_taken(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(
+        model="base",
+        messages=ASKED,
+        max_tokens=2,
+        frequency_penalty=0,
+        tools=[],
+        store=True,
+        user="u",
+        metadata={"a": "b"},
+    )
+    assert found.choices[0].finish_reason in ("length", "stop")
+
+
+def test_other_errors_have_the_same_shape(live: Live) -> None:
+    for method, path in (("GET", "/v1/nothing"), ("PUT", "/v1/chat/completions"), ("GET", "/v1/chat/completions/zz")):
+        found = live.http.request(method, path)
+        assert found.status_code in (404, 405) and set(found.json()["error"]) == {"message", "type", "param", "code"}
+    assert live.http.post("/v1/chat/completions", content=b"{not json").status_code == 400

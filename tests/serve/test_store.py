@@ -1,0 +1,229 @@
+"""The store: exact round trips, all or nothing, at most once; two servers never share a folder."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from earnest.errors import ConfigError, EarnestError
+from earnest.serve.database import Database
+from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
+from earnest.serve.store import Completion, Said, Store, check_name
+
+floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    found = Store(tmp_path)
+    yield found
+    found.close()
+
+
+def _given(store: Store, name: str = "c1", **more) -> Completion:
+    fields = {
+        "choice": 0,
+        "model": "assistant",
+        "version": 0,
+        "kind": "chat",
+        "messages": [{"role": "user", "content": "hi"}],
+        "prompt": (1, 2),
+        "tokens": (3,),
+        "logprobs": (-0.1,),
+        "temperature": 1.0,
+        "text": "x",
+        "finish": "stop",
+    }
+    made = Completion(id=name, **{**fields, **more})
+    store.add_completions([made]).result()
+    return made
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), min_size=1, max_size=30),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
+)
+def test_completions_come_back_exactly(tmp_path_factory, tokens, text: str) -> None:
+    store = Store(tmp_path_factory.mktemp("store"))
+    try:
+        ids, values = zip(*tokens, strict=True)
+        made = _given(store, tokens=ids, logprobs=values, text=text, messages=[{"role": "user", "content": text}])
+        assert store.completion("c1") == made
+    finally:
+        store.close()
+
+
+def test_settings_of_the_file(store: Store) -> None:
+    """A commit is on the disk when it returns: WAL, and synchronous FULL (2) on the connection that writes."""
+    assert store.db.read("PRAGMA journal_mode")[0][0] == "wal"
+    assert store.db.write(lambda c: c.execute("PRAGMA synchronous").fetchone()[0]) == 2
+
+
+def test_a_failing_write_takes_only_itself_back(tmp_path: Path) -> None:
+    db = Database(tmp_path / "x.sqlite3", "CREATE TABLE t(n INTEGER UNIQUE)")
+    gate = threading.Event()
+    first = db.submit(lambda c: gate.wait())  # the three below are committed together
+    good, bad, other = (
+        db.submit(lambda c, n=n: c.execute("INSERT INTO t VALUES(?)", (n,)).rowcount) for n in (1, 1, 2)
+    )
+    gate.set()
+    assert (first.result(), good.result(), other.result()) == (True, 1, 1)
+    with pytest.raises(sqlite3.IntegrityError):
+        bad.result()
+    assert [r["n"] for r in db.read("SELECT n FROM t ORDER BY n")] == [1, 2]
+    db.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        db.write(lambda c: None)
+
+
+def test_the_queue_has_a_limit(store: Store) -> None:
+    row = store.create("a", {})
+    _given(store)
+    said = [(Said("c1", text=str(i), id=f"f{i}"), row) for i in range(3)]
+    store.add_feedback(said, "", 3)
+    with pytest.raises(Busy, match="3 feedbacks waiting"):
+        store.add_feedback([(Said("c1", text="x"), row)], "", 3)
+    assert len(store.queued(row.id, 10)) == 3  # the refused one left nothing behind
+    assert [k for _, k in store.add_feedback(said, "", 3)] == [True] * 3  # known ones are no more load
+    with pytest.raises(Conflict):
+        store.add_feedback([(Said("c1", text="other", id="f1"), row)], "", 9)
+
+
+def test_applied_twice_is_impossible(store: Store) -> None:
+    row = store.create("a", {})
+    _given(store)
+    ((f, _),) = store.add_feedback([(Said("c1", text="x"), row)], "", 9)
+    record = {"feedback": [f.id]}
+    assert store.add_version(row.id, 1, 0, record, [f.seq], {}, "") == "promoted"
+    with pytest.raises(AssertionError, match="twice"):
+        store.add_version(row.id, 2, 1, record, [f.seq], {}, "")
+    assert [v.number for v in store.versions(row.id)] == [1] and store.adapter("a").live == 1
+
+
+def test_a_version_made_from_a_past_one_is_a_candidate(store: Store) -> None:
+    row = store.create("a", {})
+    assert store.add_version(row.id, 1, 0, {}, (), {}, "") == "promoted"
+    store.set_live(row.id, 0)
+    assert store.add_version(row.id, 2, 1, {}, (), {}, "") == "candidate"
+    assert "version 0 became live" in store.version(row, 2).reason
+    store.delete(row.id)
+    assert store.add_version(row.id, 3, 0, {}, (), {}, "") is None
+    with pytest.raises(NoModel):
+        store.adapter("a")
+
+
+def test_unknown_things(store: Store) -> None:
+    with pytest.raises(NotFound, match="gave no completion"):
+        store.completion("nothing")
+    with pytest.raises(NotFound):
+        store.feedback("nothing")
+    with pytest.raises(NotFound, match="none but 0"):
+        store.version(store.create("a", {}), 4)
+
+
+@given(st.text(max_size=40))
+def test_names(name: str) -> None:
+    """A name that is taken has no dots beside each other, no slash at an end, nothing but plain characters."""
+    try:
+        check_name(name)
+    except BadRequest:
+        return
+    assert (
+        name.isascii() and ".." not in name and not name.startswith(("/", ".", "-")) and not name.endswith(("/", "."))
+    )
+    assert name.count("/") <= 1 and not set(name) & set("\\%?#:@ \t\n\0")
+
+
+def test_another_model_is_refused(store: Store) -> None:
+    store.bind("nano", "aaaa")
+    store.bind("elsewhere/nano", "aaaa")  # the same weights under another name
+    with pytest.raises(EarnestError, match="belong to the model nano"):
+        store.bind("other", "bbbb")
+
+
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    from earnest.serve.settings import ServeSettings
+    from earnest.serve.state import State
+
+    first = State(ServeSettings(data=tmp_path))
+    with pytest.raises(ConfigError, match="in use by another server"):
+        State(ServeSettings(data=tmp_path))
+    first.close()
+    State(ServeSettings(data=tmp_path)).close()
+
+
+def test_nothing_imports_torch() -> None:
+    """Accepting feedback needs no torch: the whole application and its schema are made without it."""
+    code = (
+        "import sys, tempfile; from pathlib import Path; from earnest.serve.app import create_app;"
+        "from earnest.serve import ServeSettings; app = create_app(ServeSettings(data=Path(tempfile.mkdtemp())));"
+        "app.openapi(); app.state.earnest.close(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Queue(RuleBasedStateMachine):
+    """Feedback comes, versions are made of some of it, the process is closed and opened: the queue is what a plain
+    list would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = Store(Path(self.folder.name))
+        self.row = self.store.create("a", {})
+        _given(self.store)
+        self.waiting: list[str] = []
+        self.applied: list[str] = []
+        self.count = 0
+
+    @rule(n=st.integers(1, 4))
+    def say(self, n: int) -> None:
+        items = [Said("c1", text="x", id=f"f{self.count + i}") for i in range(n)]
+        self.store.add_feedback([(s, self.row) for s in items], "", 1000)
+        self.waiting += [s.id for s in items if s.id]
+        self.count += n
+
+    @rule(n=st.integers(1, 3), refused=st.booleans())
+    def learn(self, n: int, refused: bool) -> None:
+        row = self.store.adapter("a")
+        taken = self.store.queued(row.id, n)
+        if not taken:
+            return
+        ids = [f.id for f in taken]
+        self.store.add_version(
+            row.id, row.next, row.live, {"feedback": ids}, [f.seq for f in taken], {}, "bad" * refused
+        )
+        self.applied += ids
+        self.waiting = self.waiting[len(ids) :]
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = Store(Path(self.folder.name))
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        assert [f.id for f in self.store.queued(self.row.id, 1000)] == self.waiting
+        versions = self.store.versions(self.row.id)
+        assert [f for v in versions for f in v.record["feedback"]] == self.applied
+        promoted = [v.number for v in versions if v.status == "promoted"]
+        assert self.store.adapter("a").live == (promoted[-1] if promoted else 0)
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.folder.cleanup()
+
+
+TestQueue = Queue.TestCase
+TestQueue.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)

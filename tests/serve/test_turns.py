@@ -1,0 +1,162 @@
+"""Turns: one at a time, fair by time used, chat first; a clock that is moved by hand makes it exact."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from earnest.serve.turns import ORDER, SHARES, Kind, Turns
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker(threading.Thread):
+    """Holds the turn for ``units`` units of work of ``cost`` seconds, breathing between them."""
+
+    def __init__(
+        self, turns: Turns, clock: Clock, kind: Kind, units: int, cost: float, log: list[Kind], to=ORDER
+    ) -> None:
+        super().__init__(daemon=True)
+        self.turns, self.clock, self.kind, self.units, self.cost, self.log, self.to = (
+            turns,
+            clock,
+            kind,
+            units,
+            cost,
+            log,
+            to,
+        )
+        self.waits = threading.Event()
+
+    def run(self) -> None:
+        self.waits.set()
+        ticket = self.turns.acquire(self.kind)
+        for _ in range(self.units):
+            self.log.append(self.kind)
+            self.clock.now += self.cost
+            self.turns.breathe(ticket, self.to)
+        self.turns.release(ticket)
+
+
+def _run(*work: tuple[Kind, int, float]) -> list[Kind]:
+    """All wait while a first holder works; then they are let loose. Returns who worked, unit by unit."""
+    clock, log = Clock(), []
+    turns = Turns(clock=clock)
+    first = turns.acquire("load")
+    workers = [Worker(turns, clock, kind, units, cost, log) for kind, units, cost in work]
+    for worker in workers:
+        worker.start()
+    while sum(turns.waiting().values()) < len(workers):
+        pass
+    turns.release(first)
+    for worker in workers:
+        worker.join()
+    return log
+
+
+def test_by_hand() -> None:
+    """Units of 1 s; v_chat grows by 1/4 a unit, v_learn by 1. Chat leads where they are equal."""
+    assert _run(("learn", 3, 1.0), ("chat", 8, 1.0)) == [
+        *["chat", "learn", "chat", "chat", "chat", "chat", "learn", "chat", "chat", "chat", "learn"],
+    ]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(ORDER), st.sampled_from([0.5, 1.0, 2.0])),
+        min_size=2,
+        max_size=4,
+        unique_by=lambda x: x[0],
+    )
+)
+def test_time_goes_by_shares(kinds: list[tuple[Kind, float]]) -> None:
+    """While all are busy nobody is ahead of its share by more than the longest units."""
+    log = _run(*((kind, int(40 * SHARES[kind] / cost / 4), cost) for kind, cost in kinds))
+    costs = dict(kinds)
+    used: Counter[Kind] = Counter()
+    longest = max(cost / SHARES[kind] for kind, cost in kinds)
+    left = Counter(log)
+    for kind in log:
+        if min(left[k] for k in costs) == 0:
+            break
+        used[kind] += costs[kind]
+        left[kind] -= 1
+        normal = [used[k] / SHARES[k] for k in costs]
+        assert max(normal) - min(normal) <= 2 * longest + 1e-9
+    assert len(log) == sum(int(40 * SHARES[k] / c / 4) for k, c in kinds)
+
+
+def test_idleness_saves_no_credit() -> None:
+    """Chat that was silent for an hour does not shut learning out for an hour."""
+    clock, log = Clock(), []
+    turns = Turns(clock=clock)
+    ticket = turns.acquire("learn")
+    for _ in range(3600):
+        clock.now += 1.0
+        turns.breathe(ticket)
+    chat = Worker(turns, clock, "chat", 40, 1.0, log)
+    chat.start()
+    while not turns.waiting()["chat"]:
+        pass
+    before = 0
+    while chat.is_alive() and len(log) < 40:
+        turns.breathe(ticket)
+        before += len(log) < 40
+        clock.now += 1.0
+    turns.release(ticket)
+    chat.join()
+    assert before >= 8  # a fifth of the time
+
+
+def test_a_fence_keeps_others_out() -> None:
+    """While a learner breathes to chat only, a Tinker step waits, also when chat hands its turn on."""
+    clock, log = Clock(), []
+    turns = Turns(clock=clock)
+    ticket = turns.acquire("learn")
+    clock.now += 100.0
+    workers = [Worker(turns, clock, "chat", 3, 1.0, log), Worker(turns, clock, "tinker", 3, 1.0, log)]
+    for worker in workers:
+        worker.start()
+    while sum(turns.waiting().values()) < 2:
+        pass
+    assert turns.breathe(ticket, to=("chat",))
+    assert "tinker" not in log and "chat" in log
+    turns.release(ticket)
+    for worker in workers:
+        worker.join()
+    assert log.count("tinker") == 3
+
+
+def test_hooks_surround_the_handing_over() -> None:
+    clock, log = Clock(), []
+    turns = Turns(clock=clock)
+    ticket = turns.acquire("learn")
+    clock.now += 1.0
+    assert not turns.breathe(ticket, before=lambda: log.append("b"), after=lambda: log.append("a")) and log == []
+    worker = Worker(turns, clock, "chat", 1, 1.0, log)
+    worker.start()
+    while not turns.waiting()["chat"]:
+        pass
+    assert turns.breathe(ticket, before=lambda: log.append("before"), after=lambda: log.append("after"))
+    assert log == ["before", "chat", "after"]
+    turns.release(ticket)
+    worker.join()
+
+
+def test_only_the_holder() -> None:
+    turns = Turns()
+    ticket = turns.acquire("chat")
+    turns.release(ticket)
+    with pytest.raises(AssertionError, match="holder"):
+        turns.release(ticket)
