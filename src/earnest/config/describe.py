@@ -39,7 +39,8 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
 
 
 def _part(annotation: object) -> tuple[type[BaseModel] | None, bool]:
-    for candidate, listed in [(annotation, False), *((a, True) for a in typing.get_args(annotation))]:
+    listed_inside = typing.get_origin(annotation) is list
+    for candidate, listed in [(annotation, False), *((a, listed_inside) for a in typing.get_args(annotation))]:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate, listed
     return None, False

@@ -220,6 +220,31 @@ class SyncConfig(Strict):
         return self
 
 
+class GuardConfig(Strict):
+    """What of every update may not be learned: directions from a file, or made from contrastive triples."""
+
+    kind: Literal["erase", "route"] = Field(description="take the unwanted part out of the update, or quarantine it")
+    directions: str | None = Field(None, min_length=1, description="a file that `Directions.save` wrote")
+    triples: str | None = Field(None, min_length=1, description="JSONL of prompt, unwanted and wanted completion")
+    gate: Literal["one_sided", "two_sided", "reverse"] = Field(
+        "one_sided", description="which sign goes, or turns round"
+    )
+    overshoot: float = Field(1.0, gt=0, description="1 removes the component; more turns it round")
+    preserve: bool = Field(False, description="scale what is kept back to the update's length")
+    at: Literal["update", "gradient"] = Field("update", description="what is judged; the gradient leaks, as published")
+    top: Whole = Field(4, description="triples: directions of a module")
+    floor: float = Field(0.25, ge=0, lt=1, description="triples: share of the weakest directions to drop")
+    refresh: int = Field(0, ge=0, description="triples: extract anew after every so many updates; 0: never")
+
+    @model_validator(mode="after")
+    def _agree(self) -> GuardConfig:
+        if (self.directions is None) == (self.triples is None):
+            raise ConfigError("guard: give directions (a file of them) or triples (to make them from), one of the two")
+        if self.refresh and self.triples is None:
+            raise ConfigError("guard.refresh: needs triples to extract the directions from")
+        return self
+
+
 class RunConfig(Strict):
     """A whole run."""
 
@@ -240,6 +265,7 @@ class RunConfig(Strict):
         "group", description="how rewards become advantages"
     )
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
+    guard: GuardConfig | None = Field(None, description="what may not be learned; none: no guard")
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -262,10 +262,10 @@ class DirectionGuard:
         if self._twin is not None and set(directions.basis) - set(self.quarantine):
             raise GuardError("at the gradient, refreshed directions cannot enter new modules; use at='update'.")
 
-    def describe(self) -> dict[str, Any]:
-        """For run.json."""
+    def describe(self) -> str:
+        """One line for people."""
         rule = f"{self.rule.gate}, overshoot {self.rule.overshoot:g}" + (", length kept" if self.rule.preserve else "")
-        return {"guard": f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"}
+        return f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"
 
 
 class Erase(DirectionGuard):

@@ -59,12 +59,13 @@ class Evaluation:
 
 
 def evaluate(setup: Setup, step: int) -> Evaluation:
-    """Measure the live policy."""
+    """Measure the policy that would be deployed: the live one, without a guard's quarantine."""
     wanted = setup.config.eval
     prompts = setup.task.prompts("heldout", wanted.prompts, HELDOUT_SEED)
     if not prompts:
         raise ConfigError(f"task: {setup.task.name} has no held-out prompts; take another task.")
-    attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
+    with setup.deployed():
+        attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
     rewards: list[list[float]] = [[] for _ in prompts]
     for a in attempts:
         rewards[a.rollout.prompt_index].append(a.grade.reward)

@@ -111,7 +111,8 @@ def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finish
 
 def finish(setup: Setup, run: RunFolder, seconds: float) -> Finished:
     """The adapter and the report of a run that reached its end, and what it came to."""
-    adapter = setup.adapter.save(run.path / "adapter", base_model=setup.config.model)
+    with setup.deployed():
+        adapter = setup.adapter.save(run.path / "adapter", base_model=setup.config.model)
     run.update(status="finished", steps_done=setup.config.steps, seconds=round(seconds, 3))
     run.event("info", "finished")
     page = report.write(run.path)

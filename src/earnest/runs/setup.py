@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from earnest.adapters import Adapter, attach
 from earnest.config import RunConfig
 from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
+from earnest.guards import DirectionGuard
 from earnest.models import Policy, load
 from earnest.objectives import Objective
+from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
 from earnest.runs.seeds import derive
 from earnest.signals import ROLES, EMATeacher, LiveTeacher, Role, TeacherPolicy
@@ -36,14 +39,20 @@ class Setup:
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
     preferences: Preferences | None = None
 
+    def deployed(self) -> AbstractContextManager[None]:
+        """The policy that would be deployed, inside the block: without a guard's quarantine."""
+        return self.engine.guard.ablated() if self.engine.guard is not None else nullcontext()
+
     def describe(self) -> dict[str, object]:
         """The part of run.json that says what this run is."""
         targets = ", ".join(self.adapter.targets)
+        guard = self.engine.guard
+        guarded = f", guarded by {guard.describe()}" if isinstance(guard, DirectionGuard) else ""
         terms = " + ".join(f"{w.weight:g} × {w.term.label}" for w in self.objective.terms)
         return {
             "task": self.task.name,
             "model": {"name": self.policy.name, "version": self.policy.version},
-            "adapter": f"{self.adapter.variant!r} on {targets}",
+            "adapter": f"{self.adapter.variant!r} on {targets}{guarded}",
             "objective": terms,
             "seed": self.config.seed,
             "steps": self.config.steps,
@@ -88,10 +97,13 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         raise ConfigError(
             f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
         )
+    if config.guard is not None:
+        say("directions for the guard")
     engine = LocalEngine(
         policy,
         adapter,
         config.optimizer.build(),
+        guard=guard_of(config, policy, adapter, objective),
         outer=teacher if isinstance(teacher, EMATeacher) else None,
         max_grad_norm=config.optimizer.max_grad_norm,
         micro_tokens=config.micro_tokens,

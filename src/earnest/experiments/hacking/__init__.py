@@ -44,7 +44,7 @@ def start(config: Config, *, full: bool, folder: Path, console: Console) -> Path
             bar.update(whole, completed=number)
     from earnest.experiments.hacking.page import write_page
 
-    return write_page(folder, config, jobs)
+    return write_page(folder, config, jobs, full)
 
 
 def place(folder: Path, job: Job) -> Path:

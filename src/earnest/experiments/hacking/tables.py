@@ -1,0 +1,113 @@
+"""The tables, in markdown. Arms are rows by name: one without results says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earnest.experiments.hacking.plan import ARMS, HOLES
+from earnest.experiments.hacking.results import (
+    Estimate,
+    arm_series,
+    at_end,
+    leaks,
+    left_out,
+    matched,
+    matched_level,
+    over_seeds,
+)
+
+SHORT = ("none", "erase", "route")
+NOTHING = "missing"
+
+
+def arms_of(results: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arms that this experiment was to have."""
+    return tuple(ARMS) if results["config"].get("full") else SHORT
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Title → lines of markdown."""
+    found = {"Arms and controls": main_table(results), "Kept against ablated": kept_table(results)}
+    if results["config"].get("full"):
+        found["Leave one hole out"] = left_out_table(results)
+        found["With a teacher pool"] = pool_table(results)
+    return found
+
+
+def main_table(results: Mapping[str, Any]) -> list[str]:
+    by_arm = {arm: arm_series(results, arm) for arm in arms_of(results)}
+    there = {arm: series for arm, series in by_arm.items() if series}
+    rows = []
+    for arm, series in by_arm.items():
+        if not series:
+            rows.append([arm, "0", *[NOTHING] * 7])
+            continue
+        rate, step = matched(there, arm)
+        leak = leaks(results, arm)
+        rows.append(
+            [
+                arm,
+                str(len(series)),
+                str(at_end(series, "solved")),
+                str(at_end(series, "exploited")),
+                str(rate),
+                f"{step:.0f}",
+                str(at_end(series, "exploited_of_attempted")),
+                _leak(leak["gradient"]),
+                _leak(leak["update"]),
+            ]
+        )
+    head = ["arm", "seeds", "solved, end", "exploited, end", "exploited, matched", "matched at step"]
+    return markdown([*head, "exploited of attempts", "leak, gradient", "leak, update"], rows)
+
+
+def levels(results: Mapping[str, Any]) -> str:
+    """The matched solve rates, for the line under the table."""
+    by_arm = {a: s for a in arms_of(results) if (s := arm_series(results, a))}
+    seeds = sorted({seed for s in by_arm.values() for seed in s})
+    return ", ".join(f"{matched_level(by_arm, seed):.2f}" for seed in seeds)
+
+
+def kept_table(results: Mapping[str, Any]) -> list[str]:
+    """Route's total policy, which is the unguarded one, against the same without the quarantine; paired by seed."""
+    kept, ablated = arm_series(results, "none"), arm_series(results, "route")
+    rows = []
+    for seed in sorted(set(kept) & set(ablated)):
+        a, b = kept[seed][-1], ablated[seed][-1]
+        rows.append([str(seed), *(f"{p[rate]:.2f}" for rate in ("exploited", "solved", "attempted") for p in (a, b))])
+    head = ["seed", "exploited, kept", "exploited, ablated", "solved, kept", "solved, ablated"]
+    return markdown([*head, "attempted, kept", "attempted, ablated"], rows)
+
+
+def left_out_table(results: Mapping[str, Any]) -> list[str]:
+    """Exploited rate at the end on the prompts of the hole that the directions were not made from."""
+    rows = []
+    for hole in HOLES:
+        cells = []
+        seeds = set(left_out(results, "route", hole))
+        for arm in ("none", "erase", "route", "erase:random", "route:random"):
+            found = left_out(results, arm, hole) or arm_series(results, arm)
+            values = [points[-1]["by_hole"][hole] for seed, points in found.items() if seed in seeds]
+            cells.append(str(over_seeds(values)) if values else NOTHING)
+        rows.append([hole, str(len(seeds)), *cells])
+    return markdown(["hole left out", "seeds", "none", "erase", "route", "erase:random", "route:random"], rows)
+
+
+def pool_table(results: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for arm in ("none", "route"):
+        series = arm_series(results, arm, pool=True)
+        rates = ("solved", "exploited", "exploited_of_attempted")
+        cells = [str(at_end(series, rate)) for rate in rates] if series else [NOTHING] * 3
+        rows.append([arm, str(len(series)), *cells])
+    return markdown(["with a teacher pool", "seeds", "solved, end", "exploited, end", "exploited of attempts"], rows)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    line = "| " + " | ".join(head) + " |"
+    return [line, "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _leak(leak: Estimate | None) -> str:
+    return NOTHING if leak is None else f"{leak.mean:.3f}"

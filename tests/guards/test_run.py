@@ -1,0 +1,101 @@
+"""``guard:`` in a recipe: it is obeyed, measured as it would be deployed, saved so, resumed, and proved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from earnest.config import RunConfig
+from earnest.config.load import from_mapping
+from earnest.errors import ConfigError
+from earnest.guards import Directions
+from earnest.runs import start
+from earnest.runs.setup import build
+from tests.guards.conftest import triples
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def data(tiny: Path, tmp_path: Path) -> dict[str, object]:
+    lines = [{"prompt": list(t.prompt), "unwanted": t.unwanted, "wanted": t.wanted} for t in triples()]
+    (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {
+        "model": str(tiny),
+        "task": "style/volume",
+        "adapter": {"kind": "antipasto", "rank": None, "block": 0, "gain": "delta", "targets": ["q_proj", "v_proj"]},
+        "objective": [{"kind": "grpo"}],
+        "optimizer": {"kind": "adamw", "lr": 0.05},
+        "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 12},
+        "steps": 4,
+        "eval": {"every": 0, "prompts": 3, "samples": 2},
+        "threads": 1,
+        "guard": {"kind": "route", "triples": str(tmp_path / "triples.jsonl"), "refresh": 3},
+    }
+
+
+def config(data: dict[str, object], **changes: object) -> RunConfig:
+    return from_mapping(data | changes)
+
+
+@pytest.mark.filterwarnings("ignore::earnest.guards.errors.GuardWarning")
+def test_a_guarded_run(data: dict[str, object], tmp_path: Path) -> None:
+    routed = start("test", config(data, out=str(tmp_path / "route")), QUIET)
+    free = start("test", config(data, guard=None, out=str(tmp_path / "none")), QUIET)
+
+    def rewards(folder: Path) -> list[float]:
+        lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [x["reward"]["mean"] for x in lines if x["kind"] == "step"]
+
+    assert rewards(routed.folder) == rewards(free.folder), "Route trains the unguarded run"
+    steps = [json.loads(x) for x in (routed.folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [x["metrics"] for x in steps if x["kind"] == "step"]
+    assert metrics[-1]["guard/quarantine"] > 0 and metrics[-1]["guard/leak_update"] < 1e-6
+    assert "guard/overlap" in metrics[2] and "guard/overlap" not in metrics[1]
+    kept = load_file(routed.folder / "checkpoints/step-000004/engine/tensors.safetensors")
+    saved = build(config(data), lambda _: None)
+    saved.engine.load(routed.folder / "checkpoints/step-000004/engine")
+    with saved.deployed():
+        main = saved.adapter.state_dict()
+    from earnest.adapters import load_adapter
+    from earnest.models import load
+
+    written = load_adapter(load(data["model"]), routed.adapter).state_dict()
+    assert all(torch.equal(written[n], main[n]) for n in main), "the adapter on disk is the ablated one"
+    assert any(not torch.equal(written[n], kept[f"adapter.{n}"]) for n in main), "and not the total"
+    assert "guarded by Route at the update" in json.loads((routed.folder / "run.json").read_text())["adapter"]
+
+
+def test_directions_from_a_file_and_every_setting(data: dict[str, object], tmp_path: Path) -> None:
+    made = build(config(data), lambda _: None).engine.guard.directions  # type: ignore[union-attr]
+    made.save(tmp_path / "v.safetensors")
+    guard = {"kind": "erase", "directions": str(tmp_path / "v.safetensors"), "gate": "two_sided", "overshoot": 1.1}
+    setup = build(config(data, guard=guard | {"preserve": True, "at": "gradient"}), lambda _: None)
+    found = setup.engine.guard
+    assert (found.rule.gate, found.rule.overshoot, found.rule.preserve, found.at) == (
+        "two_sided",
+        1.1,
+        True,
+        "gradient",
+    )
+    assert isinstance(found.directions, Directions) and len(found.directions) == len(made)
+    fewer = build(config(data, guard=dict(data["guard"], top=1, floor=0.5, refresh=0)), lambda _: None).engine.guard
+    assert 0 < len(fewer.directions) < len(made)
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        ({"kind": "route"}, "directions .a file of them. or triples"),
+        ({"kind": "route", "directions": "v", "refresh": 2}, "needs triples"),
+        ({"kind": "rout", "directions": "v"}, "guard.kind"),
+    ],
+)
+def test_mistakes(data: dict[str, object], guard: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(data, guard=guard)
