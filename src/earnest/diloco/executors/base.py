@@ -72,6 +72,10 @@ class Executor(Protocol):
 
 EXECUTORS: dict[str, str] = {
     "local": "earnest.diloco.executors.local:LocalExecutor",
+    "ray": "earnest.diloco.executors.ray:RayExecutor",
+    "monarch": "earnest.diloco.executors.monarch:MonarchExecutor",
+    "modal": "earnest.diloco.executors.modal:ModalExecutor",
+    "hf": "earnest.diloco.executors.hf_jobs:HFJobsExecutor",
 }
 """Name → "module:class"; the class takes the options of ``--on NAME[:OPTION]`` as one string."""
 

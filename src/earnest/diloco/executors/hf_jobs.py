@@ -1,0 +1,89 @@
+"""Replicas as Hugging Face Jobs: one job, one ``earnest worker`` each.
+
+    --on hf                cpu-basic
+    --on hf:a10g-small     another flavour of machine (`hf jobs hardware` lists them)
+
+A job installs earnest with ``uvx`` from ``$EARNEST_INSTALL`` or from PyPI. The store's keys travel as secrets.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from earnest.diloco.executors.base import ExecutorError, Exit, Job
+from earnest.diloco.executors.elsewhere import demand_reachable, requirement, without_folder
+
+IMAGE = "ghcr.io/astral-sh/uv:python3.11-bookworm"
+HOURS = "24h"
+"""A job's limit: the service's own default is 30 minutes."""
+TOKEN = (
+    "Hugging Face Jobs want a token with the right to start jobs: make one at huggingface.co/settings/tokens, then run "
+    "`hf auth login`, or set HF_TOKEN."
+)
+CODES = {"COMPLETED": 0, "ERROR": 1, "CANCELED": -15, "DELETED": -9}
+
+
+class HFJobsExecutor:
+    """``option`` is a flavour of machine; empty: cpu-basic."""
+
+    name: ClassVar[str] = "hf"
+
+    def __init__(self, option: str = "") -> None:
+        self.flavor = option or "cpu-basic"
+        self._jobs: dict[int, tuple[int, str]] = {}
+
+    def arguments(self, job: Job, replica: int, attempt: int) -> dict[str, Any]:
+        """The keyword arguments of ``run_job``."""
+        demand_reachable(job, "hf")
+        job = without_folder(job)
+        run = re.sub(r"[^a-zA-Z0-9-]+", "-", job.url.rstrip("/").rsplit("/", 1)[-1])
+        return {
+            "image": IMAGE,
+            "command": ["uvx", "--from", requirement(), *job.command(replica)],
+            "secrets": dict(job.env),
+            "flavor": self.flavor,
+            "timeout": HOURS,
+            "attempts": 1,  # ``supervise`` starts replicas again, the same way everywhere
+            "name": f"earnest-{run}-replica-{replica}-{attempt}",
+            "labels": {"earnest": run, "replica": str(replica)},
+        }
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        return [self.arguments(job, i, 1) | {"secrets": sorted(job.env)} for i in range(job.replicas)]
+
+    def start(self, job: Job, replica: int, attempt: int) -> None:
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import HfHubHTTPError
+
+        wanted = self.arguments(job, replica, attempt)
+        if not get_token():
+            raise ExecutorError(f"--on hf: {TOKEN}")
+        try:
+            self._jobs[replica] = (attempt, HfApi().run_job(**wanted).id)
+        except HfHubHTTPError as error:
+            code = getattr(error.response, "status_code", None)
+            way_out = f" {TOKEN}" if code in (401, 403) else ""
+            raise ExecutorError(f"--on hf: replica {replica} was not started: {error}.{way_out}") from None
+
+    def poll(self) -> list[Exit]:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        ended = []
+        for replica, (attempt, name) in list(self._jobs.items()):
+            status = api.inspect_job(job_id=name).status
+            if status.stage in CODES:
+                del self._jobs[replica]
+                ended.append(Exit(replica, attempt, CODES[status.stage], status.message or self._tail(api, name)))
+        return ended
+
+    def _tail(self, api: Any, name: str) -> str:
+        return " ".join(" ".join(api.fetch_job_logs(job_id=name, tail=5)).split())[-400:]
+
+    def stop(self) -> None:
+        from huggingface_hub import HfApi
+
+        for _, name in self._jobs.values():
+            HfApi().cancel_job(job_id=name)
+        self._jobs.clear()

@@ -1,0 +1,144 @@
+"""Replicas as Modal containers: one function call, one ``earnest worker`` each.
+
+    --on modal             CPU containers
+    --on modal:A10G        with a GPU of this kind
+
+The containers get this very source tree with its data files (Modal's own default leaves out everything that is not
+Python, the embedded model included), and the dependencies from PyPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from importlib.metadata import requires
+from typing import Any, ClassVar
+
+from earnest.diloco.executors.base import ExecutorError, Exit, Job
+from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
+from earnest.errors import MissingExtra
+
+HOURS = 24
+"""A call's limit: Modal's own default is 5 minutes."""
+TOKEN = (
+    "Modal wants a token: make an account at modal.com, then run `modal token new`, or set MODAL_TOKEN_ID and "
+    "MODAL_TOKEN_SECRET."
+)
+LOST = -9
+IGNORED = ["**/__pycache__/**", "**/*.pyc"]
+
+
+def work(words: list[str]) -> tuple[int, str]:
+    """In the container: run ``earnest WORDS`` to its end. (exit code, last words)."""
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "earnest.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    return done.returncode, " ".join(done.stdout[-400:].decode(errors="replace").split())
+
+
+class ModalExecutor:
+    """``option`` is a GPU; empty: none."""
+
+    name: ClassVar[str] = "modal"
+
+    def __init__(self, option: str = "") -> None:
+        self.gpu = option or None
+        self._inside = contextlib.ExitStack()
+        self._function: Any = None
+        self._calls: dict[int, tuple[int, Any]] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of ``app.function``, apart from the image and the secrets."""
+        return {
+            "name": "worker",
+            "gpu": self.gpu,
+            "timeout": HOURS * 3600,
+            "retries": 0,  # ``supervise`` starts replicas again, the same way everywhere
+            "serialized": True,
+            "single_use_containers": True,
+        }
+
+    def packages(self) -> list[str]:
+        """What the container installs: earnest's own dependencies and those of ``earnest[diloco]``."""
+        wanted = []
+        for line in requires("earnest") or []:
+            need, _, when = line.partition(";")
+            if not when or "diloco" in when:
+                wanted.append(need.strip())
+        return wanted
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        demand_reachable(job, "modal")
+        job = without_folder(job)
+        image = {"python": _python(), "uv_pip_install": self.packages(), "add_local_python_source": ["earnest"]}
+        return [
+            {"app": "earnest", "image": image, "function": self.settings(), "secrets": sorted(job.env)}
+            | {"spawn": job.words(i)}
+            for i in range(job.replicas)
+        ]
+
+    def build(self, job: Job) -> tuple[Any, Any]:
+        """(app, function): real objects of the SDK, nothing submitted."""
+        modal = _modal()
+        image = (
+            modal.Image.debian_slim(python_version=_python())
+            .uv_pip_install(*self.packages())
+            .add_local_python_source("earnest", ignore=IGNORED)
+        )
+        app = modal.App("earnest", include_source=False)
+        secrets = [modal.Secret.from_dict(dict(job.env))] if job.env else []
+        return app, app.function(image=image, secrets=secrets, **self.settings())(work)
+
+    def start(self, job: Job, replica: int, attempt: int) -> None:
+        demand_reachable(job, "modal")
+        job = without_folder(job)
+        modal = _modal()
+        try:
+            if self._function is None:
+                app, function = self.build(job)
+                self._inside.enter_context(app.run())
+                self._function = function
+            self._calls[replica] = (attempt, self._function.spawn(job.words(replica)))
+        except modal.exception.AuthError as error:
+            raise ExecutorError(f"--on modal: {TOKEN} ({error})") from None
+        except modal.exception.Error as error:
+            raise ExecutorError(f"--on modal: replica {replica} was not started: {error}") from None
+
+    def poll(self) -> list[Exit]:
+        modal = _modal()
+        ended = []
+        for replica, (attempt, call) in list(self._calls.items()):
+            try:
+                code, words = call.get(timeout=0)
+            except TimeoutError:
+                continue  # it still runs (modal.exception.TimeoutError is one, too)
+            except modal.exception.Error as error:
+                code, words = LOST, f"its container is gone: {error}"
+            del self._calls[replica]
+            ended.append(Exit(replica, attempt, code, words))
+        return ended
+
+    def stop(self) -> None:
+        for _, call in self._calls.values():
+            call.cancel(terminate_containers=True)
+        self._calls.clear()
+        self._function = None
+        self._inside.close()
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"  # what is pickled here is unpickled there
+
+
+def _modal() -> Any:
+    os.environ.setdefault("MODAL_TRACEBACK", "0")
+    try:
+        import modal
+        import modal.exception
+    except ImportError:
+        raise MissingExtra("modal", "modal", "running on Modal") from None
+    return modal

@@ -1,0 +1,137 @@
+"""Replicas as Monarch actors (torchmonarch): one process mesh of one process, one actor, one ``earnest worker`` each.
+
+--on monarch                                  processes of this host
+--on monarch:tcp://host-a:26600,tcp://host-b:26600   hosts that run monarch's ``run_worker_loop_forever``
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from earnest.diloco.executors.base import ExecutorError, Exit, Job
+from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
+from earnest.diloco.executors.runner import Runner
+from earnest.errors import MissingExtra
+
+LOST = -9
+WAIT = 60.0
+
+
+def _actor() -> tuple[Any, Any]:
+    """(monarch.actor, an Actor class around ``Runner``); made late, since importing monarch starts its runtime."""
+    try:
+        import monarch.actor as monarch
+    except ImportError:
+        raise MissingExtra("torchmonarch", "monarch", "running on Monarch") from None
+
+    class Worker(monarch.Actor):
+        """A ``Runner`` behind endpoints."""
+
+        def __init__(self) -> None:
+            self.runner = Runner()
+
+        @monarch.endpoint  # type: ignore[untyped-decorator]
+        def begin(self, words: list[str], env: dict[str, str]) -> int:
+            return self.runner.start(words, env)
+
+        @monarch.endpoint  # type: ignore[untyped-decorator]
+        def look(self) -> tuple[int, str] | None:
+            return self.runner.poll()
+
+        @monarch.endpoint  # type: ignore[untyped-decorator]
+        def finish(self) -> None:
+            self.runner.stop()
+
+    return monarch, Worker
+
+
+class MonarchExecutor:
+    """``option`` is a comma-separated list of workers' addresses; empty: this host."""
+
+    name: ClassVar[str] = "monarch"
+
+    def __init__(self, option: str = "") -> None:
+        self.hosts = [host for host in option.split(",") if host]
+        for host in self.hosts:
+            if not host.startswith("tcp://"):
+                raise ExecutorError(
+                    f"--on monarch:{option}: {host!r} is no address; write tcp://HOST:PORT, and commas."
+                )
+        self._made: tuple[Any, Any] | None = None
+        self._mesh: Any = None
+        self._running: dict[int, tuple[int, Any, Any]] = {}
+
+    def _job(self, job: Job) -> Job:
+        if self.hosts:
+            demand_reachable(job, "monarch")
+            return without_folder(job)
+        return job
+
+    def _place(self, replica: int) -> str:
+        return self.hosts[replica % len(self.hosts)] if self.hosts else "this host"
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        job = self._job(job)
+        return [
+            {"host": self._place(i), "procs": 1, "command": job.command(i), "env": dict(job.env)}
+            for i in range(job.replicas)
+        ]
+
+    def start(self, job: Job, replica: int, attempt: int) -> None:
+        job = self._job(job)
+        if self._made is None:
+            self._made = _actor()
+            self._mesh = self._attach()
+        _, worker = self._made
+        host = self._mesh.slice(hosts=replica % len(self.hosts)) if self.hosts else self._mesh
+        procs = host.spawn_procs(per_host={"procs": 1}, name=f"replica_{replica}_{attempt}")
+        actor = procs.spawn(f"worker_{replica}_{attempt}", worker)
+        try:
+            _one(actor.begin.call_one(job.words(replica), dict(job.env)))
+        except Exception as error:  # ActorError, SupervisionError, a timeout: all mean that nothing runs
+            raise ExecutorError(
+                f"--on monarch: replica {replica} was not started on {self._place(replica)}: {error}"
+            ) from None
+        self._running[replica] = (attempt, actor, procs)
+
+    def _attach(self) -> Any:
+        monarch, _ = self._made or _actor()
+        if not self.hosts:
+            return monarch.this_host()
+        monarch.enable_transport("tcp")
+        return monarch.attach_to_workers(ca="trust_all_connections", workers=list(self.hosts))
+
+    def poll(self) -> list[Exit]:
+        ended = []
+        for replica, (attempt, actor, procs) in list(self._running.items()):
+            try:
+                found = _one(actor.look.call_one())
+            except Exception as error:
+                found = (LOST, f"its actor is gone: {str(error).strip().splitlines()[0]}")
+            if found is not None:
+                del self._running[replica]
+                _end(procs)
+                ended.append(Exit(replica, attempt, *found))
+        return ended
+
+    def stop(self) -> None:
+        asked = [(actor.finish.call_one(), procs) for _, actor, procs in self._running.values()]
+        self._running.clear()
+        for future, procs in asked:
+            try:
+                _one(future)
+            except Exception:  # it is gone already, which is what was wanted
+                continue
+            finally:
+                _end(procs)
+
+
+def _one(future: Any) -> Any:
+    return future.get(timeout=WAIT)
+
+
+def _end(procs: Any) -> None:
+    try:
+        procs.stop().get(timeout=WAIT)
+    except Exception:  # a mesh that is lost is stopped
+        return

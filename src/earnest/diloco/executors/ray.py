@@ -1,0 +1,126 @@
+"""Replicas as Ray actors: one actor, one ``earnest worker`` each, on whatever node has room.
+
+--on ray              a Ray of this machine, started and ended with the run
+--on ray:auto         the cluster that this machine belongs to
+--on ray:ADDRESS      another one, such as ray://head:10001 or 10.0.0.1:6379
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from earnest.diloco.executors.base import ExecutorError, Exit, Job
+from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
+from earnest.diloco.executors.runner import Runner
+from earnest.errors import MissingExtra
+
+LOST = -9
+"""The exit code of a replica whose actor is gone."""
+WAIT = 60.0
+
+
+def connect(address: str, cpus: int) -> tuple[Any, bool]:
+    """(ray, whether it was connected here): to ``address``, or a Ray of this machine with room for ``cpus`` actors."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("ray", "ray", "running on Ray") from None
+    if ray.is_initialized():
+        return ray, False
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=False)
+        else:
+            # every actor takes a CPU of Ray's book-keeping; a small machine may hold more of them than it has cores
+            ray.init(num_cpus=max(cpus + 1, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ExecutorError(
+            f"--on ray:{address}: no Ray cluster answers there ({error}); start one, or --on ray."
+        ) from None
+    return ray, True
+
+
+class RayExecutor:
+    """``option`` is the address of a running cluster; empty: a Ray of this machine."""
+
+    name: ClassVar[str] = "ray"
+
+    def __init__(self, option: str = "") -> None:
+        self.address = option
+        self._ray: Any = None
+        self._own = False
+        self._actors: dict[int, tuple[int, Any]] = {}
+
+    def _job(self, job: Job) -> Job:
+        if self.address:
+            demand_reachable(job, f"ray:{self.address}")
+            return without_folder(job)
+        return job
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        job = self._job(job)
+        init = {"address": self.address} if self.address else {"num_cpus": max(job.replicas + 1, os.cpu_count() or 1)}
+        return [
+            {"ray.init": init, "actor": self._options(i), "command": job.command(i), "env": dict(job.env)}
+            for i in range(job.replicas)
+        ]
+
+    def _options(self, replica: int) -> dict[str, Any]:
+        # No restarts by Ray: ``supervise`` starts replicas again, the same way everywhere.
+        return {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "name": f"earnest-replica-{replica}"}
+
+    def start(self, job: Job, replica: int, attempt: int) -> None:
+        job = self._job(job)
+        if self._ray is None:
+            self._ray, self._own = connect(self.address, job.replicas)
+        options = self._options(replica) | {"name": f"earnest-{os.getpid()}-replica-{replica}-{attempt}"}
+        actor = self._ray.remote(Runner).options(**options).remote()
+        try:
+            self._ray.get(actor.start.remote(job.words(replica), dict(job.env)), timeout=WAIT)
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(actor)
+            raise ExecutorError(
+                f"--on ray: replica {replica} was not started within {WAIT:.0f} s ({type(error).__name__}); has the "
+                f"cluster a free CPU, and is earnest installed on its nodes? {_first(error)}"
+            ) from None
+        self._actors[replica] = (attempt, actor)
+
+    def poll(self) -> list[Exit]:
+        ended = []
+        for replica, (attempt, actor) in list(self._actors.items()):
+            try:
+                found = self._ray.get(actor.poll.remote(), timeout=WAIT)
+            except self._ray.exceptions.RayError as error:
+                found = (LOST, f"its actor is gone: {_first(error)}")
+            if found is not None:
+                del self._actors[replica]
+                self._ray.kill(actor)
+                ended.append(Exit(replica, attempt, *found))
+        return ended
+
+    def stop(self) -> None:
+        if self._ray is None:
+            return
+        asked = [actor.stop.remote() for _, actor in self._actors.values()]
+        for one in asked:
+            try:
+                self._ray.get(one, timeout=WAIT)
+            except self._ray.exceptions.RayError:
+                continue  # it is gone already, which is what was wanted
+        for _, actor in self._actors.values():
+            self._ray.kill(actor)
+        self._actors.clear()
+        if self._own:
+            self._ray.shutdown()
+        self._ray = None
+
+    def processes(self) -> dict[int, int]:
+        """Replica → process id of its actor, for tests that kill one."""
+        return {r: self._ray.get(actor.pid.remote()) for r, (_, actor) in self._actors.items()}
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
