@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
@@ -102,7 +103,5 @@ def test_bytes_that_are_something_else_are_refused() -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     for kind in (wire.PROTOBUF, "application/json"):
-        try:
+        with contextlib.suppress(WireError):
             wire.read_pass(body, kind)
-        except WireError:
-            pass

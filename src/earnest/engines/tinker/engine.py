@@ -1,0 +1,289 @@
+"""``TinkerEngine``: the seam of ``LocalEngine`` on a Tinker service (the hosted one, or ``earnest serve``).
+
+    scalars    a forward pass with the targets that the needs name               lp [N, C]
+    objective  here, on those log-probs: the same code as everywhere
+    backward   ``cross_entropy`` with weights -∂L/∂lp: the chain rule, not an approximation
+    update     ``optim_step``
+
+``step`` is ``forward_backward_custom`` around the objective, then the update. A top-K divergence goes as K targets a
+position with exact weights; ``estimator="sampled"`` makes it one advantage a sampled token instead. What log-probs of
+named tokens cannot answer (entropies, whole distributions, other temperatures) is refused.
+Shapes: N active tokens, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from earnest.engines import checkpoint
+from earnest.engines.base import Rollout, StepReport, TermReport, TopKWanted, UpdateReport, Wanted, Who
+from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.tinker import client as remote
+from earnest.engines.tinker.columns import Columns, Estimator, plan
+from earnest.engines.tinker.policy import RemotePolicy
+from earnest.engines.tinker.samples import Sample, batch_of
+from earnest.engines.tinker.scoring import score
+from earnest.engines.tinker.teachers import AnyTeacher, RemoteEMA, RemoteTeacher
+from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
+from earnest.models.sampling import SampleSpec
+from earnest.objectives.base import Evaluation, Objective, Term
+from earnest.objectives.needs import Divergence, Need
+from earnest.objectives.view import Scalars
+from earnest.signals.batch import Batch
+from earnest.signals.distributions import Distribution, TopK
+
+
+class TinkerEngine:
+    """A LoRA on a Tinker service, trained with earnest's objectives.
+
+    ``version`` counts updates; every rollout and checkpoint carries it. ``max_grad_norm`` None: no clipping. ``outer``
+    is asked after every update: a ``RemoteEMA`` teacher, for instance. ``tokenizer``: where the service's own cannot be
+    loaded from here.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        optimizer: Optimizer | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        rank: int = 32,
+        seed: int = 0,
+        train_attn: bool = True,
+        train_mlp: bool = True,
+        train_unembed: bool = True,
+        max_grad_norm: float | None = 1.0,
+        estimator: Estimator = "exact",
+        outer: RemoteEMA | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        if estimator not in ("exact", "sampled"):
+            raise ConfigError(f"estimator is {estimator!r}; give 'exact' or 'sampled'.")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping.")
+        self.optimizer_spec = optimizer or AdamW()
+        if not isinstance(self.optimizer_spec, AdamW):
+            raise ConfigError(f"a Tinker service steps with AdamW, not {self.optimizer_spec!r}; give en.AdamW(…).")
+        self.max_grad_norm, self.estimator, self.outer = max_grad_norm, estimator, outer
+        self.service = remote.connect(base_url, api_key)
+        self.base_model = base_model
+        self.training = self.service.create_lora_training_client(
+            base_model, rank=rank, seed=seed, train_attn=train_attn, train_mlp=train_mlp, train_unembed=train_unembed
+        )
+        self.policy = RemotePolicy(base_model, tokenizer or self.training.get_tokenizer(), None)
+        self.version = 0
+        self.objective_state: dict[str, dict[str, Any]] = {}
+        self._samplers: dict[str, Any] = {}
+        self._pending = False
+        if outer is not None:
+            outer.start(self)
+
+    # --- sampling and scoring -----------------------------------------------------------------------------------------
+
+    def sampler(self, whose: str) -> Any:
+        """A ``tinker.SamplingClient`` of the live weights, the base, or saved ones (a tinker:// path)."""
+        if whose == "live":
+            key = f"live {self.version}"
+            if key not in self._samplers:
+                self._samplers = {k: v for k, v in self._samplers.items() if not k.startswith("live ")}
+                self._samplers[key] = self.training.save_weights_and_get_sampling_client()
+            return self._samplers[key]
+        if whose not in self._samplers:
+            given = {"base_model": self.base_model} if whose == "base" else {"model_path": whose}
+            self._samplers[whose] = self.service.create_sampling_client(**given)
+        return self._samplers[whose]
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
+        drawn = remote.sample(self.sampler("live"), prompts, n, spec)
+        return [
+            Rollout(
+                i, j, tuple(prompts[i]), tuple(s.tokens), tuple(s.logprobs), s.stop_reason, self.version,
+                spec.temperature or 1.0,
+            )
+            for i, sequences in enumerate(drawn)
+            for j, s in enumerate(sequences)
+        ]  # fmt: skip
+
+    def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
+        """What the live policy or the base thinks of the batch's targets; no hidden states, no logits."""
+        if policy == "previous":
+            raise SignalError("a Tinker model has one adapter and no earlier rounds; its reference is 'base'.")
+        return score(self.sampler(policy), batch, want)
+
+    def observe(
+        self,
+        rollouts: Sequence[Rollout],
+        told: Sequence[Sequence[int]] | None = None,
+        teacher: AnyTeacher | None = None,
+        *,
+        top_k: int = 0,
+        support: str = "teacher",
+    ) -> list[Sample]:
+        """The rollouts with what a teacher thinks of them, told a prompt of its own or the same one.
+
+        ``top_k`` 0: scalar samples. Otherwise both sides at K ids, those of the teacher or of the student (as it was
+        when this was called); the sampled tokens' exact log-probs stand beside them either way.
+        """
+        from earnest.engines.tinker.observe import observe
+
+        return observe(self, rollouts, told, teacher or RemoteTeacher("live"), top_k, support)
+
+    batch_of = staticmethod(batch_of)
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
+        """The whole batch's scalars, without a graph."""
+        columns = self._plan(batch, needs)
+        with torch.no_grad():
+            return columns.fields(remote.forward(self.training, batch, columns.targets))
+
+    def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
+        """Add Σ weights · ∂scalars/∂θ to the gradients there; ``weights`` are laid out as ``scalars`` gives them."""
+        columns = self._plan(batch, list(weights))
+        lp = remote.forward(self.training, batch, columns.targets).requires_grad_()
+        fields = columns.fields(lp)
+        pairs = [(f.values, weights[n].to(f.values)) for n, f in fields.items() if f.values.requires_grad]
+        total = torch.stack([(v * w).sum() for v, w in pairs]).sum()
+        (slope,) = torch.autograd.grad(total, lp)
+        remote.backward(self.training, batch, columns.targets, slope)
+        self._pending = True
+
+    def update(self) -> UpdateReport:
+        """Clip and AdamW there, then ``outer``; the version counts up.
+
+        Norms are what the service reports; nan where it reports none.
+        """
+        if not self._pending:
+            raise ObjectiveError(
+                "update() before any backward(): there is no gradient. Call step(), or backward() first."
+            )
+        spec = self.optimizer_spec
+        assert isinstance(spec, AdamW)
+        said = remote.optim_step(self.training, spec, self.max_grad_norm)
+        self._pending = False
+        self.version += 1
+        outer = self.outer.after_update(self) if self.outer is not None else {}
+        return UpdateReport(said.norm, said.factor, said.moved, self.version, {}, outer)
+
+    def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
+        """Forward, objective, backward and update. ``shares`` is refused: it costs a pass a term and moves nothing."""
+        if shares:
+            raise ObjectiveError("shares: a remote engine does not show gradients; ask for them on a LocalEngine.")
+        objective = Objective.of(objective)
+        objective.check(batch)
+        for label, initial in objective.initial_state().items():
+            self.objective_state.setdefault(label, initial)
+        columns = self._plan(batch, objective.needs(batch, self.objective_state))
+        self._check_on_policy(batch, objective, columns)
+        seen: list[Evaluation] = []
+
+        def loss(lp: Float[Tensor, "N C"]) -> Tensor:
+            fields = columns.fields(lp)
+            result = objective.evaluate(batch, fields, self.objective_state)
+            seen.append(result)
+            return result.loss + _unused(lp)
+
+        remote.custom(self.training, batch, columns.targets, loss)
+        self._pending = True
+        (result,) = seen
+        update = self.update()
+        return self._report(batch, objective, columns, result, update)
+
+    def _report(
+        self, batch: Batch, objective: Objective, columns: Columns, result: Evaluation, update: UpdateReport
+    ) -> StepReport:
+        terms = {}
+        for weighted in objective.live():
+            label = weighted.term.label
+            if label not in result.values:
+                continue
+            value = result.values[label]
+            worth = float(value.loss.detach())
+            numbers = {name: metric.value for name, metric in value.metrics.items()}
+            terms[label] = TermReport(weighted.term.kind, value.ran, weighted.weight, worth, numbers)
+            self.objective_state[label] = weighted.term.advance(self.objective_state[label], worth, numbers)
+        return StepReport(
+            loss=float(result.loss.detach()),
+            terms=terms,
+            skipped=objective.skipped,
+            idle=objective.idle(batch),
+            update=update,
+            passes=f"forward_backward_custom, {columns.targets.shape[1]} targets a position",
+            micro_batches=1,
+            tokens=batch.active.shape[0],
+            padded_tokens=int(batch.length.sum()),
+        )
+
+    def _plan(self, batch: Batch, needs: Sequence[Need]) -> Columns:
+        def student_top(k: int) -> TopK:
+            found = self.score(batch, TopKWanted(k))
+            assert isinstance(found, TopK)
+            return found
+
+        return plan(batch, needs, self.policy.vocabulary, self.estimator, student_top)
+
+    def _check_on_policy(self, batch: Batch, objective: Objective, columns: Columns) -> None:
+        """The sampled form is unbiased for tokens of the policy that is trained; others need a ratio in the term."""
+        if self.estimator != "sampled" or not any(isinstance(n, Divergence) for n in columns.needs):
+            return
+        if bool((batch.policy_version == self.version).all()):
+            return
+        for weighted in objective.live():
+            needs = weighted.term.needs(batch, self.objective_state.get(weighted.term.label, {}))
+            reads = any(isinstance(n, Divergence) for n in needs)
+            if reads and "behaviour" not in weighted.term.signals():
+                raise ObjectiveError(
+                    f"{weighted.term.label}: the batch was sampled at version "
+                    f"{sorted(set(batch.policy_version.tolist()))}, the policy is at {self.version}, and without a "
+                    "ratio the sampled form is biased off-policy; use SDPO(importance_clip=…), sample anew, or take "
+                    "estimator='exact'."
+                )
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path | str) -> Path:
+        """The weights and the optimizer stay with the service; the folder says where, and has the rest."""
+        path = self.training.save_state(f"earnest-v{self.version}-{Path(folder).name}", overwrite=True).result().path
+        meta = {
+            "path": path,
+            "version": self.version,
+            "objective_state": self.objective_state,
+            "optimizer_spec": repr(self.optimizer_spec),
+            "base_model": self.base_model,
+        }
+        return checkpoint.write(folder, {"version": torch.tensor(self.version)}, meta)
+
+    def load(self, folder: Path | str) -> None:
+        """Continue from ``folder``, in a new training run there."""
+        if self.outer is not None:
+            raise CheckpointError(
+                "an average of past weights cannot be continued: its samplers are gone. Start it anew."
+            )
+        _, meta = checkpoint.read(folder)
+        if meta["base_model"] != self.base_model:
+            raise CheckpointError(f"{folder} was made on {meta['base_model']}, this engine has {self.base_model}.")
+        if meta["optimizer_spec"] != repr(self.optimizer_spec):
+            raise CheckpointError(
+                f"{folder} was made with {meta['optimizer_spec']}, this engine has {self.optimizer_spec!r}."
+            )
+        self.training = self.service.create_training_client_from_state_with_optimizer(meta["path"])
+        self.version, self.objective_state = int(meta["version"]), meta["objective_state"]
+        self._samplers, self._pending = {}, False
+
+    def close(self) -> None:
+        """End the session; what was saved stays."""
+        self.service.close("success").result()
+
+
+def _unused(lp: Float[Tensor, "N C"]) -> Tensor:
+    """0, with a gradient of 0 for every column: the SDK wants one for each."""
+    return (lp * 0).sum()

@@ -1,0 +1,85 @@
+"""What a distillation step elsewhere knows about a completion: one number a token, or K of them.
+
+``match sample.kind`` (or isinstance) tells the two apart, for people and for a type checker:
+
+    scalar    exact log-probs of the sampled tokens, under whoever sampled and under the teacher
+    topk      the same, and beside them both sides at K ids a token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from earnest.engines.vocabulary.known import tail_of
+from earnest.errors import SignalError
+from earnest.signals.batch import Batch, Teacher
+from earnest.signals.distributions import ScoredAt, TopK
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """What both kinds have. ``logprobs`` are the exact ones it was sampled with, ``teacher`` the teacher's own."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    teacher: tuple[float, ...]
+    teacher_kind: str
+    group: int
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScalarSample(Completion):
+    kind: Literal["scalar"] = "scalar"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopKSample(Completion):
+    """``support`` says whose K most probable tokens ``ids`` are. The sampled token's exact log-probs stand beside them:
+    it need not be among them."""
+
+    support: Literal["student", "teacher"]
+    ids: Int[Tensor, "n K"]
+    student_top: Float[Tensor, "n K"]
+    teacher_top: Float[Tensor, "n K"]
+    kind: Literal["topk"] = "topk"
+
+
+Sample = ScalarSample | TopKSample
+
+
+def batch_of(samples: Sequence[Sample]) -> Batch:
+    """The samples as one batch with a teacher on every token, behaviour log-probs and policy versions."""
+    if not samples or len({s.kind for s in samples}) != 1 or len({s.teacher_kind for s in samples}) != 1:
+        raise SignalError("a batch is made of samples of one kind with one teacher, and at least one.")
+    batch = Batch.from_rows(
+        [s.prompt for s in samples],
+        [s.tokens for s in samples],
+        group=[s.group for s in samples],
+        behaviour=[s.logprobs for s in samples],
+        policy_version=[s.policy_version for s in samples],
+    )
+    exact = torch.tensor([v for s in samples for v in s.teacher])
+    return batch.with_signals(
+        teacher=Teacher(_distribution(samples, batch, exact), None, samples[0].teacher_kind, exact)
+    )
+
+
+def _distribution(samples: Sequence[Sample], batch: Batch, exact: Float[Tensor, " N"]) -> TopK:
+    found: list[TopKSample] = []
+    for sample in samples:
+        if sample.kind == "scalar":  # what is known is known at the sampled token
+            return TopK(batch.token_target[:, None], exact[:, None], tail_of(exact[:, None]).float())
+        found.append(sample)
+    if len({(s.support, s.ids.shape[1]) for s in found}) != 1:
+        raise SignalError("samples of one batch have one support and one K.")
+    values = torch.cat([s.teacher_top for s in found])
+    kind = ScoredAt if found[0].support == "student" else TopK
+    return kind(torch.cat([s.ids for s in found]), values, tail_of(values).float())
