@@ -104,18 +104,18 @@ def test_the_weight_space_at_full_rank_is_w_times_the_inputs_difference(nano: en
     kick(adapter)
     try:
         outputs = [tag_states(nano, side, [path])[path].mean(0) for side in contexts]
-        full = weight_space(nano, *contexts, [path])
+        full = weight_space(nano, *contexts, paths=[path], rank=None)
         torch.testing.assert_close(full.shifts[path], outputs[0] - outputs[1], rtol=1e-3, atol=1e-3)
-        cosines = [full.cosine(weight_space(nano, *contexts, [path], rank)) for rank in (1, 8, 64)]
+        cosines = [full.cosine(weight_space(nano, *contexts, [1], rank=rank)) for rank in (1, 8, 64)]
         assert cosines == sorted(cosines) and cosines[0] > 0 and cosines[-1] > 0.95
         with full.applied(nano, 1.0):
             pass
     finally:
         adapter.detach()
     with pytest.raises(SteeringError, match="rank is 0"):
-        weight_space(nano, *contexts, [path], 0)
+        weight_space(nano, *contexts, paths=[path], rank=0)
     with pytest.raises(SteeringError, match="no linear layer"):
-        weight_space(nano, *contexts, ["model.layers.1"])
+        weight_space(nano, *contexts, paths=["model.layers.1"])
 
 
 @given(st.floats(-5, 5), st.floats(-5, 5), st.integers(0, 2**20))
@@ -168,3 +168,22 @@ def test_what_is_refused(nano: en.Policy, contexts: Contexts) -> None:
     }.items():
         with pytest.raises(SteeringError, match=words):
             make()
+
+
+def test_other_architectures_have_blocks_and_writers_too() -> None:
+    """GPT-2 names everything differently, stores its weights transposed, and may give tuples."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from earnest.models.policy import Policy
+    from tests.engines.words import word_tokenizer
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=131, n_embd=16, n_layer=2, n_head=2, n_positions=32, eos_token_id=1)
+    policy = Policy.of(GPT2LMHeadModel(config), word_tokenizer(131), name="gpt2")
+    high, low = [[3, 4, 5], [6, 7]], [[3, 9, 5], [6, 8]]
+    plain = logits(policy, high[0])
+    for make in (mean_difference, principal, weight_space):
+        vector = make(policy, high, low, [-1])
+        with vector.applied(policy, 5.0):
+            assert not torch.equal(logits(policy, high[0]), plain)
+        assert torch.equal(logits(policy, high[0]), plain)

@@ -28,11 +28,11 @@ from earnest.steering.evaluate import Evaluation, Yardstick
 from earnest.steering.filter import Filter, Sample, Separation, read, separation
 from earnest.steering.heal import Healing, demonstrations, heal
 from earnest.steering.records import finished_rounds
-from earnest.steering.vectors import Vector, mean_difference, principal
+from earnest.steering.vectors import Vector, mean_difference, principal, weight_space
 from earnest.tasks.base import Prompt, Task
 
 Say = Callable[[str], None]
-MAKERS = {"mean": mean_difference, "pca": principal}
+MAKERS: dict[str, Callable[..., Vector]] = {"mean": mean_difference, "pca": principal, "svd": weight_space}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from earnest.adapters.targets import default_targets, find_targets
 from earnest.models.policy import Policy
 from earnest.steering.errors import SteeringError
 
@@ -34,6 +35,12 @@ def block_paths(policy: Policy, layers: Sequence[int] | None = None) -> tuple[st
     if not numbers:
         raise SteeringError("layers is empty; give at least one, or None for all.")
     return tuple(f"{found[0]}.{i % count}" for i in numbers)
+
+
+def writer_paths(policy: Policy, layers: Sequence[int] | None = None) -> tuple[str, ...]:
+    """Paths of the linear layers through which each block's feed-forward part writes into the stream."""
+    found, _ = find_targets(policy.model, default_targets(policy.model, ("ffn_in",)), layers)
+    return tuple(found)
 
 
 def module_at(policy: Policy, path: str) -> nn.Module:

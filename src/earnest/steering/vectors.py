@@ -26,7 +26,7 @@ from earnest.adapters.merging import merged_weight
 from earnest.adapters.runtime import layer_of
 from earnest.models.policy import Policy
 from earnest.steering.errors import SteeringError
-from earnest.steering.sites import Change, block_paths, changed, module_at, tag_states
+from earnest.steering.sites import Change, block_paths, changed, module_at, tag_states, writer_paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +170,17 @@ def weight_space(
     policy: Policy,
     high: Sequence[Sequence[int]],
     low: Sequence[Sequence[int]],
-    paths: Sequence[str],
-    rank: int | None = None,
+    layers: Sequence[int] | None = None,
+    *,
+    paths: Sequence[str] | None = None,
+    rank: int | None = 16,
 ) -> Vector:
     """The mean difference of a linear layer's inputs, written by its own weight through its ``rank`` most moved
-    singular directions (None: all of them, which is W·Δx)."""
+    singular directions (None: all of them, which is W·Δx).
+
+    paths: linear layers; None: those through which the feed-forward part of each of ``layers`` writes.
+    """
+    paths = writer_paths(policy, layers) if paths is None else paths
     shifts = {}
     for path, d in _differences(policy, high, low, paths, inputs=True).items():
         u, s, vh = torch.linalg.svd(_weight(policy, path).double(), full_matrices=False)

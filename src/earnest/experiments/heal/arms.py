@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,23 @@ class Arm:
         return f"{self.over}-{self.reference}-{self.taus}"
 
 
+KINDS = [(over, "previous") for over in AGGREGATES] + [("mean", "base"), ("rmse", "base")]
+ARMS = len(KINDS) * len(TAUS)
+
+
 def all_arms(same: float, calibrated: dict[str, float]) -> list[Arm]:
     """Every aggregate against the previous round, mean and rmse against the base too; each at both choices of τ."""
-    kinds = [(over, "previous") for over in AGGREGATES] + [("mean", "base"), ("rmse", "base")]
     chosen = {"same": dict.fromkeys(AGGREGATES, same), "calibrated": calibrated}
-    return [Arm(over, reference, taus, chosen[taus][over]) for taus in TAUS for over, reference in kinds]
+    return [Arm(over, reference, taus, chosen[taus][over]) for taus in TAUS for over, reference in KINDS]
 
 
 class Bench:
     """The policy, its yardstick, and what both say before anything is done."""
 
-    def __init__(self, config: HealConfig, say: Say) -> None:
+    def __init__(self, config: HealConfig, say: Say, advance: Callable[[int], None] = lambda rounds: None) -> None:
         from earnest.models import load
 
-        self.config, self.say = config, say
+        self.config, self.say, self.advance = config, say, advance
         self.steering: Steering = config.build_steering()
         self.policy: Policy = load(config.model)
         self.task = get_task(config.task)
@@ -84,14 +88,19 @@ class Bench:
             adapter_layers=config.adapter.layers,
             max_grad_norm=config.optimizer.max_grad_norm,
             seed=seed,
-            say=self.say,
+            say=self._round,
         )
+
+    def _round(self, text: str) -> None:
+        self.say(text)
+        self.advance(1)
 
     def run(self, folder: Path, rounds: int, seed: int, **changes: Any) -> dict[str, Any]:
         """One loop's record, from its file where it is finished; a starved loop ends where it starved."""
         done = folder / "loop.json"
         if done.exists():
             found: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+            self.advance(rounds)
             return found
         loop = self.loop(folder, seed, **changes)
         try:
@@ -103,6 +112,7 @@ class Bench:
             loop.close()
         record = {"seed": seed, **changes, "rounds": rounds_done, "stopped": stopped}
         write_json(done, record)
+        self.advance(rounds - len(rounds_done))  # those that will not be
         return record
 
     def calibrate(self, folder: Path, rate: float) -> dict[str, float]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from earnest.experiments.heal.arms import Arm, Bench, all_arms
+from earnest.experiments.heal.arms import ARMS, Arm, Bench, all_arms
 from earnest.experiments.heal.config import HealConfig
 from earnest.runs.atomic import write_json
 
@@ -19,11 +20,22 @@ def start(config: HealConfig, *, full: bool, folder: Path, console: Console) -> 
     """One loop; or every arm of every seed. The page with table, figure and samples."""
     from earnest.experiments.heal.page import write_page
 
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    total = config.full.rounds * len(config.full.seeds) * ARMS if full else config.rounds
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        rounds = bar.add_task("rounds", total=total)
 
-    bench = Bench(config, say)
-    write_results(folder, bench, _full(bench, folder) if full else [_one(bench, folder)])
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        bench = Bench(config, say, lambda done: bar.advance(rounds, done))
+        write_results(folder, bench, _full(bench, folder) if full else [_one(bench, folder)])
     return write_page(folder)
 
 
