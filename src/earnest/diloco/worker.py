@@ -84,7 +84,7 @@ class ReplicaLoop(Loop):
     def enter(self) -> None:
         """Go on from what a checkpoint left, or from the bucket."""
         kept = self.outer.join(self.setup.engine)
-        where = "its own checkpoint" if kept else "the bucket"
+        where = "what it had" if kept else "the bucket"
         self.run.event("info", f"joined in round {self.outer.round} from {where}")
         self._follow()
 
