@@ -24,7 +24,7 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     arms = [arm for arm in arms_of(results) if arm_series(results, arm)]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), dpi=110, layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8), dpi=110, layout="constrained")
     for arm in arms:
         series = arm_series(results, arm)
         main = arm in COLOURS
@@ -52,7 +52,8 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
         )
         axes[2].errorbar(
             x.mean, y.mean, xerr=x.half, yerr=y.half, fmt=marker, color=colour(arm), elinewidth=0.8 if main else 0.4,
-            markersize=9 if main else 5, alpha=1 if main else 0.75, markerfacecolor=colour(arm) if marker == "o" else "white",
+            markersize=9 if main else 5, alpha=1 if main else 0.75,
+            markerfacecolor=colour(arm) if marker == "o" else "white",
         )  # fmt: skip
         if main:
             axes[2].annotate(label, (x.mean, y.mean), textcoords="offset points", xytext=(8, 8), color=colour(arm))
@@ -66,7 +67,8 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
     axes[2].set_xlabel("solved")
     axes[2].set_ylabel("exploited")
     axes[2].set_ylim(bottom=0)
-    axes[0].legend(fontsize=8, frameon=False, ncols=2 if len(arms) > 4 else 1, loc="upper left")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(arms)), frameon=False, fontsize=9)
     figure.savefig(path)
     plt.close(figure)
     return path
