@@ -64,6 +64,7 @@ class Variant:
     lr_source: ClassVar[str] = ""  # … and where it comes from
     targets: ClassVar[tuple[str, ...]] = ("attention",)  # default roles, see targets.py
     shared: ClassVar[frozenset[str]] = frozenset()  # frozen tensors that all layers share (as top-left corners)
+    detached: ClassVar[str] = ""  # what is held fixed in the derivative by definition; then it is not the loss's own
     cheap: ClassVar[bool] = False  # factors() is free, so it is not cached for sampling
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # rows of the conformance table: label -> small settings
     _uses: ClassVar[frozenset[str]] = frozenset()

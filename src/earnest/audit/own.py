@@ -47,7 +47,7 @@ def prove(
     ``quick`` checks what is alive (every term, every parameter) and leaves the rest of the laws to a full proof.
     """
     objective = Objective.of(objective)
-    batch = batch.to(engine.policy.device)
+    batch = relevant(objective, batch.to(engine.policy.device))
     verdict = prove_alive(engine, objective, batch, progress=progress)
     if quick:
         return verdict
@@ -64,6 +64,20 @@ def prove(
                 continue
             findings += law.check(probe)
     return verdict + Verdict(tuple(findings), probe.cost)
+
+
+def relevant(objective: Objective, batch: Batch) -> Batch:
+    """The rows that some live term reads: of its roles, and with a teacher where every term wants one. About the
+    others the laws have nothing to say, and a row that rightly does nothing must not look like one that is lost.
+    """
+    live = [w.term for w in objective.live()]
+    read = batch.has_role(tuple({role for term in live for role in term.roles}))
+    if batch.teacher is not None and batch.teacher.at is not None and all("teacher" in t.signals() for t in live):
+        taught = torch.zeros_like(read)
+        taught[batch.row[batch.teacher.at]] = True
+        read &= taught
+    kept = read.nonzero()[:, 0]
+    return batch.rows(kept) if 0 < len(kept) < len(batch) else batch
 
 
 def _seam(probe: Probe, engine: LocalEngine, objective: Objective, batch: Batch, law: Law) -> list[Finding]:
@@ -128,6 +142,9 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         rows = _batch(batch, changed)
         need = LogProb(batch.temperature)
         flat = _fields(engine, model, rows, [need])[need].values
+        if gradient_like:  # rows of other roles have advantages that nobody reads
+            read_by = tuple({role for w in gradient_like for role in w.term.roles})
+            flat = flat * rows.has_role(read_by)[rows.row].to(flat.dtype)
         whole = torch.zeros(rows.inputs.shape, dtype=flat.dtype, device=flat.device)
         return whole.index_put((rows.row, rows.position), flat)
 
@@ -137,7 +154,7 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         form = batch.teacher.distribution if batch.teacher is not None else None
         return _policy(engine, model).head.logits(states) if isinstance(form, FullLogits) else states
 
-    stop = any("stop_gradient" in w.term.laws for w in live)
+    stop = any("stop_gradient" in w.term.laws for w in live) or bool(engine.adapter.variant.detached)
     plain = batch.teacher is not None and isinstance(batch.teacher.distribution, Hidden | FullLogits)
     return Step(
         model=engine.policy.model,
@@ -149,12 +166,14 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         terms={w.term.label: _weigher(w) for w in others if "stop_gradient" not in w.term.laws}
         if len(labels) > 1
         else {},
+        switches=[f"{w.term.label}.weight" for w in others] if len(labels) > 1 else [],
         logprobs=logprobs if batch.targets.ndim == 2 else None,
         student=student if plain and "teacher" in read and len(labels) == 1 else None,
         family=_family(live),
         value_is_loss=not stop,
         twins=frozenset(pair for w in live for pair in w.term.twins),
-        rows_interact=not objective.additive or any("batch_local" in w.term.laws for w in live),
+        # Terms that divide by different counts: the gradient of the sum is no combination of two parts' gradients.
+        rows_interact=not objective.additive or len(live) > 1 or any("batch_local" in w.term.laws for w in live),
         name=" + ".join(labels),
         optimizer=None,
     )

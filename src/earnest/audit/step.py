@@ -73,6 +73,7 @@ class Step:
     ``metrics``    metric -> (low, high): the range that it cannot leave
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
+    ``switches``   knobs that weigh a term without a metric of its own: at 0 the term is off
     ``twins``      pairs of an option's modes that share a gradient by definition
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
@@ -95,6 +96,7 @@ class Step:
     metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     family: Family | None = None
     value_is_loss: bool | None = None
+    switches: Sequence[str] = ()
     rows_interact: bool = False
     all_supervised: bool | None = False
     precision: torch.dtype | None = None
@@ -121,6 +123,9 @@ class Step:
                 raise StepError(
                     f"term {metric!r} is weighed by {knob!r}, which is no knob: {nearest(knob, self.knobs)}"
                 )
+        for knob in self.switches:
+            if knob not in self.knobs:
+                raise StepError(f"the switch {knob!r} is no knob: {nearest(knob, self.knobs)}")
         for option, modes in self.options.items():
             if len(set(map(repr, modes))) < 2:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")

@@ -35,6 +35,7 @@ class DoRA(LoRA):
     equation = "y = g∘(Wx + s·B A x) + b,  g = (1+δ)‖W‖/‖W + s·BA‖"
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (46.9 % at 1e-4, r = 32)"
+    detached = "the norm ‖V‖ (section 4.3 of the paper)"
     examples: ClassVar = {"dora": {"rank": 4}}
 
     def specs(self, layer: Layer) -> dict[str, Spec]:

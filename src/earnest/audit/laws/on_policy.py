@@ -53,7 +53,7 @@ def check(probe: Probe) -> Iterator[Finding]:
 def quiet_knobs(probe: Probe) -> dict[str, Any]:
     """Every declared term's weight at 0, so that the policy gradient stands alone."""
     knobs = [t.knob if isinstance(t, Raises) else t for t in probe.step.terms.values()]
-    return dict.fromkeys(knobs, 0.0)
+    return dict.fromkeys([*knobs, *probe.step.switches], 0.0)
 
 
 def on_policy(probe: Probe) -> edits.Batch:
