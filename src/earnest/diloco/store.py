@@ -26,6 +26,7 @@ from earnest.errors import MissingExtra
 T = TypeVar("T")
 Keys = list[str]  # inside classes, `list` is a method
 FORMAT = 1
+MARK = b"# "  # so that config.yaml is YAML, header and all
 
 
 class AlreadyThere(Exception):
@@ -166,14 +167,16 @@ class Bucket:
 def seal(kind: str, writer: str, payload: bytes, meta: Mapping[str, Any]) -> bytes:
     """Header and payload as one object; the hash covers both."""
     header = {"earnest": FORMAT, "kind": kind, "writer": writer, "size": len(payload), "meta": dict(meta)}
-    return b"# " + _line({**header, "sha256": _hash(header, payload)}) + b"\n" + payload
+    return MARK + _line({**header, "sha256": _hash(header, payload)}) + b"\n" + payload
 
 
 def unseal(key: str, data: bytes) -> Object:
     """Check and open; a missing, added or flipped byte is ``Damaged``."""
     first, newline, payload = data.partition(b"\n")
     try:
-        header = json.loads(first.removeprefix(b"# "))
+        if not first.startswith(MARK):
+            raise ValueError
+        header = json.loads(first[len(MARK) :])
         told = header.pop("sha256")
         kind, writer, meta = header["kind"], header["writer"], header["meta"]
     except (ValueError, KeyError, AttributeError, TypeError):

@@ -1,0 +1,214 @@
+"""Objects that are written once: the envelope, the probe, lost answers, servers that overwrite."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from earnest.diloco.errors import Damaged, StoreError
+from earnest.diloco.ledger import Commit, Ledger
+from earnest.diloco.store import AlreadyThere, Bucket, Unavailable, open_store, seal, unseal
+
+META = st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max_size=8)), max_size=4)
+
+
+class Memory:
+    """A store in a dict, with faults to order: ``faults`` are taken one an operation."""
+
+    def __init__(self, *faults: str) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.faults = list(faults)
+
+    def _fault(self) -> str:
+        return self.faults.pop(0) if self.faults else ""
+
+    def create(self, key: str, data: bytes) -> None:
+        fault = self._fault()
+        if fault == "down":
+            raise Unavailable("down")
+        if key in self.objects and fault != "overwrite":
+            raise AlreadyThere(key)
+        self.objects[key] = data
+        if fault == "lost":
+            raise Unavailable("the answer was lost")
+
+    def get(self, key: str) -> bytes | None:
+        if self._fault() == "down":
+            raise Unavailable("down")
+        return self.objects.get(key)
+
+    def list(self, prefix: str) -> Any:
+        return [k for k in self.objects if k.startswith(prefix)]
+
+    def delete(self, keys: Any) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+
+def bucket(store: Any, **more: Any) -> Bucket:
+    return Bucket(store, sleep=lambda seconds: None, **more)
+
+
+@given(payload=st.binary(max_size=200), meta=META)
+def test_what_is_sealed_comes_out(payload: bytes, meta: dict[str, Any]) -> None:
+    data = seal("delta", "me", payload, meta)
+    found = unseal("k", data)
+    assert (found.payload, found.meta, found.writer, found.kind, found.size) == (
+        payload,
+        meta,
+        "me",
+        "delta",
+        len(data),
+    )
+
+
+@given(payload=st.binary(max_size=60), place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_damage(payload: bytes, place: int, bit: int) -> None:
+    """Also in the header: the writer's id and the meta are under the hash."""
+    data = bytearray(seal("delta", "me", payload, {"round": 3}))
+    data[place % len(data)] ^= 1 << bit
+    with pytest.raises(Damaged):
+        unseal("k", bytes(data))
+
+
+@given(payload=st.binary(max_size=60), cut=st.integers(0, 10**6))
+def test_any_truncation_is_damage(payload: bytes, cut: int) -> None:
+    data = seal("delta", "me", payload, {})
+    with pytest.raises(Damaged):
+        unseal("k", data[: cut % len(data)])
+
+
+def test_a_key_is_taken_once() -> None:
+    store = Memory()
+    one, other = bucket(store, writer="one"), bucket(store, writer="other")
+    assert one.create("k", "x", b"1") and not other.create("k", "x", b"2")
+    found = other.get("k")
+    assert found is not None and (found.payload, found.writer) == (b"1", "one")
+    assert one.create("k", "x", b"1")  # again by the same writer: it is its own
+    assert not one.create("k", "x", b"3")
+
+
+def test_a_lost_answer_is_recognised_as_ones_own() -> None:
+    """The create succeeded, the answer did not come: the retry finds the key taken, by itself."""
+    store = Memory("lost")
+    me = bucket(store, writer="me")
+    assert me.create("k", "x", b"1")
+    assert me.traffic.retries == 1
+    store.faults = ["lost"]
+    assert not bucket(store, writer="other").create("k", "x", b"1")  # the same payload, and still not its own
+
+
+def test_a_store_that_is_down_is_waited_for_and_then_said() -> None:
+    store = Memory("down", "down", "down")
+    assert bucket(store).create("k", "x", b"1")
+    store.faults = ["down"] * 1000
+    with pytest.raises(StoreError, match=r"did not answer for 3 s.*nothing that is committed is lost"):
+        bucket(store, patience=3.0, url="s3://b/run").get("k")
+
+
+def test_the_probe_refuses_a_store_that_overwrites() -> None:
+    good = Memory()
+    bucket(good).probe()
+    assert good.objects == {}  # it tidies up
+    with pytest.raises(StoreError, match="does not keep what is written first"):
+        bucket(Memory("", "overwrite")).probe()
+
+
+def test_a_folder_is_a_store(tmp_path: Path) -> None:
+    one, other = Bucket.open(f"file://{tmp_path}/run"), Bucket.open(f"file://{tmp_path}/run")
+    one.probe()
+    assert one.create("a/b", "x", b"1") and not other.create("a/b", "x", b"2")
+    assert other.list("a/") == ["a/b"] and other.get("nothing") is None
+    (tmp_path / "run" / "a" / "b").write_bytes(b"# {}")
+    with pytest.raises(Damaged):
+        one.get("a/b")
+    one.delete(["a/b", "a/b"])
+    assert one.list("") == []
+
+
+@pytest.mark.parametrize("url", ["/tmp/x", "s4://bucket/x", "http://bucket/x", ""])
+def test_a_typo_in_the_url_is_said(url: str) -> None:
+    with pytest.raises(StoreError, match="s3://bucket/prefix"):
+        open_store(url)
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """moto's S3 in memory, as a server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        sys.executable,
+        str(Path(sysconfig.get_path("scripts")) / "moto_server"),
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+
+
+def test_s3_through_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import urllib.request
+
+    keys = {
+        "AWS_ENDPOINT_URL": moto,
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "us-east-1",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
+    }
+    for key, value in keys.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(StoreError, match="no such bucket"):
+        Bucket.open("s3://absent/run").probe()
+    urllib.request.urlopen(urllib.request.Request(f"{moto}/runs", method="PUT")).close()
+    one, other = Bucket.open("s3://runs/a"), Bucket.open("s3://runs/a")
+    one.probe()
+    assert one.create("k", "x", b"1") and not other.create("k", "x", b"2")
+    assert os.environ["AWS_ENDPOINT_URL"] == moto and other.list("") == ["k"]
+
+
+def test_the_ledger_reads_back_what_it_wrote() -> None:
+    ledger = Ledger(bucket(Memory()))
+    commit = Commit(3, (0, 2), (0, 1), (10, 30), "a", "b")
+    assert ledger.put_commit(commit) == commit == ledger.commit(3)
+    assert ledger.put_commit(Commit(3, (1,), (0,), (1,), "a", "c")) == commit  # the first decision holds
+    ledger.put_delta(3, 0, 0, b"", {})
+    ledger.put_delta(3, 0, 1, b"", {})
+    ledger.hello(3, 2)
+    assert ledger.present(3) == ([(0, 0), (0, 1)], [2])
+    assert [ledger.claim(2), ledger.claim(2), ledger.claim(2)] == [0, 1, 2]
+
+
+def test_cleaning_keeps_decisions() -> None:
+    """A replica that slept must find an old round decided; see Ledger.clean."""
+    ledger = Ledger(bucket(Memory()))
+    for k in range(4):
+        ledger.put_delta(k, 0, 0, b"", {})
+        ledger.hello(k, 0)
+        ledger.put_state(k, b"", "f")
+        ledger.put_commit(Commit(k, (0,), (0,), (1,), "a", "b"))
+    assert ledger.clean(before=2) == 6
+    assert ledger.states() == [2, 3] and ledger.committed() == 4
+    assert all(ledger.commit(k) for k in range(4)) and ledger.present(1) == ([], [])
