@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from earnest import experiments
-from earnest.config import recipes
+from earnest.config import recipes, text
 from earnest.errors import ConfigError
 from earnest.experiments.heal.arms import all_arms
+from earnest.experiments.heal.config import HealConfig
 from earnest.experiments.heal.figure import draw
 from earnest.experiments.heal.table import COLUMNS, tables
 
@@ -141,3 +142,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=words):
             go(tmp_path / "w", wrong)
+
+
+@pytest.mark.parametrize("recipe", ["heal", "heal-smollm2"])
+def test_a_recipe_resolves_to_what_it_spells(recipe: str) -> None:
+    """Every default spelt out reads back as the same config: what --resume compares with."""
+    from earnest.config.load import check_mapping
+
+    _, data = recipes.read(recipe)
+    config = check_mapping(HealConfig, data)
+    again = check_mapping(HealConfig, text.parse(text.spell(config.model_dump(mode="python")), "dump"))
+    assert again == config and config.steering["tries"] == 6, "defaults are spelt out"
+    assert len(config.poles().high) == 2

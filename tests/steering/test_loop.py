@@ -129,5 +129,7 @@ def test_a_damaged_record_is_named(make: Make, tmp_path: Path) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(SteeringError, match="method is 'median'"):
         Steering(method="median")
+    with pytest.raises(SteeringError, match="enough is 9; of 8 questions"):
+        Steering(questions=8, enough=9)
     with pytest.raises(SteeringError, match="overdose is 1"):
         Steering(overdose=1.0)

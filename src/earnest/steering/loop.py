@@ -73,6 +73,10 @@ class Steering:
     def __post_init__(self) -> None:
         if self.method not in MAKERS:
             raise SteeringError(f"method is {self.method!r}; give one of {', '.join(MAKERS)}.")
+        if not 1 <= self.enough <= self.questions:
+            raise SteeringError(
+                f"enough is {self.enough}; of {self.questions} questions 1 to {self.questions} can survive."
+            )
         if not self.overdose > 1:
             raise SteeringError(
                 f"overdose is {self.overdose}; broken answers are made with more than the dose: above 1."
