@@ -148,6 +148,24 @@ def replay(
     console.replay(traces, overrides or [], config)
 
 
+@app.command("eval")
+def evaluate(
+    preferences: Annotated[
+        Path | None, typer.Argument(help="A YAML file of preferences; none: those for nano.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A live server; none: one is started for the evaluation.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("earnest-eval"),
+    model: Annotated[str, typer.Option(help="Without --url: the model to serve.")] = "nano",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of feedback for each preference.")] = None,
+    per_round: Annotated[int | None, typer.Option(min=1, help="Prompts a round.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="Capability questions.")] = None,
+) -> None:
+    """Feedback loops on preferences against a live server: does it learn, and what does it cost?"""
+    from earnest.serve.eval import console
+
+    console.run(preferences, url, out, model, {"rounds": rounds, "per_round": per_round, "questions": questions})
+
+
 @app.command()
 def recipes() -> None:
     """What can be run."""

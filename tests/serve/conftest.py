@@ -22,7 +22,8 @@ LEARN = """
 adapter: {kind: lora, rank: 4}
 optimizer: {kind: adamw, lr: 3e-3}
 updates: 2
-gate: {prompts: ["Describe the sea.", "Hello!", "Give advice about the garden."], max_new_tokens: 8, self_similarity: 0.95}
+gate:
+  {prompts: ["Describe the sea.", "Hello!", "Give advice about the garden."], max_new_tokens: 8, self_similarity: 0.95}
 """
 
 

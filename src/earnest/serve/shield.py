@@ -6,6 +6,7 @@ need a loopback name in ``Host`` (no DNS rebinding) and, where a browser sends o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -52,14 +53,15 @@ class Shield:
 
         async def noted(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if seen > limit and not started:
+                return  # whatever the application makes of a body that breaks off, the answer is below
+            started = True
             await send(message)
 
-        try:
+        with contextlib.suppress(_Beyond):
             await self.app(scope, counted, noted)
-        except _Beyond:
-            if not started:
-                await refuse(send, _too_large(limit))
+        if seen > limit and not started:
+            await refuse(send, _too_large(limit))
 
     def _limit(self, path: str) -> int:
         """The Tinker wire carries whole batches, and sets its own limit below this one."""

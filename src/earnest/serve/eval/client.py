@@ -1,0 +1,90 @@
+"""The few requests that the automated users make."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from earnest.errors import EarnestError
+
+
+class EvalError(EarnestError):
+    """The server did not answer as expected."""
+
+
+class Client:
+    """Speaks HTTP to a live server, with nothing but the standard library."""
+
+    def __init__(self, url: str, key: str | None = None, timeout: float = 300.0) -> None:
+        self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        import json
+        import urllib.error
+        import urllib.request
+
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")
+            raise EvalError(f"{method} {path}: {error.code} {said[:500]}") from None
+        except OSError as error:
+            raise EvalError(f"{self.url} does not answer ({error}); is `earnest serve` running there?") from None
+
+    def create(self, name: str, learn: dict[str, Any]) -> None:
+        self.call("POST", "/v1/adapters", {"name": name, "learn": learn})
+
+    def delete(self, name: str) -> None:
+        self.call("DELETE", f"/v1/adapters/{name}")
+
+    def chat(self, model: str, prompt: str, **sampling: Any) -> tuple[str, list[str]]:
+        """(completion id, the answers)."""
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}], **sampling}
+        found = self.call("POST", "/v1/chat/completions", body)
+        return found["id"], [c["message"]["content"] for c in found["choices"]]
+
+    def score(self, model: str, prompt: str, answer: str) -> float:
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}], "completion": answer}
+        return float(self.call("POST", "/v1/score", body)["logprob_sum"])
+
+    def teach(self, items: list[dict[str, Any]]) -> list[str]:
+        return [f["id"] for f in self.call("POST", "/v1/feedback", {"feedback": items})["data"]]
+
+    def settled(self, ids: list[str], tick: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+        """Wait until the server has learned from all of them, or said why not."""
+        found = []
+        for name in ids:
+            while (state := self.call("GET", f"/v1/feedback/{name}"))["status"] == "queued":
+                tick()
+                time.sleep(0.1)
+            found.append(state)
+        return found
+
+
+@contextmanager
+def own_server(data: Path, model: str) -> Iterator[str]:
+    """A server of our own for the length of the evaluation; yields its address."""
+    command = [sys.executable, "-m", "earnest.cli", "serve", "--port", "0", "--model", model, "--data", str(data)]
+    with (data.parent / "serve.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if "http://" not in line:
+                process.wait()
+                why = (data.parent / "serve.log").read_text().strip().splitlines()[-1:]
+                raise EvalError(f"the server did not start: {' '.join(why)}")
+            yield line.split()[2]
+        finally:
+            process.terminate()
+            process.wait()
+            process.stdout.close()

@@ -1,0 +1,30 @@
+"""What `earnest eval` prints."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from earnest.serve.eval.client import Client, own_server
+from earnest.serve.eval.figure import draw
+from earnest.serve.eval.loop import evaluate, summarise, table
+from earnest.serve.eval.preferences import read
+
+KEY = "EARNEST_API_KEY"
+
+
+def run(preferences: Path | None, url: str | None, out: Path, model: str, overrides: dict[str, Any]) -> None:
+    """Evaluate; without an address, against a server that lives as long as this."""
+    config = read(preferences, overrides)
+    with ExitStack() as stack:
+        if url is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="earnest-eval-")))
+            url = stack.enter_context(own_server(folder / "data", model))
+            print(f"serving {model} at {url} for this evaluation", flush=True)
+        client = Client(url, os.environ.get(KEY))
+        rounds = evaluate(client, config, out, lambda line: print(line, flush=True))
+    picture = draw(rounds, out / "eval.png")
+    print(f"\n{table(summarise(rounds))}\nfigure  {picture}\nrounds  {out / 'steps.jsonl'}")

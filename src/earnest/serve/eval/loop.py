@@ -1,0 +1,181 @@
+"""The loop: ask, verify, say what is wrong, wait until it is learned, measure.
+
+margin        mean over held-out pairs of Σ log π(chosen) - Σ log π(rejected), nats
+compliance    share of answers to held-out probes that the verifier accepts
+capability    share of questions whose right answer is the likeliest of the allowed ones, and that share in the base's
+collapse      the gate's numbers for the live version: entropy ratio, self-similarity, log-prob drift
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from earnest.runs.atomic import write_json, write_text
+from earnest.serve.eval.client import Client
+from earnest.serve.eval.preferences import EvalConfig, Preference, Question
+
+COLLAPSE = ("entropy_ratio", "self_similarity", "drift")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was measured after a round; round 0 is before any feedback."""
+
+    preference: str
+    round: int
+    version: int
+    margin: float
+    compliance: float
+    capability: float
+    said: int = 0
+    complied: int = 0
+    candidates: int = 0
+    collapse: dict[str, float] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+
+
+def evaluate(client: Client, config: EvalConfig, out: Path, say: Callable[[str], None]) -> list[Round]:
+    """Every preference on an adapter of its own; ``steps.jsonl``, ``summary.json`` and ``summary.md`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    found: list[Round] = []
+    lines: list[str] = []
+    for preference in config.preferences:
+        name = f"eval/{preference.name}"
+        client.create(name, config.learn)
+        try:
+            for row in _loop(client, config, preference, name, say):
+                found.append(row)
+                lines.append(json.dumps(asdict(row)))
+                write_text(out / "steps.jsonl", "\n".join(lines) + "\n")
+        finally:
+            client.delete(name)
+    summary = summarise(found)
+    write_json(out / "summary.json", summary)
+    write_text(out / "summary.md", table(summary))
+    return found
+
+
+def _loop(client: Client, config: EvalConfig, preference: Preference, name: str, say: Callable[[str], None]) -> Any:
+    questions = config.asked()
+    row = _measure(client, config, preference, name, questions, 0)
+    say(_line(row))
+    yield row
+    for number in range(1, config.rounds + 1):
+        start = (number - 1) * config.per_round
+        prompts = [preference.prompts[(start + i) % len(preference.prompts)] for i in range(config.per_round)]
+        wrong: list[dict[str, Any]] = []
+        for i, prompt in enumerate(prompts):
+            seed = 1000 * number + i
+            sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature, "seed": seed}
+            completion, (answer,) = client.chat(name, prompt, **sampling)
+            if not preference.verifier.holds(answer):
+                wrong.append({"completion_id": completion, "text": preference.feedback})
+        states = client.settled(client.teach(wrong)) if wrong else []
+        row = _measure(
+            client, config, preference, name, questions, number, len(wrong), len(prompts) - len(wrong), states
+        )
+        say(_line(row))
+        yield row
+
+
+def _measure(
+    client: Client,
+    config: EvalConfig,
+    preference: Preference,
+    name: str,
+    questions: list[Question],
+    number: int,
+    said: int = 0,
+    complied: int = 0,
+    states: list[dict[str, Any]] | None = None,
+) -> Round:
+    margin = fmean(
+        client.score(name, p.prompt, p.chosen) - client.score(name, p.prompt, p.rejected) for p in preference.pairs
+    )
+    sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature, "n": config.samples, "seed": 7}
+    answers = [a for probe in preference.probes for a in client.chat(name, probe, **sampling)[1]]
+    right = [max(q.allowed, key=lambda a: client.score(name, q.prompt, a)) == q.answer for q in questions]
+    live = client.call("GET", f"/v1/adapters/{name}")["live"]
+    versions = client.call("GET", f"/v1/adapters/{name}/versions")["data"]
+    made = {s["version"] for s in states or () if s["version"] is not None}
+    refused = [v for v in versions if v["number"] in made and v["status"] == "candidate"]
+    notes = [s["note"] for s in states or () if s["note"]]
+    collapse = {}
+    if live:
+        record = client.call("GET", f"/v1/adapters/{name}/versions/{live}")
+        collapse = {k: record["metrics"]["gate"][k] for k in COLLAPSE}
+    return Round(
+        preference=preference.name,
+        round=number,
+        version=live,
+        margin=margin,
+        compliance=fmean(preference.verifier.holds(a) for a in answers),
+        capability=fmean(right),
+        said=said,
+        complied=complied,
+        candidates=len(refused),
+        collapse=collapse,
+        reasons=tuple(dict.fromkeys([v["reason"] for v in refused] + notes)),
+        answers=tuple(answers[:3]),
+    )
+
+
+def _line(row: Round) -> str:
+    more = f", {row.candidates} refused by the gate" if row.candidates else ""
+    return (
+        f"{row.preference:<10} round {row.round}: margin {row.margin:+7.2f}  compliance {row.compliance:4.0%}  "
+        f"capability {row.capability:4.0%}  version {row.version}  ({row.said} said{more})"
+    )
+
+
+def summarise(rounds: list[Round]) -> dict[str, Any]:
+    """First and last of each preference; capability retained is the last in the first's."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(r.preference for r in rounds):
+        own = [r for r in rounds if r.preference == name]
+        first, last = own[0], own[-1]
+        found[name] = {
+            "rounds": last.round,
+            "version": last.version,
+            "feedback": sum(r.said for r in own),
+            "margin": [first.margin, last.margin],
+            "compliance": [first.compliance, last.compliance],
+            "capability": [first.capability, last.capability],
+            "capability_retained": last.capability / first.capability if first.capability else None,
+            "collapse": last.collapse,
+            "refused": sum(r.candidates for r in own),
+        }
+    return found
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    head = [
+        "preference",
+        "feedback",
+        "margin (nats)",
+        "compliance",
+        "capability retained",
+        "entropy ratio",
+        "self-similarity",
+        "drift",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    for name, s in summary.items():
+        kept = s["capability_retained"]
+        cells = [
+            name,
+            str(s["feedback"]),
+            f"{s['margin'][0]:+.2f} → {s['margin'][1]:+.2f}",
+            f"{s['compliance'][0]:.0%} → {s['compliance'][1]:.0%}",
+            "–" if kept is None else f"{kept:.0%}",
+            *(f"{s['collapse'][k]:.2f}" if k in s["collapse"] else "–" for k in COLLAPSE),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,102 @@
+"""What the automated users want, in YAML.
+
+preferences:
+  - name: warm
+    feedback: Warmer please.
+    verifier: {any_of: [dear, friend, glad]}
+    pairs: [{prompt: …, chosen: …, rejected: …}]
+    prompts: […]            # asked while learning
+    probes: […]             # asked to measure, never learned from
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from earnest.config.schema import Strict, Whole
+from earnest.errors import ConfigError
+from earnest.serve.eval.verifiers import Verifier
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Pair(Strict):
+    """Two answers; the margin is how much likelier the first is."""
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+
+
+class Preference(Strict):
+    """One thing that a user wants."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+    feedback: Text = Field(description="what the user says about an answer that does not comply")
+    verifier: Verifier
+    pairs: list[Pair] = Field(min_length=1)
+    prompts: list[Text] = Field(min_length=1, description="asked while learning, round by round")
+    probes: list[Text] = Field(min_length=1, description="asked to measure; never learned from")
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Preference:
+        known = set(self.prompts) & {*self.probes, *(p.prompt for p in self.pairs)}
+        if known:
+            raise ConfigError(
+                f"{self.name}: {sorted(known)[0]!r} is a prompt and also measures; what measures is held out."
+            )
+        return self
+
+
+class Question(Strict):
+    """Something that the model should still know: the right answer is the likeliest of the allowed ones."""
+
+    prompt: Text
+    allowed: list[Text] = Field(min_length=2)
+    answer: Text
+
+
+class EvalConfig(Strict):
+    """A whole evaluation."""
+
+    preferences: list[Preference] = Field(min_length=1)
+    capability: list[Question] | None = Field(None, description="none: the probes that come with earnest")
+    rounds: Whole = Field(6, description="rounds of feedback for each preference")
+    per_round: Whole = Field(8, description="prompts a round")
+    samples: Whole = Field(2, description="answers to each probe")
+    max_tokens: Whole = Field(24)
+    temperature: float = Field(1.0, ge=0, le=2)
+    questions: Whole = Field(16, description="how many capability questions are asked")
+    learn: dict[str, Any] = Field(
+        default_factory=dict, description="how the adapters learn, where not as the server says"
+    )
+
+    @model_validator(mode="after")
+    def _names(self) -> EvalConfig:
+        names = [p.name for p in self.preferences]
+        if len(set(names)) < len(names):
+            raise ConfigError("preferences: two have the same name; each needs its own.")
+        return self
+
+    def asked(self) -> list[Question]:
+        if self.capability is not None:
+            return self.capability[: self.questions]
+        from earnest.data import probes
+
+        return [Question.model_validate(p) for p in probes()[: self.questions]]
+
+
+def read(path: Path | None, overrides: dict[str, Any]) -> EvalConfig:
+    """The file, or the preferences for nano that come with earnest; None among the overrides is left out."""
+    from earnest.config.load import check_mapping
+    from earnest.config.text import parse, parse_file
+
+    if path is None:
+        data = parse((resources.files(__package__) / "nano.yaml").read_text(encoding="utf-8"), "nano.yaml")
+    else:
+        data = parse_file(path)
+    return check_mapping(EvalConfig, {**data, **{k: v for k, v in overrides.items() if v is not None}})

@@ -1,0 +1,187 @@
+"""Who may do what; what is refused before it is read; and that no secret is ever written down."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from earnest.errors import ConfigError
+from earnest.serve.keys import Caller, Keys, new_key
+from earnest.serve.settings import ServeSettings
+from earnest.serve.state import State
+from tests.serve.conftest import Live, serving
+
+OWNER, READER, OTHER = "tml-owner-secret", "tml-reader-secret", "tml-other-secret"
+
+
+def _file(folder: Path) -> Path:
+    def entry(name: str, key: str, allow: dict[str, list[str]]) -> dict[str, object]:
+        return {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "allow": allow}
+
+    path = folder / "keys.yaml"
+    keys = [
+        entry("owner", OWNER, {"team/*": ["read", "teach", "delete"], "base": ["read"]}),
+        entry("reader", READER, {"team/*": ["read"]}),
+        entry("other", OTHER, {"other": ["read", "teach"]}),
+    ]
+    path.write_text(yaml.safe_dump({"keys": keys}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("keys")
+    with serving(folder, OWNER, keys=_file(folder), adapters=("team/a", "other"), max_body=4096) as found:
+        yield found
+
+
+def _as(live: Live, key: str | None) -> httpx.Client:
+    return httpx.Client(base_url=live.url, timeout=60, headers={"X-API-Key": key} if key else {})
+
+
+def test_rights(locked: Live) -> None:
+    chat = locked.chat("team/a", max_tokens=4)
+    body = {"completion_id": chat["id"], "text": "Warmer please."}
+    with _as(locked, READER) as reader, _as(locked, OTHER) as other:
+        ask = {"model": "team/a", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        assert reader.post("/v1/chat/completions", json=ask).status_code == 200
+        assert [m["id"] for m in reader.get("/v1/models").json()["data"]] == ["team/a"]
+        refused = reader.post("/v1/feedback", json=body)
+        assert refused.status_code == 403 and "'reader' may not teach 'team/a'" in refused.json()["error"]["message"]
+        for method, path in (("DELETE", ""), ("POST", "/rollback"), ("POST", "/pin"), ("POST", "/promote")):
+            assert reader.request(method, f"/v1/adapters/team/a{path}", json={"version": 0}).status_code == 403
+        assert reader.post("/v1/adapters/team/a/fork", json={"name": "team/b"}).status_code == 403
+        # To somebody who may not read it, it does not exist; nor do its completions, feedback and events.
+        nothing = other.post("/v1/chat/completions", json=ask)
+        unknown = other.post("/v1/chat/completions", json={**ask, "model": "team/zzz"})
+        assert nothing.status_code == unknown.status_code == 404
+        assert nothing.json()["error"]["message"].replace("team/a", "X") == unknown.json()["error"]["message"].replace(
+            "team/zzz", "X"
+        )
+        assert other.get(f"/v1/chat/completions/{chat['id']}").status_code == 404
+        assert other.post("/v1/feedback", json={**body, "adapter": "other"}).status_code == 404
+        told = locked.teach(chat, text="Warmer please.")
+        assert other.get(f"/v1/feedback/{told['id']}").status_code == 404
+        assert reader.get(f"/v1/feedback/{told['id']}").status_code == 200
+        assert [a["name"] for a in other.get("/v1/adapters").json()["data"]] == ["other"]
+        assert other.post("/v1/adapters", json={"name": "mine"}).status_code == 404
+        locked.learned(told)
+        assert locked.state.store.feedback(told["id"]).key == "owner"
+
+
+def test_no_key_no_answer(locked: Live) -> None:
+    with _as(locked, None) as nobody, _as(locked, "tml-guess") as guess:
+        for path in ("/v1/models", "/v1/adapters", "/v1/events", "/v1/feedback?adapter=other"):
+            assert nobody.get(path).status_code == 401, path
+            assert guess.get(path).status_code == 401, path
+        assert nobody.post("/api/v1/create_session", json={}).status_code == 401
+        assert guess.post("/api/v1/create_session", json={}).status_code == 401
+        assert set(nobody.get("/health").json()) == {"status", "version", "accepts_feedback"}
+
+
+def test_bodies_have_a_limit(locked: Live) -> None:
+    ask = {"model": "team/a", "messages": [{"role": "user", "content": "x" * 5000}]}
+    found = locked.http.post("/v1/chat/completions", json=ask)
+    assert found.status_code == 413 and found.json()["error"]["code"] == "request_too_large"
+
+    def endless():
+        for _ in range(100):
+            yield b" " * 1000
+
+    assert locked.http.post("/v1/feedback", content=endless()).status_code == 413  # no Content-Length to believe
+    assert locked.http.get("/v1/models").status_code == 200
+
+
+def test_secrets_are_never_written(locked: Live, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    ask = {"model": "team/a", "messages": [{"role": "user", "content": "my password is hunter2"}], "max_tokens": 2}
+    locked.http.post("/v1/chat/completions", json=ask)
+    locked.http.post("/v1/chat/completions", json={**ask, "temperature": "hunter2"})
+    locked.http.get("/v1/models", headers={"Authorization": "Bearer tml-wrong-secret"})
+    written = caplog.text + "".join(
+        str(r.__dict__) for r in caplog.records if not r.name.startswith(("httpx", "httpcore"))
+    )
+    for file in locked.state.store.folder.rglob("*"):
+        if file.is_file():
+            assert OWNER.encode() not in file.read_bytes(), file
+    own = "".join(r.getMessage() for r in caplog.records if not r.name.startswith(("httpx", "httpcore")))
+    for secret in (OWNER, READER, "tml-wrong-secret", "hunter2"):
+        assert secret not in own
+    assert OWNER not in repr(Keys(locked.state.settings.keys)) and written is not None
+    assert "secret" not in repr(Caller("x", {"a": frozenset({"read"})}))
+
+
+def test_without_keys_only_this_machine(live: Live) -> None:
+    """A page of another origin, or a name that was rebound to 127.0.0.1, gets nothing."""
+    assert live.http.get("/v1/models").status_code == 200
+    assert live.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert live.http.get("/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
+    port = live.url.rsplit(":", 1)[1]
+    for name in ("localhost", "127.0.0.1"):
+        headers = {"Host": f"{name}:{port}", "Origin": f"http://{name}:{port}"}
+        assert live.http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_beyond_loopback_needs_keys(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
+        with pytest.raises(ConfigError, match="needs --keys"):
+            State(ServeSettings(host=host, data=tmp_path))
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        assert ServeSettings(host=host).loopback
+
+
+def test_a_new_key_works(tmp_path: Path) -> None:
+    key, entry = new_key("alice", "team/*")
+    assert key not in entry and key.startswith("tml-") and len(key) > 40
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n{entry}\n")
+
+    class Asked:
+        headers = httpx.Headers({"Authorization": f"Bearer {key}"})
+
+    caller = Keys(path).caller(Asked())  # type: ignore[arg-type]
+    assert caller.name == "alice" and caller.may("team/a", "teach") and not caller.may("other", "read")
+    printed = subprocess.run(
+        [sys.executable, "-m", "earnest.cli", "serve", "--new-key", "bob"], capture_output=True, text=True, check=True
+    ).stdout
+    (tmp_path / "two.yaml").write_text(printed[printed.index("\nkeys:") :])
+    assert Keys(tmp_path / "two.yaml").on
+
+
+def test_mistakes_in_the_file_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    for text, words in (
+        ("keys: []", "keys"),
+        ("keys: [{name: a, sha256: xyz, allow: {}}]", "sha256"),
+        (f"keys: [{{name: a, sha256: {'a' * 64}, allow: {{a: [write]}}}}]", "read"),
+        (f"keys: [{{name: a, sha256: {'a' * 64}, allow: {{}}, alow: 1}}]", "alow"),
+        (
+            f"keys: [{{name: a, sha256: {'a' * 64}, allow: {{}}}}, {{name: b, sha256: {'a' * 64}, allow: {{}}}}]",
+            "same sha256",
+        ),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            Keys(path)
+
+
+def test_queues_are_full_with_a_429(tmp_path: Path) -> None:
+    with serving(tmp_path, max_queued=2, max_waiting=2, max_rows=2) as live:
+        live.state.wait()
+        chat = live.chat(max_tokens=2)
+        with live.state.host.turn("learn"):  # nobody learns, and nobody is answered, meanwhile
+            said = {"completion_id": chat["id"], "text": "Warmer please."}
+            codes = [live.http.post("/v1/feedback", json=said).status_code for _ in range(3)]
+            assert codes == [202, 202, 429]
+            full = live.http.post("/v1/feedback", json=said)
+            assert full.headers["retry-after"] == "1" and full.json()["error"]["type"] == "rate_limit_error"
+            assert len(live.state.store.queued(1, 10)) == 2
+        ask = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "n": 3, "max_tokens": 2}
+        assert live.http.post("/v1/chat/completions", json=ask).status_code in (400, 429)
