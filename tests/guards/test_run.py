@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from earnest.config import RunConfig
 from earnest.config.load import from_mapping
+from earnest.config.schema import GuardConfig
 from earnest.errors import ConfigError
 from earnest.guards import Directions
 from earnest.runs import start
@@ -86,6 +87,20 @@ def test_directions_from_a_file_and_every_setting(data: dict[str, object], tmp_p
     assert isinstance(found.directions, Directions) and len(found.directions) == len(made)
     fewer = build(config(data, guard=dict(data["guard"], top=1, floor=0.5, refresh=0)), lambda _: None).engine.guard
     assert 0 < len(fewer.directions) < len(made)
+
+
+def test_every_field_is_read(data: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    chosen = config(data)
+    look = GuardConfig.__getattribute__
+
+    def watch(self: GuardConfig, name: str) -> object:
+        read.add(name)
+        return look(self, name)
+
+    monkeypatch.setattr(GuardConfig, "__getattribute__", watch)
+    build(chosen, lambda _: None)
+    assert set(GuardConfig.model_fields) <= read
 
 
 @pytest.mark.parametrize(
