@@ -1,4 +1,4 @@
-"""Three unmodified tinker-cookbook recipes, in their own environment, against `earnest serve` in a process of its own."""
+"""Three unmodified tinker-cookbook recipes, in their own environment, against `earnest serve` in another process."""
 
 from __future__ import annotations
 

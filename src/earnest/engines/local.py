@@ -94,6 +94,10 @@ class LocalEngine:
         self.tokens = 0
         self.objective_state: dict[str, dict[str, Any]] = {}
 
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:

@@ -9,6 +9,12 @@ from earnest.models import places, smollm2
 BUILT_IN = ("nano", "smollm2")
 
 
+def served_name(model: str) -> str:
+    """What a Tinker client calls a model that `earnest serve` has: ``earnest/nano`` for an embedded one, otherwise its
+    own name."""
+    return f"earnest/{model}" if model in BUILT_IN else model
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """``offline``: it loads from this machine as it is, without a network."""

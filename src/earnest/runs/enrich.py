@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from earnest.data import reprompt
+from earnest.engines.tinker.teach import Teaching
 from earnest.runs.collect import Collected
 from earnest.runs.setup import Setup
 from earnest.signals import Batch, lessons, with_reference, with_teacher
@@ -16,7 +19,10 @@ def with_signals(setup: Setup, collected: Collected) -> Batch:
     """
     batch = with_reference(setup.engine, collected.batch, setup.objective)
     if "teacher" in wanted_signals(setup.objective) and batch.teacher is None:
-        batch = with_teacher(setup.engine, batch, told_prompts(setup, collected), setup.teacher)
+        told = told_prompts(setup, collected)
+        if isinstance(setup.teacher, Teaching):  # a Tinker service is asked in its own way
+            return setup.teacher.teach(cast(Any, setup.engine), batch, told)
+        batch = with_teacher(setup.engine, batch, told, setup.teacher)
     return batch
 
 

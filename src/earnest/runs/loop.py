@@ -132,7 +132,7 @@ class Loop:
         if report is None:
             line = untrained(line, objective, batch)
         else:
-            line = trained(line, report, engine.optimizer.param_groups[0]["lr"])
+            line = trained(line, report, engine.learning_rate)
         self.line = line
         self.run.metrics.append(line)
         for a in collected.attempts[: config.samples.train]:

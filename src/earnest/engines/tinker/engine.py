@@ -85,6 +85,12 @@ class TinkerEngine:
         if outer is not None:
             outer.start(self)
 
+    guard = None
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimizer_spec.lr
+
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
     def sampler(self, whose: str) -> Any:

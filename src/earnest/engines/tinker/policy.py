@@ -53,5 +53,9 @@ class RemotePolicy:
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else min(self.eos_ids, default=0)
 
+    def fingerprint(self) -> str:
+        """The weights cannot be read from here; their name has to do."""
+        return f"remote {self.name}"
+
     def describe(self) -> str:
-        return f"{self.name}, elsewhere"
+        return f"{self.name}, on a Tinker service"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from earnest.errors import nearest
-from earnest.models.catalog import BUILT_IN
+from earnest.models.catalog import served_name
 from earnest.serve.tinker import names
 from earnest.serve.tinker.data import PassRequest, Plain, Result
 from earnest.serve.tinker.errors import NotThere, WireError
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 MODELS = 64
 Body = Mapping[str, Any]
-
-
-def served_name(model: str) -> str:
-    """What clients call the base model: ``earnest/nano`` for an embedded one, otherwise what it was loaded as."""
-    return f"earnest/{model}" if model in BUILT_IN else model
 
 
 @dataclass(eq=False)
