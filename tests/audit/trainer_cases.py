@@ -123,4 +123,28 @@ def gkd(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **mor
     )  # fmt: skip
 
 
-TRAINERS = {"Trainer": plain, "SFT": sft, "DPO": dpo, "GRPO": grpo, "GKD": gkd}
+def sdpo(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **more: Any) -> Trainer:
+    from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(i % 3 == 0) for i, _ in enumerate(completions)]
+
+    llama(seed, dtype).save_pretrained(folder / "policy")
+    policy = LlamaForCausalLM.from_pretrained(folder / "policy", dtype=dtype)
+    settings = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 6,
+        "distillation_mode": "full_logits",
+        "distillation_alpha": 0.5,
+        "teacher_model_kind": "base",
+        **more,
+    }
+    return SDPOTrainer(
+        model=policy, reward_funcs=reward, args=SDPOConfig(**common(folder, seed, **settings)),
+        train_dataset=Dataset.from_list([{"prompt": t} for t in TEXTS]), processing_class=tokenizer(),
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
+TRAINERS = {"Trainer": plain, "SFT": sft, "DPO": dpo, "GRPO": grpo, "GKD": gkd, "SDPO": sdpo}

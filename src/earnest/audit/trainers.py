@@ -60,6 +60,8 @@ def step_of_trainer(
     for key, role in ROLE_OF.items():
         if isinstance(batch.get(key), Tensor) and role not in roles:
             roles[role] = key
+    if getattr(trainer.args, "distillation_weight", None) == 1:
+        roles.pop("advantages", None)  # TRL's SDPO makes them and, told to distil alone, rightly reads none
     if "labels" in roles:
         roles.pop("mask", None)  # the labels were made from it
     kind = type(trainer).__name__
