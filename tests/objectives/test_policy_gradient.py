@@ -81,6 +81,34 @@ def test_the_clip_by_hand() -> None:
     assert metrics["ratio_max"] == pytest.approx(1.5)
 
 
+def test_the_metrics_tell_the_two_sides_of_the_clip_apart() -> None:
+    """Unequal counts on each side, so that a comparison turned round shows; k3 of the gap to the behaviour policy."""
+    ratios, advantages = [0.5, 0.4, 1.5, 1.6, 1.7, 0.6], [-1.0, -1.0, -1.0, 1.0, 1.0, 1.0]
+    batch, lp = rows([[r] for r in ratios], advantages)
+    _, _, metrics = run(GRPO(clip=0.2), batch, lp)
+    assert metrics["clip_low"] == pytest.approx(2 / 6)  # ρ < 0.8 and A < 0: rows 0 and 1
+    assert metrics["clip_high"] == pytest.approx(2 / 6)  # ρ > 1.2 and A > 0: rows 3 and 4
+    flipped, lp = rows([[r] for r in [*ratios, 0.3]], [*(-a for a in advantages), 1.0])
+    _, _, metrics = run(GRPO(clip=0.2), flipped, lp)
+    assert metrics["clip_low"] == pytest.approx(1 / 7) and metrics["clip_high"] == pytest.approx(1 / 7)
+    k3 = sum(r - 1 - math.log(r) for r in [*ratios, 0.3]) / 7
+    assert metrics["behaviour_kl"] == pytest.approx(k3)
+
+
+def test_bnpo_in_parts_by_hand() -> None:
+    """Parts of 1 and 2 rows: each token mean counts by its part's share of the sequences."""
+    batch, lp = rows([[1.0], [1.0, 1.0, 1.0], [1.0]], [1, 2, 4])
+    objective = Objective.of(BNPO())
+    whole = objective.counts(batch)
+    first = batch.rows(torch.tensor([0]))
+    rest = batch.rows(torch.tensor([1, 2]))
+    losses = [
+        float(objective.evaluate(part, {LogProb(1.0): Field(own)}, {}, whole).loss.detach())
+        for part, own in ((first, lp[:1]), (rest, lp[1:]))
+    ]
+    assert losses == pytest.approx([-1 * (1 / 3), -(6 + 4) / 4 * (2 / 3)])
+
+
 def test_asymmetric_and_dual_clip_by_hand() -> None:
     """ε_high = 0.6 frees ρ = 1.5; δ = 3 bounds a negative advantage's ρ = 5 at 3, with slope 0."""
     batch, lp = rows([[1.5], [5.0]], [1, -1])
