@@ -1,0 +1,249 @@
+"""`earnest run … replicas=N` and `earnest worker`: a whole run, from the command to the report."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from earnest.config import RunConfig, load_file
+from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
+from earnest.diloco.ledger import Ledger
+from earnest.diloco.run import resume, start
+from earnest.diloco.store import Bucket
+from earnest.diloco.worker import read_config, work
+from earnest.errors import ConfigError, EarnestError
+from earnest.runs.errors import Interrupted
+from earnest.runs.folder import RunFolder
+from tests.diloco.forked import ForkExecutor
+from tests.diloco.processes import commits, events
+from tests.runs.tiny import recipe
+
+Make = Callable[..., RunConfig]
+SMALL = ("sampling={prompts_per_step: 2, completions_per_prompt: 4, max_new_tokens: 4}", "sync.every=2", "steps=4")
+
+
+@pytest.fixture
+def make(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setitem(EXECUTORS, "fork", "tests.diloco.forked:ForkExecutor")
+    monkeypatch.setattr(ForkExecutor, "kill", {})
+    return lambda *words: load_file(recipe(tmp_path / "recipe.yaml", tiny), [*SMALL, *words])
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def test_the_command_line_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
+    """`earnest run` starts two `earnest worker`s as processes of their own; one of them is killed and started again."""
+    folder = tmp_path / "run"
+    words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), *SMALL, "steps=6", "replicas=2", f"out={folder}"]
+    words += [f"store=file://{tmp_path}/store", "sync.wire=int8", "checkpoint.every=1"]
+    command = [sys.executable, "-m", "earnest.cli", *words]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ledger = Ledger(Bucket.open(f"file://{tmp_path}/store/run"))
+    while ledger.commit(0) is None:
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    workers = [p for p in children if b"worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    os.kill(int(workers[1]), signal.SIGKILL)
+    out, error = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, error + (folder / "replica-1.log").read_text()
+    assert "held-out reward" in out and "earnest worker file://" in out
+    assert any("ended with -9; started again" in line for line in events(folder))
+    assert [line["step"] for line in steps(folder)] == [2, 4, 6]
+    sizes = [line["metrics"]["outer/bytes a round"] for line in steps(folder)]
+    assert all(0 < size < 20_000 for size in sizes)
+    page = (folder / "report.html").read_text()
+    assert "bytes a round" in page and "started again" in page
+    assert (folder / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_four_replicas_learn_though_one_is_killed(make: Make, tmp_path: Path) -> None:
+    """The held-out reward rises by more than three standard errors; a replica dies on the way."""
+    ForkExecutor.kill = {2: ("after the upload", 2)}
+    words = ("replicas=4", "steps=12", "sync.lr=1.0", "sync.momentum=0.5", "eval={every: 0, prompts: 24, samples: 4}")
+    more = ("sampling={prompts_per_step: 3, completions_per_prompt: 6, max_new_tokens: 8}", "optimizer.lr=0.03")
+    finished = start("test", make(*words, *more, f"out={tmp_path / 'run'}"), quiet(), on="fork")
+    assert finished.gain > 3 * (finished.gain_se or 0), finished
+    assert any("replica 2 ended with -9" in line for line in events(tmp_path / "run"))
+    ledger = Ledger(Bucket.open(f"file://{tmp_path}/run/bucket"))
+    assert len(commits(ledger)) == 6
+
+
+def test_replicas_have_prompts_of_their_own_and_the_same_birth(make: Make, tmp_path: Path) -> None:
+    start("test", make("replicas=2", "steps=2", f"out={tmp_path / 'run'}"), quiet(), on="fork")
+    asked = [
+        {
+            json.loads(s)["prompt_id"]
+            for s in (tmp_path / "run" / f"replica-{i}" / "samples.jsonl").read_text().splitlines()
+        }
+        for i in range(2)
+    ]
+    assert asked[0] and asked[1] and asked[0] != asked[1]
+
+
+def test_the_final_adapter_is_the_last_commit(make: Make, tmp_path: Path) -> None:
+    from safetensors.torch import load_file as load
+
+    from earnest.engines.checkpoint import read
+
+    folder = tmp_path / "run"
+    start("test", make("replicas=2", "checkpoint.every=1", f"out={folder}"), quiet(), on="fork")
+    exact = load(folder / "adapter" / "earnest_adapter.safetensors")
+    tensors, _ = read(max((folder / "replica-0" / "checkpoints").glob("step-*")) / "engine")
+    trained = {k.removeprefix("adapter."): v for k, v in tensors.items() if k.startswith("adapter.")}
+    assert trained and all(any(torch.equal(v, e) for e in exact.values()) for v in trained.values())
+
+
+def test_resume_goes_on_where_the_bucket_is(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is told to stop after the first round; the resumed one does not do it again."""
+    from earnest.diloco.run import Launcher
+
+    record = Launcher._record
+
+    def stop(self: Any, *args: Any) -> None:
+        record(self, *args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Launcher, "_record", stop)
+    folder, config = tmp_path / "run", make("replicas=2", "steps=8", f"out={tmp_path / 'run'}")
+    with pytest.raises(Interrupted):
+        start("test", config, quiet(), on="fork")
+    monkeypatch.undo()
+    monkeypatch.setitem(EXECUTORS, "fork", "tests.diloco.forked:ForkExecutor")
+    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+    resume(RunFolder.open(folder), config, quiet())
+    assert [line["step"] for line in steps(folder)] == [2, 4, 6, 8]
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
+    """Alone it takes the first free number and does the whole run."""
+    from earnest.config import dump
+    from earnest.diloco.run import _put
+
+    url = f"file://{tmp_path}/bucket"
+    _put(url, "test", dump(make("replicas=2", "sync.grace=0", "steps=2")))
+    assert work(url, None, tmp_path / "mine", quiet()) == 0
+    assert work(url, None, tmp_path / "other", quiet()) == 1  # the run is over; it says so and ends
+    assert Ledger(Bucket.open(url)).committed() == 1
+    name, config = read_config(Ledger(Bucket.open(url)))
+    assert (name, config.replicas) == ("test", 2)
+    with pytest.raises(EarnestError, match="belongs to another run or replica"):
+        work(url, 5, tmp_path / "mine", quiet())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["worker", "file:///tmp/nothing-here-at-all"], "there is no run at"),
+        (["worker", "nowhere"], "give s3://bucket/prefix"),
+        (["run", "quickstart", "--dry-run"], "add replicas=N"),
+        (["run", "quickstart", "replicas=2", "--on", "lokal"], "did you mean 'local'"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from earnest.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and says in error and "Traceback" not in error
+
+
+def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from earnest.diloco.run import dry_run
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    text = dry_run("test", make("replicas=3", "store=s3://b/runs", f"out={tmp_path / 'exp'}"), "local")
+    jobs = json.loads(text)
+    assert len(jobs) == 3 and "hush" not in text and jobs[0]["env"]["AWS_SECRET_ACCESS_KEY"] == "…"
+    assert jobs[2]["command"][2:7] == ["earnest.cli", "worker", "s3://b/runs/exp", "--replica", "2"]
+    assert not (tmp_path / "exp").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["replicas=2", "steps=5"], "multiple of 2"),
+        (["replicas=2", "sync.fragments=3"], r"multiple of sync\.fragments"),
+        (["replicas=2", "sync.delay=2"], r"below every / fragments"),
+        (["replicas=2", "updates_per_batch=4"], r"multiple of updates_per_batch"),
+        (["replicas=2", "sync.quorum=3"], "can never come"),
+        (["replicas=2", "sync.density=0.1"], "only wire topk has a density"),
+        (["replicas=2", "sync.algorithm=local_sgd", "sync.wire=int8"], "averages weights"),
+        (["replicas=2", "sync.algorithm=local_sgd", "sync.lr=1.0"], "no meaning with algorithm: local_sgd"),
+        (["replicas=2", "sync.lighthouse=http://x:1", "sync.grace=1"], "no meaning with lighthouse"),
+        (["sync.wire=int8"], "no meaning for one replica"),
+    ],
+)
+def test_settings_are_checked_before_anything_starts(words: list[str], says: str, make: Make) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(*words)
+
+
+# --- supervising ------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """An executor whose replicas end as written: {replica: [exit codes]}."""
+
+    name = "scripted"
+
+    def __init__(self, codes: dict[int, list[int]]) -> None:
+        self.codes, self.ended, self.started, self.stopped = codes, [], [], False
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        return []
+
+    def start(self, job: Job, replica: int, attempt: int) -> None:
+        self.started.append((replica, attempt))
+        self.ended.append(Exit(replica, attempt, self.codes[replica].pop(0), "its last words"))
+
+    def poll(self) -> list[Exit]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_the_dead_are_started_again_and_given_up_on_in_the_end() -> None:
+    said: list[str] = []
+    executor = Scripted({0: [0], 1: [-9, -9, 0], 2: [1, 1, 1]})
+    job = Job("file:///x", 3, max_restarts=2)
+    exits = supervise(executor, job, lambda: None, said.append, finished=lambda: len(executor.started) == 7, poll=0)
+    assert sorted(executor.started) == [(0, 1), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
+    assert len(exits) == 7 and executor.stopped
+
+
+def test_if_all_are_given_up_the_run_says_how_to_go_on() -> None:
+    executor = Scripted({0: [1]})
+    with pytest.raises(ExecutorError, match=r"its last words\nWhat is committed is safe in file:///x"):
+        supervise(executor, Job("file:///x", 1, max_restarts=0), lambda: None, print, finished=lambda: False, poll=0)
+    assert executor.stopped
+
+
+def test_executors_are_known_by_name() -> None:
+    assert get_executor("local").name == "local"
+    with pytest.raises(ExecutorError, match="takes no option"):
+        get_executor("local:4")
