@@ -246,7 +246,19 @@ def test_the_laws_of_the_audit_hold_on_guarded_engines(
         engine = make(guard)
         engine.step(batches[0], LOSS)
         held, state = values(engine), guard.state_dict()
-        verdict = en.prove(engine, LOSS, batches[1], quick=isinstance(guard, Erase))
+        verdict = en.prove(engine, LOSS, batches[1], quick=guard.at == "gradient" or isinstance(guard, Erase))
         verdict.raise_if_failed()
+        assert any(f.subject.startswith("guard") and f.outcome == "holds" for f in verdict.findings)
         assert all(torch.equal(held[n], v) for n, v in values(engine).items())
         assert all(torch.equal(state[k], v) for k, v in guard.state_dict().items()), "the proof leaves no trace"
+
+
+def test_a_guard_that_meets_no_update_is_found_out(make: Make, batches: list[Batch]) -> None:
+    """One direction a module, the very step itself with the wrong sign: a one-sided gate never opens."""
+    free = make(optimizer=en.SGD(lr=1e-3))
+    before = values(free)
+    free.step(batches[0], LOSS)
+    steps = {n: (values(free)[n] - before[n]).flatten() for n in before}
+    wrong = Directions({n: (u / u.norm())[None] for n, u in steps.items()}, {n: torch.ones(1) for n in steps})
+    verdict = en.prove(make(Erase(wrong), optimizer=en.SGD(lr=1e-3)), LOSS, batches[0], quick=True)
+    assert [f.outcome for f in verdict.findings if f.subject == "guard Erase"] == ["fails"], verdict.findings

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -85,10 +85,11 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
     before = [_hash(p) for p in engine.parameters]
     frozen = {name: _hash(p) for name, p in _others(engine)}
     lively = [False] * len(engine.parameters)
+    judged: list[Mapping[str, float]] = []
     for _ in range(STEPS):
         for i, grad in enumerate(engine.gradients(batch, objective).values()):
             lively[i] |= bool(grad.any())
-        engine.step(batch, objective)
+        judged.append(engine.step(batch, objective).update.guard)
     names = dict(zip(engine.names, zip(engine.parameters, before, lively, strict=True), strict=True))
     dead = [n for n, (_, _, alive) in names.items() if not alive]
     still = [n for n, (p, was, _) in names.items() if _hash(p) == was]
@@ -114,6 +115,17 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         if still
         else "",
     )
+    if engine.guard is not None and all("removed" in found for found in judged):
+        most = max(found["removed"] for found in judged)
+        yield Finding(
+            "GL",
+            f"guard {type(engine.guard).__name__}",
+            f"takes {most:.2g} of an update's length",
+            f"above 0 within {STEPS} steps",
+            "holds" if most > 0 else "fails",
+            "The guard finds nothing to take out: its directions meet no update (another adapter's, the wrong sign, or "
+            "a batch without the unwanted). Extract them on this adapter and look at their held-out accuracy.",
+        )
     moved = [name for name, p in _others(engine) if _hash(p) != frozen[name]]
     yield Finding(
         "GL",

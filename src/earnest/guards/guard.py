@@ -13,7 +13,7 @@ AdamW puts the unwanted component back into the step of main. Both leaks are rep
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -70,7 +70,7 @@ class DirectionGuard:
         self._bases: dict[str, Tensor] = {}
         self._twin: Twin | None = None
         self._start: dict[str, Tensor] = {}
-        self._leak_gradient = 0.0
+        self._leak_gradient = self._removed = 0.0
         self._inside = False
 
     # --- the engine's side --------------------------------------------------------------------------------------------
@@ -88,7 +88,9 @@ class DirectionGuard:
             raise GuardError("this guard has an engine already; make a new one for another.")
         self._parameters = adapter.named_parameters()
         self._check(self.directions)
-        self._enter()
+        self._cast()
+        # For every parameter, with directions or not: a refreshed basis may enter others.
+        self.quarantine = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in self._guarded().items()}
         if self.at == "gradient" and self.quarantines:
             self._twin = Twin(optimizer, {self._parameters[n]: q for n, q in self.quarantine.items()})
 
@@ -97,21 +99,24 @@ class DirectionGuard:
         """Between clipping and the optimizer: measure the gradient, and split it where that is the level."""
         if self._inside:
             raise GuardError("inside ablated() the parameters are not the trained ones; update outside of it.")
-        unwanted = length = 0.0
+        unwanted = length = taken = whole = 0.0
         for name, p in zip(names, parameters, strict=True):
             if p.grad is None:
                 continue
             g = p.grad.detach().flatten().double()
+            whole += float(g.square().sum())
             if (V := self._bases.get(name)) is not None:
                 if self.at == "gradient":
                     removed = self.rule.removed(g, V)
                     g = g - removed
+                    taken += float(removed.square().sum())
                     p.grad.copy_(g.view_as(p))
                     if self._twin is not None:
                         self._twin.park(self.quarantine[name], removed.view_as(p))
                 unwanted += float(self.rule.unwanted(g, V).square().sum())
             length += float(g.square().sum())
-        self._leak_gradient = (unwanted / length) ** 0.5 if length else 0.0
+        self._leak_gradient = _share(unwanted, length)
+        self._removed = _share(taken, whole)
         self._start = {}
         if self._twin is not None:
             for name, p in self._guarded().items():
@@ -141,9 +146,9 @@ class DirectionGuard:
                 p.copy_(p.double() + self.quarantine[name].double())
         self.updates += 1
         report = {
-            "removed": (taken / length) ** 0.5 if length else 0.0,
+            "removed": _share(taken, length) if self.at == "update" else self._removed,
             "leak_gradient": self._leak_gradient,
-            "leak_update": (unwanted / kept_length) ** 0.5 if kept_length else 0.0,
+            "leak_update": _share(unwanted, kept_length),
         }
         if self.quarantines:
             report["quarantine"] = sum(float(q.double().square().sum()) for q in self.quarantine.values()) ** 0.5
@@ -193,7 +198,7 @@ class DirectionGuard:
         adopted = overlap >= self.min_overlap and heading > 0
         if adopted:
             self.directions = fresh
-            self._enter()
+            self._cast()
         else:
             warnings.warn(
                 f"after update {self.updates} the extracted directions turned away (overlap {overlap:.2f}, heading "
@@ -224,30 +229,27 @@ class DirectionGuard:
             raise GuardError("there is no guard's state here; resume with the guard that the run began with.")
         directions = Directions.from_tensors(parts["directions"], self.directions.source, self.directions.facts)
         self._check(directions)
-        for name in directions.basis if self.quarantines else ():
-            if name not in parts["quarantine"] or parts["quarantine"][name].shape != self._parameters[name].shape:
-                raise GuardError(f"the guard's state has no quarantine for {name}; it is of another adapter.")
+        shapes = {n: t.shape for n, t in parts["quarantine"].items()}
+        if shapes != {n: t.shape for n, t in self.quarantine.items()}:
+            odd = sorted(set(shapes) ^ set(self.quarantine)) or sorted(shapes)
+            raise GuardError(
+                f"the guard's state has other quarantines than this one (such as {odd[0]}); use the same guard."
+            )
         if (self._twin is None) and parts["twin"]:
             raise GuardError(f"this state is of a guard at the gradient, this one is at={self.at!r}; use the same.")
         self.directions = directions
         self.updates = int(parts["updates"][""])
-        for name in [n for n in self.quarantine if n not in parts["quarantine"]]:
-            del self.quarantine[name]
-        self._enter(parts["quarantine"])
+        self._cast()
         for name, value in parts["quarantine"].items():
             self.quarantine[name].copy_(value)
         if self._twin is not None:
             self._twin.load_state_dict(parts["twin"])
 
     def _guarded(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters with a quarantine, in the adapter's order."""
-        return {n: p for n, p in self._parameters.items() if n in self.quarantine}
+        """Parameters with a quarantine, in the adapter's order: all of them, or none."""
+        return self._parameters if self.quarantines else {}
 
-    def _enter(self, also: Iterable[str] = ()) -> None:
-        """Make room for the directions in force."""
-        for name in (*self.directions.basis, *also) if self.quarantines else ():
-            if name not in self.quarantine:
-                self.quarantine[name] = torch.zeros_like(self._parameters[name], dtype=torch.float32)
+    def _cast(self) -> None:
         self._bases = {n: V.to(self._parameters[n].device, torch.float64) for n, V in self.directions.basis.items()}
 
     def _check(self, directions: Directions) -> None:
@@ -259,13 +261,16 @@ class DirectionGuard:
                 )
             if V.shape[1] != (size := self._parameters[name].numel()):
                 raise GuardError(f"{name}: the directions have {V.shape[1]} numbers, the parameter has {size}.")
-        if self._twin is not None and set(directions.basis) - set(self.quarantine):
-            raise GuardError("at the gradient, refreshed directions cannot enter new modules; use at='update'.")
 
     def describe(self) -> str:
         """One line for people."""
         rule = f"{self.rule.gate}, overshoot {self.rule.overshoot:g}" + (", length kept" if self.rule.preserve else "")
         return f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"
+
+
+def _share(part: float, whole: float) -> float:
+    """The ratio of two norms, from their squares; 0 where there is nothing to share."""
+    return (part / whole) ** 0.5 if whole else 0.0
 
 
 class Erase(DirectionGuard):
