@@ -153,6 +153,7 @@ class SamplingConfig(Strict):
     completions_per_prompt: Whole = Field(8, description="completions of each prompt: a group")
     max_new_tokens: Whole = Field(16, description="a completion is cut off here")
     temperature: float = Field(1.0, gt=0, description="sampling temperature, also of the evaluation")
+    workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the process that trains does it itself")
 
 
 class EvalConfig(Strict):

@@ -61,7 +61,7 @@ def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int) -> list[
     """``n`` graded completions of every prompt, prompt by prompt."""
     sampling = setup.config.sampling
     spec = SampleSpec(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, seed=seed)
-    rollouts = setup.engine.sample([setup.policy.render(p.messages) for p in prompts], n, spec)
+    rollouts = setup.sample([setup.policy.render(p.messages) for p in prompts], n, spec)
     asked = [prompts[r.prompt_index] for r in rollouts]
     texts = [setup.policy.decode(r.tokens) for r in rollouts]
     grades = grade_all(setup.task, asked, texts, setup.config.max_grader_errors)
@@ -108,7 +108,7 @@ class Source:
             pad=setup.policy.pad_id,
             device=setup.policy.device,
         ).with_signals(sought=tuple(sorted(self.roles)))
-        metrics = describe(attempts)
+        metrics = describe(attempts) | (dict(setup.samplers.metrics) if setup.samplers is not None else {})
         if attempts:
             batch = with_advantages(batch, [a.grade.reward for a in attempts], config.advantages)
         return Collected(batch, tuple(attempts), metrics)

@@ -66,12 +66,12 @@ def evaluate(setup: Setup, step: int) -> Evaluation:
         raise ConfigError(f"task: {setup.task.name} has no held-out prompts; take another task.")
     with setup.deployed():
         attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
+        pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
     rewards: list[list[float]] = [[] for _ in prompts]
     for a in attempts:
         rewards[a.rollout.prompt_index].append(a.grade.reward)
     means = tuple(sum(r) / len(r) for r in rewards)
     correct = sum(a.grade.correct for a in attempts) / len(attempts)
-    pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
     return Evaluation(step, setup.engine.version, means, wanted.samples, correct, tuple(attempts), pairs)
 
 

@@ -81,7 +81,10 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
     """Prove the step of a config without training it; nothing is written."""
     console = console or Console()
     setup = build(config, _teller(console))
-    return prove(setup.engine, setup.objective, probe_batch(setup), quick=quick)
+    try:
+        return prove(setup.engine, setup.objective, probe_batch(setup), quick=quick)
+    finally:
+        setup.close()
 
 
 def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
@@ -106,6 +109,7 @@ def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finish
                 logger.close()
         return finish(setup, run, loop.seconds)
     finally:
+        setup.close()
         run.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,14 @@ import torch
 from earnest.adapters import Adapter, attach
 from earnest.config import RunConfig
 from earnest.engines import LocalEngine
+from earnest.engines.base import Rollout
 from earnest.errors import ConfigError
 from earnest.guards import DirectionGuard
-from earnest.models import Policy, load
+from earnest.models import Policy, SampleSpec, load
 from earnest.objectives import Objective
 from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
+from earnest.runs.samplers import RaySamplers
 from earnest.runs.seeds import derive
 from earnest.signals import ROLES, EMATeacher, LiveTeacher, Role, TeacherPolicy
 from earnest.signals.reference import wanted_signals
@@ -38,6 +40,18 @@ class Setup:
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
     preferences: Preferences | None = None
+    samplers: RaySamplers | None = None
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt by the policy as it is now: sampled here, or by samplers that get it."""
+        if self.samplers is None:
+            return self.engine.sample(prompts, n, spec)
+        return self.samplers.sample(self, prompts, n, spec)
+
+    def close(self) -> None:
+        """End what was started with it."""
+        if self.samplers is not None:
+            self.samplers.close()
 
     def deployed(self) -> AbstractContextManager[None]:
         """The policy that would be deployed, inside the block: without a guard's quarantine."""
@@ -76,22 +90,8 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    say(f"loading {config.model}")
-    policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
+    policy, adapter = adapted(config, task, say)
     preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
-    variant = config.adapter.build()
-    calibration = None
-    if variant.wants_calibration():
-        prompts = PromptStream(task, derive(config.seed, "calibration")).next(CALIBRATION_PROMPTS)
-        calibration = [torch.tensor([policy.render(p.messages)], device=policy.device) for p in prompts]
-    adapter = attach(
-        policy,
-        variant,
-        targets=config.adapter.targets,
-        layers=config.adapter.layers,
-        calibration=calibration,
-        seed=config.seed,
-    )
     teacher = config.teacher.build(adapter)
     if config.teacher.kind != "live" and "teacher" not in wanted_signals(objective):
         raise ConfigError(
@@ -108,7 +108,28 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         max_grad_norm=config.optimizer.max_grad_norm,
         micro_tokens=config.micro_tokens,
     )
-    return Setup(config, task, policy, adapter, engine, objective, teacher, preferences)
+    samplers = RaySamplers(config, say) if config.sampling.workers else None
+    return Setup(config, task, policy, adapter, engine, objective, teacher, preferences, samplers)
+
+
+def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
+    """The policy and its newborn adapter: the same wherever this config is built."""
+    say(f"loading {config.model}")
+    policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
+    variant = config.adapter.build()
+    calibration = None
+    if variant.wants_calibration():
+        prompts = PromptStream(task, derive(config.seed, "calibration")).next(CALIBRATION_PROMPTS)
+        calibration = [torch.tensor([policy.render(p.messages)], device=policy.device) for p in prompts]
+    adapter = attach(
+        policy,
+        variant,
+        targets=config.adapter.targets,
+        layers=config.adapter.layers,
+        calibration=calibration,
+        seed=config.seed,
+    )
+    return policy, adapter
 
 
 def _named(objective: Objective) -> set[Role]:

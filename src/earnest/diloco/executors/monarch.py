@@ -6,42 +6,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
 from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
-from earnest.diloco.executors.runner import Runner
 from earnest.errors import MissingExtra
 
+_log = logging.getLogger(__name__)
 LOST = -9
 WAIT = 60.0
 
 
 def _actor() -> tuple[Any, Any]:
-    """(monarch.actor, an Actor class around ``Runner``); made late, since importing monarch starts its runtime."""
+    """(monarch.actor, the actor's class); late, since importing monarch starts its runtime."""
     try:
         import monarch.actor as monarch
     except ImportError:
         raise MissingExtra("torchmonarch", "monarch", "running on Monarch") from None
+    from earnest.diloco.executors.monarch_actor import Worker
 
-    class Worker(monarch.Actor):
-        """A ``Runner`` behind endpoints."""
-
-        def __init__(self) -> None:
-            self.runner = Runner()
-
-        @monarch.endpoint  # type: ignore[untyped-decorator]
-        def begin(self, words: list[str], env: dict[str, str]) -> int:
-            return self.runner.start(words, env)
-
-        @monarch.endpoint  # type: ignore[untyped-decorator]
-        def look(self) -> tuple[int, str] | None:
-            return self.runner.poll()
-
-        @monarch.endpoint  # type: ignore[untyped-decorator]
-        def finish(self) -> None:
-            self.runner.stop()
-
+    # A lost actor would end this process with a KeyboardInterrupt by Monarch's default; here ``poll`` finds it lost.
+    monarch.unhandled_fault_hook = lambda failure: _log.warning("a Monarch actor is lost: %s", failure)
     return monarch, Worker
 
 

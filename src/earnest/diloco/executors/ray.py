@@ -21,20 +21,24 @@ WAIT = 60.0
 
 
 def connect(address: str, cpus: int) -> tuple[Any, bool]:
-    """(ray, whether it was connected here): to ``address``, or a Ray of this machine with room for ``cpus`` actors."""
+    """(ray, whether it was connected here): to ``address`` or $RAY_ADDRESS, or a Ray of this machine with room for
+    ``cpus`` actors."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError:
         raise MissingExtra("ray", "ray", "running on Ray") from None
+    address = address or os.environ.get("RAY_ADDRESS", "")
     if ray.is_initialized():
         return ray, False
     try:
         if address:
             ray.init(address=address, log_to_driver=False)
         else:
-            # every actor takes a CPU of Ray's book-keeping; a small machine may hold more of them than it has cores
+            # Every actor takes a CPU of Ray's book-keeping; a small machine may hold more of them than it has cores.
+            # Nor shall Ray kill ours because others' processes fill the memory: the kernel knows better whom to.
+            os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
             ray.init(num_cpus=max(cpus + 1, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ExecutorError(

@@ -1,0 +1,26 @@
+"""Monarch's actor around a ``Runner``; importing this imports monarch, which starts its runtime."""
+
+from __future__ import annotations
+
+from monarch.actor import Actor, endpoint
+
+from earnest.diloco.executors.runner import Runner
+
+
+class Worker(Actor):
+    """One ``earnest worker``. Endpoints may not be called as methods of a mesh are: ``start``, ``stop``."""
+
+    def __init__(self) -> None:
+        self.runner = Runner()
+
+    @endpoint  # type: ignore[untyped-decorator]
+    def begin(self, words: list[str], env: dict[str, str]) -> int:
+        return self.runner.start(words, env)
+
+    @endpoint  # type: ignore[untyped-decorator]
+    def look(self) -> tuple[int, str] | None:
+        return self.runner.poll()
+
+    @endpoint  # type: ignore[untyped-decorator]
+    def finish(self) -> None:
+        self.runner.stop()

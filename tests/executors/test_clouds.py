@@ -1,0 +1,221 @@
+"""Modal and Hugging Face Jobs through their installed SDKs, up to the call that needs a token, with exact arguments."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import earnest
+from earnest.diloco.executors import ExecutorError, Job, get_executor
+from earnest.diloco.executors.hf_jobs import HFJobsExecutor
+from earnest.diloco.executors.modal import ModalExecutor, work
+
+JOB = Job("s3://bucket/runs/night-1", 2, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, folder="/here")
+
+
+@pytest.mark.parametrize("name", ["modal", "hf", "ray:10.0.0.1:6379", "monarch:tcp://10.0.0.1:26600"])
+def test_machines_elsewhere_need_a_store_they_reach_and_choose_their_own_folder(name: str) -> None:
+    executor = get_executor(name)
+    with pytest.raises(ExecutorError, match=r"only this machine can reach; give a bucket with store=s3"):
+        executor.dry_run(Job("file:///tmp/run", 2))
+    shown = json.dumps(executor.dry_run(JOB))
+    assert "/here" not in shown and "s3://bucket/runs/night-1" in shown and len(executor.dry_run(JOB)) == 2
+    assert "--replica" in shown
+
+
+# --- Hugging Face Jobs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The Hub's side of the wire, over HTTP: what the real SDK sends to it is what is looked at."""
+    state: dict[str, Any] = {"posts": [], "stage": "RUNNING", "cancelled": [], "keys": set(), "refuse": 0}
+    info = {"id": "job-1", "createdAt": "2026-11-16T00:00:00.000Z", "dockerImage": "x", "command": [], "arguments": []}
+    info |= {
+        "environment": {},
+        "secrets": {},
+        "flavor": "cpu-basic",
+        "owner": {"id": "1", "name": "me", "type": "user"},
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def _send(self, data: Any, code: int = 200) -> None:
+            state["keys"].add(self.headers.get("Authorization"))
+            text = json.dumps(data).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            if self.path.endswith("/whoami-v2"):
+                self._send({"name": "me", "type": "user"})
+            else:
+                self._send(info | {"status": {"stage": state["stage"], "message": "said the hub"}})
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path.endswith("/cancel"):
+                state["cancelled"].append(self.path)
+                self._send({})
+            elif state["refuse"]:
+                self._send({"error": "no such right"}, state["refuse"])
+            else:
+                state["posts"].append((self.path, json.loads(body)))
+                self._send(info | {"status": {"stage": "SCHEDULING", "message": None}})
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
+    hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = get_executor("hf:a10g-small")
+    executor.start(JOB, 1, 2)
+    ((path, body),) = hub["posts"]
+    assert path == "/api/jobs/me"
+    assert body == {
+        "command": [
+            *("uvx", "--from", f"earnest[diloco]=={earnest.__version__}"),
+            *("earnest", "worker", "s3://bucket/runs/night-1", "--replica", "1"),
+        ],
+        "arguments": [],
+        "environment": {},
+        "flavor": "a10g-small",
+        "secrets": dict(JOB.env),
+        "timeoutSeconds": 24 * 3600,
+        "attempts": 1,
+        "labels": {"earnest": "night-1", "replica": "1", "name": "earnest-night-1-replica-1-2"},
+        "dockerImage": "ghcr.io/astral-sh/uv:python3.11-bookworm",
+    }
+    assert hub["keys"] == {"Bearer hf_test"}
+    assert executor.poll() == []
+    hub["stage"] = "ERROR"
+    (end,) = executor.poll()
+    assert (end.replica, end.attempt, end.code, end.detail) == (1, 2, 1, "said the hub")
+    executor.start(JOB, 0, 1)
+    executor.stop()
+    assert hub["cancelled"] == ["/api/jobs/me/job-1/cancel"]
+    monkeypatch.setenv("EARNEST_INSTALL", "git+https://example.org/earnest")
+    assert HFJobsExecutor().arguments(JOB, 0, 1)["command"][2] == "git+https://example.org/earnest"
+
+
+def test_without_the_right_or_a_token_the_sentence_says_how_to_get_one(
+    hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub["refuse"] = 403
+    with pytest.raises(ExecutorError, match=r"(?s)replica 0 was not started: .*huggingface\.co/settings/tokens"):
+        get_executor("hf").start(JOB, 0, 1)
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(
+        ExecutorError, match=r"huggingface\.co/settings/tokens, then run `hf auth login`, or set HF_TOKEN"
+    ):
+        get_executor("hf").start(JOB, 0, 1)
+
+
+def test_what_would_be_submitted_names_secrets_and_does_not_show_them() -> None:
+    (first, second) = get_executor("hf").dry_run(JOB)
+    assert first["secrets"] == ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"] and first["flavor"] == "cpu-basic"
+    assert first["name"] == "earnest-night-1-replica-0-1" and second["labels"]["replica"] == "1"
+
+
+# --- Modal ------------------------------------------------------------------------------------------------------------
+
+
+def test_modals_function_has_exactly_these_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real SDK builds the app, the image and the function; its own methods are watched, not replaced."""
+    import modal
+
+    seen: dict[str, Any] = {}
+    real_function, real_source = modal.App.function, modal.Image.add_local_python_source
+    real_install, real_slim = modal.Image.uv_pip_install, modal.Image.debian_slim
+
+    def function(self: Any, **arguments: Any) -> Any:
+        seen["function"] = arguments
+        return real_function(self, **arguments)
+
+    def source(self: Any, *modules: str, **arguments: Any) -> Any:
+        seen["source"] = (modules, arguments)
+        return real_source(self, *modules, **arguments)
+
+    def install(self: Any, *packages: str) -> Any:
+        seen["packages"] = packages
+        return real_install(self, *packages)
+
+    def slim(**arguments: Any) -> Any:
+        seen["python"] = arguments
+        return real_slim(**arguments)
+
+    monkeypatch.setattr(modal.App, "function", function)
+    monkeypatch.setattr(modal.Image, "add_local_python_source", source)
+    monkeypatch.setattr(modal.Image, "uv_pip_install", install)
+    monkeypatch.setattr(modal.Image, "debian_slim", slim)
+    executor = ModalExecutor("A10G")
+    app, made = executor.build(JOB)
+    arguments = dict(seen["function"])
+    assert isinstance(arguments.pop("image"), modal.Image) and len(arguments.pop("secrets")) == 1
+    assert arguments == {
+        "name": "worker",
+        "gpu": "A10G",
+        "timeout": 86_400,
+        "retries": 0,
+        "serialized": True,
+        "single_use_containers": True,
+    }
+    assert arguments == executor.dry_run(JOB)[0]["function"], "what is shown is what is submitted"
+    modules, options = seen["source"]
+    assert modules == ("earnest",) and options["ignore"] == ["**/__pycache__/**", "**/*.pyc"]
+    assert any(p.startswith("torch") for p in seen["packages"]) and any(
+        p.startswith("obstore") for p in seen["packages"]
+    )
+    assert not any(p.startswith(("ray", "pytest")) for p in seen["packages"])
+    import sys
+
+    assert seen["python"] == {"python_version": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    assert app.name == "earnest" and isinstance(made, modal.Function)
+    assert executor.dry_run(JOB)[1]["spawn"] == ["worker", "s3://bucket/runs/night-1", "--replica", "1"]
+    assert ModalExecutor().settings()["gpu"] is None
+
+
+def test_what_the_container_runs() -> None:
+    code, words = work(["objectives", "nonsense"])
+    assert code == 2 and "objective 'nonsense' is unknown" in words
+
+
+def test_without_a_token_modal_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The SDK itself is asked to run the app; its refusal becomes the sentence."""
+    for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "MODAL_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MODAL_CONFIG_PATH", str(tmp_path / "none.toml"))
+    executor = get_executor("modal")
+    with pytest.raises(
+        ExecutorError, match=r"account at modal\.com, then run `modal token new`, or set MODAL_TOKEN_ID"
+    ):
+        executor.start(JOB, 0, 1)
+    executor.stop()
