@@ -1,0 +1,69 @@
+"""Run folders for the dashboard: those in ``runs/`` of the data folder, and in ``runs/`` where the server started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from earnest.errors import EarnestError
+from earnest.report.curves import loss_charts, reward_chart
+from earnest.report.load import load
+from earnest.report.record import Run
+from earnest.serve.settings import ServeSettings
+
+MOST = 50
+
+
+def folders(settings: ServeSettings) -> list[Path]:
+    """The newest first, each name once."""
+    found: dict[str, tuple[float, Path]] = {}
+    for place in (settings.data / "runs", Path("runs")):
+        if place.is_dir():
+            for path in place.iterdir():
+                if path.name not in found and (path / "run.json").is_file():
+                    found[path.name] = ((path / "run.json").stat().st_mtime, path)
+    return [path for _, path in sorted(found.values(), reverse=True)[:MOST]]
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """A line of the list; a folder that cannot be read is listed with the reason."""
+    try:
+        return _summary(load(path))
+    except (EarnestError, OSError) as error:
+        return {"object": "run", "name": path.name, "status": "unreadable", "reason": str(error)}
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    header, change = run.header, run.change
+    return {
+        "object": "run",
+        "name": run.folder.name,
+        "status": header.status,
+        "reason": header.reason,
+        "task": header.task,
+        "model": header.policy,
+        "objective": header.objective,
+        "adapter": header.adapter,
+        "steps": header.steps,
+        "steps_done": header.steps_done,
+        "updated": header.updated,
+        "reward_before": run.evaluations[0].reward if run.evaluations else None,
+        "reward_after": change.after.reward if change else None,
+        "verdict": None if run.verdict is None else run.verdict.holds,
+    }
+
+
+def detail(path: Path) -> dict[str, Any]:
+    """The report's own charts as data, and what the audit said."""
+    run = load(path)
+    charts = [chart for chart in (reward_chart(run), *loss_charts(run)) if chart is not None]
+    checks = [] if run.verdict is None else run.verdict.checks
+    return {
+        **_summary(run),
+        "charts": [chart.data() for chart in charts],
+        "findings": [
+            {"law": c.law, "subject": c.subject, "measured": str(c.measured), "outcome": c.outcome, "meaning": c.detail}
+            for c in checks
+        ],
+        "gaps": list(run.gaps),
+    }
