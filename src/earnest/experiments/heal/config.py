@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from earnest.config.explain import FieldProblem
 from earnest.config.kinds import construct, plain
 from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, Whole
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, EarnestError
 
 
 class ContrastConfig(Strict):
@@ -60,7 +61,12 @@ class HealConfig(Strict):
     def _resolve(self) -> HealConfig:
         self.axis()
         for name in ("steering", "filter", "healing"):
-            setattr(self, name, plain(getattr(self, f"build_{name}")()))
+            try:
+                setattr(self, name, plain(getattr(self, f"build_{name}")()))
+            except FieldProblem as problem:
+                raise ConfigError(f"{name}.{problem}") from None
+            except EarnestError as problem:
+                raise ConfigError(f"{name}: {problem}") from None
         return self
 
     def poles(self) -> ContrastConfig:
