@@ -20,9 +20,10 @@ from earnest.experiments.hacking.results import at_end, at_level, left_out, matc
 from earnest.experiments.hacking.tables import left_out_table, main_table
 from earnest.experiments.hacking.train import make_engine, run_job
 from earnest.tasks import get_task, holes
+from tests.runs.tiny import tiny_folder
 
 TINY: dict[str, Any] = {
-    "experiment": "hacking", "steps": 3, "triples": 8, "eval_every": 2, "eval_prompts": 6, "refresh": 0,
+    "experiment": "hacking", "steps": 3, "triples": 8, "eval_every": 2, "eval_prompts": 4, "refresh": 0,
     "prompts_per_step": 4, "completions_per_prompt": 4, "top": 2,
 }  # fmt: skip
 
@@ -45,7 +46,7 @@ def test_the_plan_has_every_arm_and_every_control() -> None:
 
 def test_poisoning_the_oracle_changes_nothing_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, rewards and rollouts bit for bit, also those that the pool stores; only the oracle's log moves."""
-    config = Config(**TINY, pool_prompts=48)
+    config = Config(**TINY | {"steps": 2, "pool_prompts": 96})
 
     def train() -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[str, Any]]:
         done = run_job(config, Job("erase", 0), None)
@@ -71,8 +72,13 @@ def test_poisoning_the_oracle_changes_nothing_in_training(monkeypatch: pytest.Mo
     assert honest[2] == wrong[2]
 
 
-def test_a_panel_of_quarantines_leaves_the_run_alone() -> None:
-    config = Config(**TINY)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("hacking") / "tiny")
+
+
+def test_a_panel_of_quarantines_leaves_the_run_alone(tiny: Path) -> None:
+    config = Config(**TINY, model=str(tiny))
     alone = run_job(config, Job("none", 0), None)
     watched = run_job(config, Job("none", 0, routes=("route", "route:noise", "route-without-error")), None)
     assert all(torch.equal(p, watched.parameters[n]) for n, p in alone.parameters.items())
@@ -167,8 +173,8 @@ def test_an_arm_without_results_is_a_row_that_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::earnest.guards.errors.GuardWarning")
-def test_from_the_recipe_to_the_page_and_again(tmp_path: Path) -> None:
-    data = {**TINY, "description": "a <test>"}
+def test_from_the_recipe_to_the_page_and_again(tmp_path: Path, tiny: Path) -> None:
+    data = {**TINY, "description": "a <test>", "model": str(tiny)}
     out = tmp_path / "out"
     console = Console(quiet=True)
     page = experiments.run("hacking", data, [f"out={out}"], full=False, resume=False, console=console)

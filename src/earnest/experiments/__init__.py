@@ -2,7 +2,7 @@
 
 A recipe's YAML names its experiment (``experiment: hacking``). Each is a module here with
 
-    Config                                     a ``Strict`` model with ``experiment``, ``seed``, ``out`` among its fields
+    Config                                     a ``Strict`` model with fields ``experiment``, ``seed`` and ``out``
     start(config, *, full, folder, console)    does what is left to do in ``folder`` and returns the page to look at
 
 ``start`` is resumable: called again with the same config and folder, it keeps what is finished.
