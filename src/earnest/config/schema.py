@@ -246,6 +246,24 @@ class GuardConfig(Strict):
         return self
 
 
+class EngineConfig(Strict):
+    """Where the steps run; see docs/tinker.md."""
+
+    kind: Literal["local", "tinker"] = Field("local", description="PyTorch here, or a Tinker service")
+    base_url: str | None = Field(
+        None, min_length=1, description="tinker: the service; none: TINKER_BASE_URL. The key is in TINKER_API_KEY"
+    )
+    estimator: Literal["exact", "sampled"] = Field(
+        "exact", description="divergences: over all or K tokens, or as one advantage a sampled token"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> EngineConfig:
+        if self.base_url is not None and self.kind == "local":
+            raise ConfigError("engine.base_url: has no meaning for a local engine; set engine.kind=tinker")
+        return self
+
+
 class RunConfig(Strict):
     """A whole run."""
 
@@ -267,6 +285,7 @@ class RunConfig(Strict):
     )
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     guard: GuardConfig | None = Field(None, description="what may not be learned; none: no guard")
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")

@@ -80,6 +80,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
 def check(config: RunConfig, console: Console | None = None, *, quick: bool = False) -> Verdict:
     """Prove the step of a config without training it; nothing is written."""
     console = console or Console()
+    if config.engine.kind != "local":
+        raise ConfigError("engine.kind: the laws read gradients, which a service does not show; audit it with local.")
     setup = build(config, _teller(console))
     try:
         return prove(setup.engine, setup.objective, probe_batch(setup), quick=quick)
@@ -191,4 +193,5 @@ def _teller(console: Console) -> Callable[[str], None]:
 
 
 def _count(setup: Setup) -> str:
-    return f"{sum(p.numel() for p in setup.adapter.parameters()):,}"
+    parameters = setup.adapter.parameters()
+    return f"{sum(p.numel() for p in parameters):,}" if parameters else "an uncounted number of"

@@ -90,6 +90,10 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.engine.kind == "tinker":
+        from earnest.runs import remote
+
+        return remote.build(config, task, objective, say)
     policy, adapter = adapted(config, task, say)
     preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
     teacher = config.teacher.build(adapter)
@@ -107,6 +111,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         outer=teacher if isinstance(teacher, EMATeacher) else None,
         max_grad_norm=config.optimizer.max_grad_norm,
         micro_tokens=config.micro_tokens,
+        estimator=config.engine.estimator,
     )
     samplers = RaySamplers(config, say) if config.sampling.workers else None
     return Setup(config, task, policy, adapter, engine, objective, teacher, preferences, samplers)

@@ -1,0 +1,121 @@
+"""A run whose steps happen on a Tinker service: ``engine: {kind: tinker, base_url: …}``.
+
+Every key of the config is obeyed there or refused here, by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from earnest.config import RunConfig
+from earnest.errors import ConfigError
+from earnest.models.catalog import served_name
+from earnest.objectives import Objective
+from earnest.signals.reference import wanted_signals
+from earnest.tasks import Task
+
+if TYPE_CHECKING:
+    from earnest.engines.tinker import TinkerEngine
+    from earnest.runs.setup import Setup
+
+ALPHA = 32.0
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteAdapter:
+    """What a run says and saves of a LoRA that is elsewhere."""
+
+    engine: TinkerEngine
+    variant: Any
+    targets: tuple[str, ...] = ("every linear layer of the service's model",)
+
+    def parameters(self) -> list[Any]:
+        """None that could be counted from here."""
+        return []
+
+    def save(self, folder: Path, base_model: str | None = None) -> Path:
+        """Keep the weights there, under a path; the folder says which."""
+        path = self.engine.training.save_weights_for_sampler(f"earnest-v{self.engine.version}").result().path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tinker.json").write_text(json.dumps({"path": path, "base_model": base_model}, indent=1) + "\n")
+        return folder
+
+
+def check(config: RunConfig, objective: Objective) -> None:
+    """Refuse what a Tinker service cannot do, before it is asked for anything."""
+    reasons = {
+        "device": "the service chooses its own",
+        "dtype": "the service chooses its own",
+        "micro_tokens": "the service cuts batches itself",
+        "guard": "a guard judges weights, which are elsewhere",
+    }
+    for key, why in reasons.items():
+        if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True):
+            raise ConfigError(f"{key}: with engine.kind tinker {why}; leave it out.")
+    if config.check:
+        raise ConfigError(
+            "check: the laws read gradients, which a Tinker service does not show; set check: false, and audit the "
+            "same recipe with engine.kind local."
+        )
+    if config.shares_every and len(list(objective.live())) > 1:
+        raise ConfigError("shares_every: shares are read from gradients, which a service does not show; set it to 0.")
+    if config.sampling.temperature != 1:
+        raise ConfigError(
+            f"sampling.temperature: a service's log-probs are at temperature 1, so ratios need samples at 1, not "
+            f"{config.sampling.temperature:g}."
+        )
+    if config.replicated or config.sampling.workers:
+        raise ConfigError("replicas, store, sampling.workers: a Tinker service is its own cluster; leave them out.")
+    adapter = config.adapter
+    if adapter.kind != "lora" or adapter.targets is not None or adapter.layers is not None:
+        raise ConfigError(
+            "adapter: a Tinker service trains a LoRA on all linear layers; take kind lora, without targets and layers."
+        )
+    variant = adapter.build()
+    if variant.alpha != ALPHA or variant.rslora:
+        raise ConfigError(
+            f"adapter: a Tinker service's LoRA has alpha {ALPHA:g} and no rslora; set adapter.alpha={ALPHA:g}."
+        )
+    if config.optimizer.kind != "adamw":
+        raise ConfigError(f"optimizer.kind: a Tinker service steps with adamw, not {config.optimizer.kind}.")
+    if config.teacher.kind == "trust_region":
+        raise ConfigError(
+            "teacher.kind: trust_region mixes logits, which a service does not send; take live, base or ema."
+        )
+
+
+def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[str], None]) -> Setup:
+    """The parts of a run on a service."""
+    from earnest.engines.tinker import RemoteEMA, RemoteTeacher, TinkerEngine
+    from earnest.engines.tinker.teach import Teaching
+    from earnest.runs.preferences import Preferences
+    from earnest.runs.setup import Setup
+
+    check(config, objective)
+    taught = "teacher" in wanted_signals(objective)
+    if config.teacher.kind != "live" and not taught:
+        raise ConfigError(
+            f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
+        )
+    ema = RemoteEMA(rate=config.teacher.mix or 0.05) if config.teacher.kind == "ema" else None
+    say(f"a LoRA on {served_name(config.model)} at {config.engine.base_url or 'TINKER_BASE_URL'}")
+    variant = config.adapter.build()
+    engine = TinkerEngine(
+        served_name(config.model),
+        config.optimizer.build(),
+        base_url=config.engine.base_url,
+        rank=variant.rank,
+        seed=config.seed,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        estimator=config.engine.estimator,
+        outer=ema,
+    )
+    teacher = Teaching.of(ema or RemoteTeacher(cast(Any, config.teacher.kind)), objective)
+    policy = cast(Any, engine.policy)
+    preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
+    remote = cast(Any, RemoteAdapter(engine, variant))
+    return Setup(config, task, policy, remote, cast(Any, engine), objective, cast(Any, teacher), preferences)
