@@ -159,11 +159,13 @@ def evaluate(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of feedback for each preference.")] = None,
     per_round: Annotated[int | None, typer.Option(min=1, help="Prompts a round.")] = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Capability questions.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A preference by its name; may be repeated.")] = None,
 ) -> None:
     """Feedback loops on preferences against a live server: does it learn, and what does it cost?"""
     from earnest.serve.eval import console
 
-    console.run(preferences, url, out, model, {"rounds": rounds, "per_round": per_round, "questions": questions})
+    changes = {"rounds": rounds, "per_round": per_round, "questions": questions}
+    console.run(preferences, url, out, model, changes, only or [])
 
 
 @app.command()

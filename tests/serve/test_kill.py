@@ -25,7 +25,8 @@ adapter: {kind: lora, rank: 2}
 optimizer: {lr: 1e-3}
 updates: 2
 batch: 16
-gate: {prompts: ["Hello!"], samples: 2, max_new_tokens: 4, self_similarity: 1.0, entropy_ratio: 0.0, drift: 50.0}
+gate:
+  {prompts: ["Hi!"], samples: 2, max_new_tokens: 4, self_similarity: 1, entropy_ratio: 0, entropy_most: 99, drift: 50}
 """
 
 
@@ -130,3 +131,50 @@ def test_ten_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path: Path) -> None:
     _kills(tmp_path, 100, 40, seed=1)
+
+
+def test_a_peaceful_end(tmp_path: Path) -> None:
+    """SIGTERM: answers under way are finished, watchers are let go, what was accepted waits for the next start."""
+    server = Process(tmp_path)
+    ask = {"model": "assistant", "messages": [{"role": "user", "content": "Describe the fox."}], "max_tokens": 16}
+    first = server.http.post("/v1/chat/completions", json=ask).json()
+    ended: list[str] = []
+    begun = threading.Barrier(5)
+
+    def listen(path: str, body: dict | None) -> None:
+        method = "POST" if body else "GET"
+        with (
+            httpx.Client(base_url=server.http.base_url, timeout=60) as client,
+            client.stream(method, path, json=body) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            begun.wait()
+            ended.append([line for line in lines if line][-1:][0] if body else f"{path} {len(list(lines)) >= 0}")
+
+    work = [("/v1/chat/completions", {**ask, "stream": True, "n": 4, "seed": s}) for s in range(3)]
+    threads = [threading.Thread(target=listen, args=w) for w in [*work, ("/v1/events", None)]]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    said = {"completion_id": first["id"], "text": "Warmer please."}
+    assert server.http.post("/v1/feedback", json=said).status_code == 202
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    server.end()
+    assert server.process.returncode in (0, -signal.SIGTERM)
+    assert sorted(ended) == ["/v1/events True", "data: [DONE]", "data: [DONE]", "data: [DONE]"]
+    store = Store(tmp_path / "data")
+    try:
+        assert sum(store.counts(1).values()) == 1
+        assert len(store.db.read("SELECT * FROM completions")) == 1 + 3 * 4
+    finally:
+        store.close()
+
+
+def test_a_model_that_is_not_there_ends_the_server(tmp_path: Path) -> None:
+    """It would accept feedback that nothing ever learns from."""
+    command = [sys.executable, "-m", "earnest.cli", "serve", "--port", "0", "--model", str(tmp_path / "none")]
+    done = subprocess.run([*command, "--data", str(tmp_path / "data")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "none" in done.stderr and "Traceback" not in done.stderr

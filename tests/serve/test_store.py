@@ -227,3 +227,16 @@ class Queue(RuleBasedStateMachine):
 
 TestQueue = Queue.TestCase
 TestQueue.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)
+
+
+def test_a_cancelled_write_is_done_and_the_next_one_too(tmp_path: Path) -> None:
+    """A client that leaves must neither take its write back nor take the writer with it."""
+    db = Database(tmp_path / "x.sqlite3", "CREATE TABLE t(n INTEGER)")
+    gate = threading.Event()
+    db.submit(lambda c: gate.wait())
+    left = db.submit(lambda c: c.execute("INSERT INTO t VALUES(1)").rowcount)
+    assert left.cancel()
+    gate.set()
+    assert db.write(lambda c: c.execute("INSERT INTO t VALUES(2)").rowcount) == 1
+    assert [r["n"] for r in db.read("SELECT n FROM t ORDER BY n")] == [1, 2]
+    db.close()

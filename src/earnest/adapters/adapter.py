@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -259,10 +259,13 @@ def _list(what: str, names: Sequence[str]) -> str:
 
 
 @contextmanager
-def rows(model: Any, adapters: Sequence[Adapter | Sequence[Adapter] | None]) -> Iterator[None]:
+def rows(
+    model: Any, adapters: Sequence[Adapter | Sequence[Adapter] | None], among: Collection[Adapter] | None = None
+) -> Iterator[None]:
     """Different adapters for different rows of a batch: one entry a row (an adapter, several, or None for the base).
 
-    Adapters of the model that no row names are off inside the block. A scale set before stays in force.
+    Adapters of the model that no row names are off inside the block. A scale set before stays in force. ``among``: all
+    adapters of the model, from whoever keeps count of them, so that the model need not be searched.
     """
     model = model if isinstance(model, nn.Module) else model.model
     wanted: dict[int, list[int]] = {}
@@ -270,8 +273,12 @@ def rows(model: Any, adapters: Sequence[Adapter | Sequence[Adapter] | None]) -> 
         for adapter in () if entry is None else (entry,) if isinstance(entry, Adapter) else entry:
             adapter._alive()
             wanted.setdefault(id(adapter._gate), []).append(row)
-    gates = {id(s.gate): s.gate for m in model.modules() for s in slots_of(m)}
-    if any(s.layer.stash is not None for m in model.modules() for s in slots_of(m)):
+    if among is None:
+        slots = [s for m in model.modules() for s in slots_of(m)]
+    else:
+        slots = [next(iter(a.slots.values())) for a in among]  # a merged adapter is merged on all its layers
+    gates = {id(s.gate): s.gate for s in slots}
+    if any(s.layer.stash is not None for s in slots):
         raise AdapterError("the model is merged; rows() needs unmerged layers")
     strangers = set(wanted) - set(gates)
     if strangers:

@@ -76,6 +76,11 @@ class Database:
 
     def _commit(self, batch: Sequence[tuple[Work, Future[Any]]]) -> None:
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        for (
+            _,
+            future,
+        ) in batch:  # from here on nobody can cancel; one who did is not told, the write is done all the same
+            future.set_running_or_notify_cancel()
         try:
             self._writer.execute("BEGIN IMMEDIATE")
             for work, future in batch:
@@ -94,6 +99,8 @@ class Database:
                 self._writer.execute("ROLLBACK")
             outcomes = [(future, None, error) for _, future in batch]
         for future, result, failure in outcomes:
+            if future.cancelled():
+                continue
             if failure is None:
                 future.set_result(result)
             else:

@@ -127,9 +127,10 @@ def judge(
             "gate",
             "entropy ratio",
             f"{ratio:.3g}",
-            f"at least {config.entropy_ratio:g}",
-            "holds" if ratio >= config.entropy_ratio else "fails",
-            "Answers to unrelated questions have become far more certain than the base's: the policy collapses.",
+            f"{config.entropy_ratio:g} to {config.entropy_most:g}",
+            "holds" if config.entropy_ratio <= ratio <= config.entropy_most else "fails",
+            "Answers to unrelated questions have become far more certain than the base's (the policy collapses), "
+            "or far less (it babbles).",
         ),
         Finding(
             "gate",

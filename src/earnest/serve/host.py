@@ -205,7 +205,7 @@ class Host:
         before = self._scales()
         self._set(dict.fromkeys(named, 1.0))
         try:
-            with rows(self.policy, adapters):
+            with rows(self.policy, adapters, self._adapters.values()):
                 yield
         finally:
             self._set(before)

@@ -127,5 +127,5 @@ def new_key(name: str, allow: str = "*") -> tuple[str, str]:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise ConfigError(f"{name!r} is no name for a key; use letters, digits, '.', '-' and '_'.")
     key = PREFIX + secrets.token_urlsafe(32)
-    entry = f'  - name: {name}\n    sha256: "{_hash(key)}"\n    allow: {{"{allow}": [read, teach, delete], base: [read]}}'
-    return key, entry
+    lines = (f"  - name: {name}", f'    sha256: "{_hash(key)}"')
+    return key, "\n".join((*lines, f'    allow: {{"{allow}": [read, teach, delete], base: [read]}}'))

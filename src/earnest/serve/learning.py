@@ -48,6 +48,7 @@ class GateConfig(Strict):
     samples: int = Field(3, ge=2, description="completions of each probe")
     max_new_tokens: Whole = Field(16, description="length of a probe's completion")
     entropy_ratio: float = Field(0.5, ge=0, description="least entropy of the probes' answers, in the base's")
+    entropy_most: float = Field(3.0, gt=0, description="most entropy of them, in the base's: beyond lies babble")
     self_similarity: float = Field(0.85, gt=0, le=1, description="most ROUGE-L between answers to one probe")
     drift: float = Field(2.0, gt=0, description="most log-prob that the base's own answers may lose, nats a token")
 

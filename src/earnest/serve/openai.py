@@ -28,6 +28,7 @@ from earnest.serve.shelf import Lease
 from earnest.serve.state import State
 from earnest.serve.store import Completion
 from earnest.serve.text import Unfolding, cut
+from earnest.serve.watching import watching
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def _cancel(flights: Sequence[Flight]) -> None:
 
 async def _wait(flights: Sequence[Flight], request: Request) -> list[list[Done]]:
     """All answers; where the client leaves, its sequences leave the batch."""
-    waiting = asyncio.gather(*(asyncio.wrap_future(f.future) for f in flights))
+    waiting = asyncio.gather(*(watching(f.future) for f in flights))
     while not waiting.done():
         await asyncio.wait([waiting], timeout=0.5)
         if not waiting.done() and await request.is_disconnected():
@@ -276,7 +277,7 @@ async def _keep(work: Work, answers: Sequence[Sequence[Done]]) -> None:
     """On the disk before the client can refer to it."""
     rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
     if rows:
-        await asyncio.wrap_future(work.state.store.add_completions(rows))
+        await watching(work.state.store.add_completions(rows))
 
 
 def _finish(done: Done) -> str:
@@ -336,7 +337,7 @@ async def _stream(
 
     chat = work.kind == "chat"
     unfolding: dict[tuple[int, int], Unfolding] = {}
-    ended = asyncio.gather(*(asyncio.wrap_future(f.future) for f in flights), return_exceptions=True)
+    ended = asyncio.gather(*(watching(f.future) for f in flights), return_exceptions=True)
     ended.add_done_callback(lambda _: events.put_nowait(None))
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
@@ -394,7 +395,7 @@ async def _stream(
 
 async def _keep_rest(work: Work, flights: Sequence[Flight], stack: ExitStack) -> None:
     try:
-        outcomes = await asyncio.gather(*(asyncio.wrap_future(f.future) for f in flights), return_exceptions=True)
+        outcomes = await asyncio.gather(*(watching(f.future) for f in flights), return_exceptions=True)
         await _keep(work, [o for o in outcomes if not isinstance(o, BaseException)])
     finally:
         stack.close()

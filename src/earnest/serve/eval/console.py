@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from earnest.errors import ConfigError, nearest
 from earnest.serve.eval.client import Client, own_server
 from earnest.serve.eval.figure import draw
 from earnest.serve.eval.loop import evaluate, summarise, table
@@ -16,9 +17,16 @@ from earnest.serve.eval.preferences import read
 KEY = "EARNEST_API_KEY"
 
 
-def run(preferences: Path | None, url: str | None, out: Path, model: str, overrides: dict[str, Any]) -> None:
+def run(
+    preferences: Path | None, url: str | None, out: Path, model: str, overrides: dict[str, Any], only: list[str]
+) -> None:
     """Evaluate; without an address, against a server that lives as long as this."""
     config = read(preferences, overrides)
+    known = [p.name for p in config.preferences]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"--only {unknown[0]}: there is no such preference; {nearest(unknown[0], known)}")
+    chosen = [p for p in config.preferences if not only or p.name in only]
+    config = config.model_copy(update={"preferences": chosen})
     with ExitStack() as stack:
         if url is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="earnest-eval-")))
