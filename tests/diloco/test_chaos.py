@@ -113,7 +113,7 @@ def test_a_stall_and_bad_memory_cost_a_round_and_no_more(case: Callable[..., Cas
 @pytest.mark.slow
 def test_two_hundred_kills(case: Callable[..., Case]) -> None:
     """Every life ends at a random point, until there were 200; then the run is let to its end."""
-    words = ("steps=240", "sync.grace=3600", "sync.wire=int4", "sync.snapshot_every=5")
+    words = ("steps=100", "sync.every=1", "sync.grace=3600", "sync.wire=int4", "sync.snapshot_every=5")
     calm = case("calm", *words)
     calm.troupe(lambda replica, life: {}).run(NAMES)
     chance = random.Random(7)
@@ -139,5 +139,5 @@ def test_two_hundred_kills(case: Callable[..., Case]) -> None:
     troupe.run(NAMES, between, seconds=3600)
     print(f"{troupe.kills} kills, {chaos[0]} server restarts, planned {met}")
     assert troupe.kills >= 200 and chaos == [3]
-    assert [c.members for c in commits(wild.ledger).values()] == [(0, 1, 2, 3)] * 120
+    assert [c.members for c in commits(wild.ledger).values()] == [(0, 1, 2, 3)] * 100
     assert same(calm.final(), wild.final())
