@@ -16,9 +16,13 @@ from pathlib import Path
 TAIL = 400
 GRACE = 20.0
 MORTAL = """
-import ctypes, signal, sys
+import ctypes, os, signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, [])  # an actor's runtime may block signals, and children inherit that
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(os.environ["EARNEST_RUNNER"]):
+        sys.exit("the actor that started this worker is gone")
 from earnest.cli import main
 main(sys.argv[1:])
 """
@@ -37,7 +41,7 @@ class Runner:
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", MORTAL, *words],
-                env={**os.environ, **env},
+                env={**os.environ, **env, "EARNEST_RUNNER": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
