@@ -80,6 +80,9 @@ def test_what_has_no_sampled_form_is_refused(two: tuple[en.LocalEngine, en.Local
     bare = batch.with_signals(teacher=en.Teacher(en.TopK(ids, values, known.tail_of(values))))
     with pytest.raises(ObjectiveError, match="never looked up"):
         sampled.step(bare, en.Distill())
+    old = batch.with_signals(policy_version=torch.tensor([3]))
+    with pytest.raises(ObjectiveError, match="biased off-policy"):
+        sampled.gradients(old, en.Distill())
     with pytest.raises(ConfigError, match="'exact' or 'sampled'"):
         en.LocalEngine(exact.policy, exact.adapter, estimator="guess")  # type: ignore[arg-type]
 

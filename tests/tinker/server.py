@@ -28,7 +28,7 @@ def serving(data: Path) -> Iterator[tuple[str, Host]]:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        host.wait(120)
+        host.wait()
         yield f"http://127.0.0.1:{port}", host
     finally:
         server.should_exit = True

@@ -113,3 +113,35 @@ def test_checkpoints_survive_a_restart_and_live_models_say_that_they_do_not(tmp_
         found = service.create_sampling_client(model_path=weights).compute_logprobs(types.ModelInput.from_ints(ids))
         assert -sum(v for v in found.result()[1:] if v is not None) == pytest.approx(lp, rel=1e-5)
         service.close("success").result()
+
+
+def test_a_session_ends_once_or_when_its_client_falls_silent(served: Served, tmp_path: Path) -> None:
+    import asyncio
+
+    from earnest.serve.settings import ServeSettings
+    from earnest.serve.tinker import service as module
+    from earnest.serve.tinker.data import Plain
+
+    assert httpx.get(f"{served.url}/api/v1/healthz").json() == {"status": "ok"}
+    service = module.Service(served.host, ServeSettings(data=tmp_path))
+
+    def create(session: str) -> str:
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "earnest/nano", "lora_config": {"rank": 2}}
+        result = asyncio.run(service.create_model(body).wait(60))
+        assert isinstance(result, Plain)
+        return f"tinker {result.body['model_id']}"
+
+    first, second, third = (service.create_session({})["session_id"] for _ in range(3))
+    one, two = create(first), create(second)
+    assert {one, two} <= set(served.host.attached())
+    service.finish_session(first)
+    service.finish_session(first)
+    service.sessions[second].heard -= module.SILENT + 1
+    service.heartbeat(third)
+    three = create(third)
+    assert {one, two, three} & set(served.host.attached()) == {three}
+    for ended in (first, second):
+        with pytest.raises(ValueError, match="has ended"):
+            service.heartbeat(ended)
+    service.finish_session(third)
+    service.close()

@@ -7,7 +7,8 @@ Shapes: N active tokens, M covered ones, d width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +19,7 @@ from earnest.engines.vocabulary import known, scalars
 from earnest.engines.vocabulary.plan import Head
 from earnest.errors import ObjectiveError, SignalError
 from earnest.models.policy import HeadSpec
+from earnest.objectives.base import Objective
 from earnest.objectives.needs import Divergence, LogProb, Need
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
@@ -37,6 +39,21 @@ def fields(hidden: Float[Tensor, "N d"], head: HeadSpec, batch: Batch, needs: Se
     for need in divergences:
         found[need] = _estimate(need, found[own].values, hidden.detach(), head, batch)
     return {need: found[need] for need in needs}
+
+
+def demand_ratio(batch: Batch, objective: Objective, state: Mapping[str, Mapping[str, Any]], version: int) -> None:
+    """The sampled form is unbiased for tokens of the policy that is trained; on others a term must have a ratio."""
+    if bool((batch.policy_version == version).all()):
+        return
+    for weighted in objective.live():
+        term = weighted.term
+        reads = any(isinstance(n, Divergence) for n in term.needs(batch, state.get(term.label, {})))
+        if reads and "behaviour" not in term.signals():
+            raise ObjectiveError(
+                f"{term.label}: the batch was sampled at version {sorted(set(batch.policy_version.tolist()))}, the "
+                f"policy is at {version}, and without a ratio the sampled form is biased off-policy; use "
+                "SDPO(importance_clip=…), sample anew, or take estimator='exact'."
+            )
 
 
 def _estimate(need: Divergence, logprob: Tensor, hidden: Tensor, head: HeadSpec, batch: Batch) -> Field:

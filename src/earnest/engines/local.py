@@ -35,6 +35,7 @@ from earnest.engines.base import (
     Wanted,
     Who,
 )
+from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import AdamW, Optimizer
@@ -280,6 +281,8 @@ class LocalEngine:
         objective.check(batch)
         for label, initial in objective.initial_state().items():
             self.objective_state.setdefault(label, initial)
+        if self.estimator == "sampled":
+            demand_ratio(batch, objective, self.objective_state, self.version)
         needs = objective.needs(batch, self.objective_state)
         parts = micro.cut(batch, self.micro_tokens)
         if len(parts) > 1 and not objective.additive:

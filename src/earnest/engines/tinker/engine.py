@@ -23,6 +23,7 @@ from torch import Tensor
 
 from earnest.engines import checkpoint
 from earnest.engines.base import Rollout, StepReport, TermReport, TopKWanted, UpdateReport, Wanted, Who
+from earnest.engines.estimator import demand_ratio
 from earnest.engines.optimizers import AdamW, Optimizer
 from earnest.engines.tinker import client as remote
 from earnest.engines.tinker.columns import Columns, Estimator, plan
@@ -33,7 +34,7 @@ from earnest.engines.tinker.teachers import AnyTeacher, RemoteEMA, RemoteTeacher
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
 from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Evaluation, Objective, Term
-from earnest.objectives.needs import Divergence, Need
+from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, TopK
@@ -189,7 +190,8 @@ class TinkerEngine:
         for label, initial in objective.initial_state().items():
             self.objective_state.setdefault(label, initial)
         columns = self._plan(batch, objective.needs(batch, self.objective_state))
-        self._check_on_policy(batch, objective, columns)
+        if self.estimator == "sampled":
+            demand_ratio(batch, objective, self.objective_state, self.version)
         seen: list[Evaluation] = []
 
         def loss(lp: Float[Tensor, "N C"]) -> Tensor:
@@ -236,23 +238,6 @@ class TinkerEngine:
             return found
 
         return plan(batch, needs, self.policy.vocabulary, self.estimator, student_top)
-
-    def _check_on_policy(self, batch: Batch, objective: Objective, columns: Columns) -> None:
-        """The sampled form is unbiased for tokens of the policy that is trained; others need a ratio in the term."""
-        if self.estimator != "sampled" or not any(isinstance(n, Divergence) for n in columns.needs):
-            return
-        if bool((batch.policy_version == self.version).all()):
-            return
-        for weighted in objective.live():
-            needs = weighted.term.needs(batch, self.objective_state.get(weighted.term.label, {}))
-            reads = any(isinstance(n, Divergence) for n in needs)
-            if reads and "behaviour" not in weighted.term.signals():
-                raise ObjectiveError(
-                    f"{weighted.term.label}: the batch was sampled at version "
-                    f"{sorted(set(batch.policy_version.tolist()))}, the policy is at {self.version}, and without a "
-                    "ratio the sampled form is biased off-policy; use SDPO(importance_clip=…), sample anew, or take "
-                    "estimator='exact'."
-                )
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from earnest.serve.tinker.names import Path
 if TYPE_CHECKING:
     from earnest.serve.host import Host
     from earnest.serve.settings import ServeSettings
+    from earnest.serve.tinker.data import PassRequest
     from earnest.serve.tinker.futures import Promise
     from earnest.serve.tinker.service import Service
 
@@ -193,7 +194,8 @@ def _session_routes(on: On) -> None:
             return JSONResponse(body, 408)
         from earnest.serve.tinker import wire
 
-        data, kind = wire.write(result, protobuf=wire.PROTOBUF in request.headers.get("accept", ""))
+        protobuf = wire.PROTOBUF in request.headers.get("accept", "")
+        data, kind = await asyncio.to_thread(wire.write, result, protobuf=protobuf)
         return Response(data, media_type=kind)
 
 
@@ -213,8 +215,14 @@ def _model_routes(on: On) -> None:
     async def run_pass(service: Service, request: Request) -> Response:
         from earnest.serve.tinker import wire
 
-        body = wire.decompress(await _read(request), request.headers.get("content-encoding", ""), LIMIT)
-        return _future(service.pass_(wire.read_pass(body, request.headers.get("content-type", ""))))
+        sent = await _read(request)
+        headers = request.headers
+
+        def decode() -> PassRequest:
+            body = wire.decompress(sent, headers.get("content-encoding", ""), LIMIT)
+            return wire.read_pass(body, headers.get("content-type", ""))
+
+        return _future(service.pass_(await asyncio.to_thread(decode)))
 
     on("POST", "/forward_backward")(run_pass)
     on("POST", "/forward")(run_pass)

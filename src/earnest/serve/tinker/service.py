@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from earnest.serve.settings import ServeSettings
 
 MODELS = 64
+SILENT = 600.0
+"""Seconds without a heartbeat after which a session is taken for dead; the SDK sends one every 10."""
 Body = Mapping[str, Any]
 
 
@@ -80,8 +82,17 @@ class Service:
         session = self.session(id)
         session.finished = True
         for run in session.models:
-            promise, _ = self.promises.make(f"{run}:close")
-            self.lines.put(run, None, promise, lambda run=run: self._unload(run))  # type: ignore[misc]
+            promise, new = self.promises.make(f"{run}:close")
+            if new:
+                self.lines.put(run, None, promise, lambda run=run: self._unload(run))  # type: ignore[misc]
+
+    def _bury(self) -> None:
+        """End the sessions that have fallen silent: their clients are gone, their models only take room."""
+        for session in list(self.sessions.values()):
+            if not session.finished and time.time() - session.heard > SILENT:
+                session.finished = True
+                for run in session.models:
+                    self._unload(run)
 
     def _open_session(self, id: str) -> Session:
         session = self.session(id)
@@ -112,6 +123,7 @@ class Service:
 
         def make() -> Result:
             self.host.wait(self.settings.load_wait)
+            self._bury()
             if len(self.models) >= MODELS:
                 raise WireError(f"{MODELS} models are being trained already; close a session first.")
             self.models[run] = LiveModel(self.host, run, lora)

@@ -20,7 +20,7 @@ from typing import Any
 
 from earnest.engines.checkpoint import sync
 from earnest.serve.tinker.errors import NotThere, WireError
-from earnest.serve.tinker.names import Path, folder_of, is_run
+from earnest.serve.tinker.names import Path, folder_of, is_run, new_id
 
 TTL = (3600, 10 * 366 * 24 * 3600)
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
@@ -86,17 +86,21 @@ class Store:
         metadata: Mapping[str, str] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint with ``write(folder)`` and list it."""
+        """Write a checkpoint with ``write(folder)`` and list it. One run's requests come one after the other."""
         with self._lock:
             listed = self.get(path.run)["checkpoints"]
             if path.checkpoint_id in listed and not overwrite:
                 raise WireError(f"{path} exists already; choose another name, or overwrite it.", 409)
             expires = self._expiry(ttl)
             folder = self._folder(path)
-            fresh = folder.with_name(f".{folder.name}.fresh")
+        fresh = folder.with_name(f".{folder.name}.{new_id()}")
+        fresh.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(fresh)  # outside the lock: it waits for a turn, and readers must not wait for it
+        except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
-            fresh.parent.mkdir(parents=True, exist_ok=True)
-            write(fresh)
+            raise
+        with self._lock:
             self._drop(path)
             fresh.rename(folder)
             sync(folder.parent)
