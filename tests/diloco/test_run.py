@@ -194,11 +194,36 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
         (["replicas=2", "sync.algorithm=local_sgd", "sync.lr=1.0"], "no meaning with algorithm: local_sgd"),
         (["replicas=2", "sync.lighthouse=http://x:1", "sync.grace=1"], "no meaning with lighthouse"),
         (["sync.wire=int8"], "no meaning for one replica"),
+        (["replicas=2", "engine.kind=tinker"], "trains in one place"),
     ],
 )
 def test_settings_are_checked_before_anything_starts(words: list[str], says: str, make: Make) -> None:
     with pytest.raises(ConfigError, match=says):
         make(*words)
+
+
+def test_no_setting_of_a_meeting_is_read_by_nobody(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every field of ``sync`` is looked at between the launcher's plan and a worker's end."""
+    from earnest.config import dump
+    from earnest.config.schema import Strict, SyncConfig
+    from earnest.diloco.run import _put, job_of
+
+    config = make("replicas=1", f"store=file://{tmp_path}", "steps=2")
+    read: set[str] = set()
+    look = Strict.__getattribute__
+
+    def watch(self: Any, name: str) -> Any:
+        if type(self).__name__ == "SyncConfig":
+            read.add(name)
+        return look(self, name)
+
+    url = f"file://{tmp_path}/bucket"
+    _put(url, "test", dump(config))
+    monkeypatch.setattr(Strict, "__getattribute__", watch)
+    job_of(config, url, tmp_path)
+    work(url, 0, tmp_path / "mine", quiet())
+    monkeypatch.undo()
+    assert set(SyncConfig.model_fields) - read == set()
 
 
 # --- supervising ------------------------------------------------------------------------------------------------------

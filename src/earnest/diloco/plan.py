@@ -51,6 +51,8 @@ class Plan:
 def plan(config: RunConfig) -> Plan:
     """Check the numbers against each other; every refusal says which to change."""
     sync, updates = config.sync, config.updates_per_batch
+    if config.engine.kind != "local":
+        raise ConfigError(f"replicas: {config.engine.kind} trains in one place; use engine.kind=local, or replicas=1")
     if sync.every % sync.fragments:
         raise ConfigError(f"sync.every: must be a multiple of sync.fragments ({sync.fragments}), got {sync.every}")
     interval = sync.every // sync.fragments
