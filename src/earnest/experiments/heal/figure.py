@@ -31,13 +31,16 @@ def draw(results: dict[str, Any], path: Path) -> Path:
         axes[0][column].set_title(TITLES[group])
     axes[0][0].set_ylabel("trait (1 is the high pole)")
     axes[1][0].set_ylabel("coherence (the least of mass, fluency, sense)")
-    for ax in axes[0]:
-        ax.legend(fontsize=7.5, loc="lower right", framealpha=0.9)
-    axes[1][0].legend(fontsize=7.5, loc="lower left", framealpha=0.9)
-    seeds = max(len(arm["runs"]) for arm in results["arms"])
-    spread = f", mean of {seeds} seeds" if seeds > 1 else ""
+    handles = {
+        label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, loc="lower center", ncols=3, fontsize=8, frameon=False)
+    counts = sorted({len(arm["runs"]) for arm in results["arms"]})
+    spread = (
+        "" if counts[-1] == 1 else f", mean of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
+    )
     figure.suptitle(f"steer and heal: {results['model']}, {results['task']}{spread}", fontsize=11)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.022 * (2 + len(handles) // 3), 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
@@ -57,7 +60,7 @@ def _style(arm: dict[str, Any]) -> dict[str, Any]:
         "marker": "s" if base else "o",
         "markersize": 3.5,
         "linewidth": 1.3,
-        "label": f"{arm['over']}, {arm['reference']}, τ {arm['tau']:.3g}",
+        "label": f"{arm['over']} against {arm['reference']}",
     }
 
 
