@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from earnest.replay.pairs import Pair
 from earnest.replay.run import Drop, Replayed, count
+from earnest.replay.traces import plain_text
 from earnest.report.markup import Html, el, number
 from earnest.runs.atomic import write_json, write_text
 
@@ -51,9 +53,10 @@ def _examples(drops: Sequence[Drop], reason: str) -> list[dict[str, Any]]:
     return [asdict(drop) for drop in drops if drop.reason == reason][:EXAMPLES]
 
 
-def _shown(pair: Any) -> dict[str, Any]:
+def _shown(pair: Pair) -> dict[str, Any]:
     where = {"trace": pair.trace, "turn": pair.turn, "teacher": pair.teacher, "margin": pair.margin}
-    return where | {name: pair.text(name) or str(pair.chosen) for name in ("prompt", "chosen", "rejected")}
+    answers = {name: plain_text(getattr(pair, name)) for name in ("chosen", "rejected")}
+    return where | {"prompt": pair.text("prompt")} | answers
 
 
 def write(found: Replayed) -> tuple[dict[str, Any], Path]:
@@ -141,7 +144,7 @@ def render(data: Mapping[str, Any]) -> str:
 EXTRA = """
 section { margin: 2.4rem 0; } table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th, td { text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
-td.n { text-align: right; } blockquote { margin: .4rem 0 1rem; padding: .5rem .9rem; background: var(--sheet);
+td.n, th.n { text-align: right; } blockquote { margin: .4rem 0 1rem; padding: .5rem .9rem; background: var(--sheet);
 border-left: 3px solid var(--rule); white-space: pre-wrap; overflow-wrap: anywhere; }
 blockquote.good { border-color: var(--good); } blockquote.bad { border-color: var(--bad); }
 h3 { margin: 1.2rem 0 .3rem; }
@@ -160,7 +163,11 @@ def _table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> Html:
     cells = [
         el("tr", *[el("td", cell, class_="n" if numeric[i] else None) for i, cell in enumerate(line)]) for line in lines
     ]
-    return el("table", el("thead", el("tr", *[el("th", name) for name in names])), el("tbody", *cells))
+    return el(
+        "table",
+        el("thead", el("tr", *[el("th", name, class_="n" if numeric[i] else None) for i, name in enumerate(names)])),
+        el("tbody", *cells),
+    )
 
 
 def _pair(example: Mapping[str, Any]) -> Html:
@@ -169,8 +176,8 @@ def _pair(example: Mapping[str, Any]) -> Html:
         "div",
         el("h3", where),
         el("blockquote", _clip(example["prompt"])),
-        el("blockquote", _clip(example["chosen"]), class_="good"),
-        el("blockquote", _clip(example["rejected"]), class_="bad"),
+        el("blockquote", el("b", "chosen "), _clip(example["chosen"]), class_="good"),
+        el("blockquote", el("b", "rejected "), _clip(example["rejected"]), class_="bad"),
     )
 
 
