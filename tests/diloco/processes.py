@@ -176,8 +176,10 @@ class Troupe:
         place: Path,
         environment: Mapping[str, str],
         plans: Callable[[int, int], Mapping[str, Any]],
+        target: Callable[..., None] = main,
     ) -> None:
         self.ctx, self.url, self.place, self.environment, self.plans = ctx, url, place, environment, plans
+        self.target = target
         self.running: dict[str, Any] = {}
         self.lives: dict[str, int] = {}
         self.kills = 0
@@ -186,7 +188,7 @@ class Troupe:
         life = self.lives[name] = self.lives.get(name, 0) + 1
         plan = self.plans(replica, life)
         words = (self.url, replica, str(self.place / name), self.environment, plan)
-        process = self.ctx.Process(target=main, args=words, daemon=True)
+        process = self.ctx.Process(target=self.target, args=words, daemon=True)
         process.start()
         self.running[name] = (process, replica)
 

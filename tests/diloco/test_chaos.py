@@ -17,6 +17,7 @@ from earnest.diloco.ledger import Ledger
 from earnest.diloco.store import Bucket
 from tests.diloco.processes import POINTS, Troupe, commits, events, put_run, weights
 from tests.diloco.servers import BUCKET, Seaweed
+from tests.diloco.toy_process import toy_main
 
 SMALL = (
     "sampling={prompts_per_step: 1, completions_per_prompt: 4, max_new_tokens: 4}",
@@ -108,6 +109,32 @@ def test_a_stall_and_bad_memory_cost_a_round_and_no_more(case: Callable[..., Cas
     assert len(members) == 6 and any(0 not in m for m in members[1:])
     healed = [line for line in events(wild.place / "replica-1") if "this replica from" in line]
     assert len(healed) == 1 and "brought back" in healed[0]
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_of_small_replicas(ctx: Any, seaweed: Seaweed, tmp_path: Path) -> None:
+    """The same with a job of 70 weights, so that 200 lives are a matter of a minute: every point at which the protocol
+    can be left, many times."""
+    chance = random.Random(11)
+    points = [p for p in POINTS if "checkpoint" not in p and "training" not in p]
+    found, kills = {}, {}
+    for name in ("calm", "wild"):
+        place = tmp_path / name
+        place.mkdir()
+
+        def plans(replica: int, life: int, name: str = name) -> Mapping[str, Any]:
+            if name == "calm" or kills["troupe"].kills >= 200:
+                return {}
+            return {"die": (chance.choice(points), chance.choice((1, 1, 2)))}
+
+        url = f"s3://{BUCKET}/{tmp_path.name}/small-{name}"
+        kills["troupe"] = troupe = Troupe(ctx, url, place, seaweed.environment, plans, toy_main)
+        troupe.run(NAMES, seconds=1800)
+        found[name] = [torch.load(place / f"{replica}.pt")["weights"] for replica in NAMES]
+    print(f"{troupe.kills} kills in {sum(troupe.lives.values())} lives")
+    assert troupe.kills >= 200
+    for replica in [*found["calm"], *found["wild"]]:
+        assert all(torch.equal(a, b) for a, b in zip(replica, found["calm"][0], strict=True))
 
 
 @pytest.mark.slow
