@@ -76,6 +76,10 @@ def kept_table(results: Mapping[str, Any]) -> list[str]:
     for seed in sorted(set(kept) & set(ablated)):
         a, b = kept[seed][-1], ablated[seed][-1]
         rows.append([str(seed), *(f"{p[rate]:.2f}" for rate in ("exploited", "solved", "attempted") for p in (a, b))])
+    both = [(kept[seed][-1], ablated[seed][-1]) for seed in sorted(set(kept) & set(ablated))]
+    if both:
+        changes = [over_seeds([b[rate] - a[rate] for a, b in both]) for rate in ("exploited", "solved", "attempted")]
+        rows.append(["ablated − kept", *(cell for change in changes for cell in ("", str(change)))])
     head = ["seed", "exploited, kept", "exploited, ablated", "solved, kept", "solved, ablated"]
     return markdown([*head, "attempted, kept", "attempted, ablated"], rows)
 
@@ -90,7 +94,8 @@ def left_out_table(results: Mapping[str, Any]) -> list[str]:
             # Only the guards with true directions know holes; the others have no version without one.
             found = left_out(results, arm, hole) if arm in ("erase", "route") else arm_series(results, arm)
             values = [points[-1]["by_hole"][hole] for seed, points in found.items() if seed in seeds]
-            cells.append(str(over_seeds(values)) if values else NOTHING)
+            few = "" if len(values) == len(seeds) else f" ({len(values)} of {len(seeds)} seeds)"
+            cells.append(f"{over_seeds(values)}{few}" if values else NOTHING)
         rows.append([hole, str(len(seeds)), *cells])
     return markdown(["hole left out", "seeds", "none", "erase", "route", "erase:random", "route:random"], rows)
 
