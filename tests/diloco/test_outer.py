@@ -433,5 +433,5 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_a_claimed_number_is_written_once(tmp_path: Path) -> None:
     ledgers = [Ledger(Bucket.open(f"file://{tmp_path}/run")) for _ in range(4)]
     taken: list[int] = []
-    together({i: (lambda one=one: taken.append(one.claim(4))) for i, one in enumerate(ledgers)})
+    together({i: (lambda one=one: taken.append(one.claim())) for i, one in enumerate(ledgers)})
     assert sorted(taken) == [0, 1, 2, 3]

@@ -198,7 +198,7 @@ def test_the_ledger_reads_back_what_it_wrote() -> None:
     ledger.put_delta(3, 0, 1, b"", {})
     ledger.hello(3, 2)
     assert ledger.present(3) == ([(0, 0), (0, 1)], [2])
-    assert [ledger.claim(2), ledger.claim(2), ledger.claim(2)] == [0, 1, 2]
+    assert [ledger.reserve(0), ledger.claim(), ledger.claim()] == [True, 1, 2]
 
 
 def test_cleaning_keeps_decisions() -> None:

@@ -52,11 +52,16 @@ class Ledger:
     def config(self) -> Object | None:
         return self.bucket.get(CONFIG)
 
-    def claim(self, replicas: int) -> int:
-        """A replica number that nobody claimed, the smallest one."""
+    def reserve(self, number: int) -> bool:
+        """Take a replica number; False where it is taken."""
+        return self.bucket.create(f"workers/{number:05d}", "worker", meta={"replica": number})
+
+    def claim(self) -> int:
+        """The smallest replica number that nobody has."""
         taken = {int(key.rsplit("/", 1)[1]) for key in self.bucket.list("workers/")}
         number = 0
-        while number in taken or not self.bucket.create(f"workers/{number:05d}", "worker", meta={"of": replicas}):
+        while number in taken or not self.reserve(number):
+            taken.add(number)
             number += 1
         return number
 

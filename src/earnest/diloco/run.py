@@ -128,6 +128,8 @@ class Launcher(Loop):
         config = self.setup.config
         self.executor, self.job = executor, job_of(config, url, self.run.path)
         self.ledger, self.plan = Ledger(Bucket.open(url, writer="launcher")), plan(config)
+        for number in range(config.replicas):
+            self.ledger.reserve(number)  # whoever joins without a number becomes one more
         self.mirror = Mirror(self.setup.engine, config.sync.fragments)
         self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer)
         known = [json.loads(text) for text in (self.run.path / "metrics.jsonl").read_text().splitlines()]

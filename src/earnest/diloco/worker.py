@@ -142,7 +142,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     label = "joiner" if replica is None else f"replica-{replica}"
     ledger = Ledger(Bucket.open(url, writer=label))
     recipe, config = read_config(ledger)
-    own = ledger.claim(config.replicas) if replica is None else replica
+    own = ledger.claim() if replica is None else replica
     say = _teller(console)
     setup = build(config, say)
     setup = replace(setup, config=own_seed(config, own))
