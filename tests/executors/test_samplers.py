@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from earnest.config import load_file
+from earnest.config import RunConfig, load_file
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.runs.samplers import RaySamplers
 from earnest.runs.setup import Setup, build
 from tests.runs.tiny import recipe, tiny_folder
+
+pytestmark = pytest.mark.slow  # a Ray, and actors that import torch each
 
 SPEC = SampleSpec(max_new_tokens=8, temperature=1.0, seed=5)
 
@@ -127,5 +129,5 @@ def test_a_whole_run_with_samplers_equals_the_run_without(setup: Setup, tmp_path
     assert results[0] == results[1]
 
 
-def replace_eval(config):  # type: ignore[no-untyped-def]
+def replace_eval(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
