@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 from types import FrameType
@@ -66,4 +65,6 @@ def _watch(state: Any, server: Any) -> None:
     """A model that cannot be loaded ends the server: it would accept feedback that nothing ever learns from."""
     state.host._ready.wait()
     if state.host.failure is not None:
-        server.handle_exit(signal.SIGTERM, None)
+        state.host.stopping = True
+        state.bus.close()
+        server.should_exit = True
