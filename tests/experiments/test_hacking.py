@@ -20,7 +20,6 @@ from earnest.experiments.hacking.results import at_end, at_level, left_out, matc
 from earnest.experiments.hacking.tables import left_out_table, main_table
 from earnest.experiments.hacking.train import make_engine, run_job
 from earnest.tasks import get_task, holes
-from tests.runs.tiny import tiny_folder
 
 TINY: dict[str, Any] = {
     "experiment": "hacking", "steps": 3, "triples": 8, "eval_every": 2, "eval_prompts": 4, "refresh": 0,
@@ -66,22 +65,20 @@ def test_poisoning_the_oracle_changes_nothing_in_training(monkeypatch: pytest.Mo
     monkeypatch.setattr(holes, "oracle", poisoned)
     wrong = train()
     assert len(asked) > 100, "the poison was tasted"
-    assert all(torch.equal(honest[0][n], p) for n, p in wrong[0].items()) and any(p.any() for p in wrong[0].values())
+    assert all(torch.equal(honest[0][n], p) for n, p in wrong[0].items()) and any(
+        p.any() for n, p in wrong[0].items() if n.endswith(".g")
+    )
     assert [x["reward"] for x in honest[1]] == [x["reward"] for x in wrong[1]]
     assert [x["solved"] for x in honest[1]] != [x["solved"] for x in wrong[1]]
     assert honest[2] == wrong[2]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("hacking") / "tiny")
-
-
-def test_a_panel_of_quarantines_leaves_the_run_alone(tiny: Path) -> None:
-    config = Config(**TINY, model=str(tiny))
+def test_a_panel_of_quarantines_leaves_the_run_alone() -> None:
+    config = Config(**TINY)
     alone = run_job(config, Job("none", 0), None)
     watched = run_job(config, Job("none", 0, routes=("route", "route:noise", "route-without-error")), None)
     assert all(torch.equal(p, watched.parameters[n]) for n, p in alone.parameters.items())
+    assert any(p.any() for n, p in alone.parameters.items() if n.endswith(".g")), "it did train"
     series = watched.record["series"]
     assert series["none"] == alone.record["series"]["none"]
     assert [len(series[n]) for n in ("none", "route", "route:noise", "route-without-error")] == [3, 3, 3, 1]
@@ -173,8 +170,8 @@ def test_an_arm_without_results_is_a_row_that_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::earnest.guards.errors.GuardWarning")
-def test_from_the_recipe_to_the_page_and_again(tmp_path: Path, tiny: Path) -> None:
-    data = {**TINY, "description": "a <test>", "model": str(tiny)}
+def test_from_the_recipe_to_the_page_and_again(tmp_path: Path) -> None:
+    data = {**TINY, "steps": 2, "description": "a <test>"}
     out = tmp_path / "out"
     console = Console(quiet=True)
     page = experiments.run("hacking", data, [f"out={out}"], full=False, resume=False, console=console)
