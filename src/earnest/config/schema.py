@@ -156,6 +156,24 @@ class SamplingConfig(Strict):
     workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the process that trains does it itself")
 
 
+class SamplerConfig(Strict):
+    """A server that samples instead of this process; ``sampler: http://…`` is short for its ``url``."""
+
+    url: str = Field(pattern=r"^https?://[^\s@]+$", description="of an `earnest serve`, vLLM or SGLang server")
+    folder: str | None = Field(
+        None, min_length=1, description="a folder that vLLM or SGLang sees under the same path; earnest needs none"
+    )
+    key: str = Field(
+        "EARNEST_SAMPLER_KEY", min_length=1, description="the environment variable with the server's API key, if any"
+    )
+    timeout: float = Field(600.0, gt=0, description="seconds that a request may take")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, data: Any) -> Any:
+        return {"url": data} if isinstance(data, str) else data
+
+
 class EvalConfig(Strict):
     """Held-out prompts, the same for every seed and at every evaluation."""
 
@@ -288,6 +306,7 @@ class RunConfig(Strict):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    sampler: SamplerConfig | None = Field(None, description="the URL of a server that samples; none: sampled here")
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
     micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
     steps: Whole = Field(description="batches to train on")
@@ -320,6 +339,10 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
         self.build_objective()
+        if self.sampler is not None and self.sampling.workers:
+            raise ConfigError("sampler: sampling.workers sample already; leave one of the two out")
+        if self.sampler is not None and self.engine.kind != "local":
+            raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")
         if self.replicated:
             from earnest.diloco.plan import plan
 

@@ -146,11 +146,11 @@ class RaySamplers:
     def _sync(self, setup: Setup, whom: Sequence[int]) -> None:
         """Give these samplers the trainer's weights where they hold others, and probe what they make of them."""
         state = {name: tensor.cpu() for name, tensor in setup.adapter.state_dict().items()}
-        digest = _digest(setup.engine.version, state)
+        digest = weights_digest(setup.engine.version, state)
         behind = [a for a in whom if self._holds[a] != digest]
         if not behind:
             return
-        probe = _probe(setup)
+        probe = probe_batch(setup)
         shared = self._ray.put(state)
         asked = [self._actors[a].become.remote(setup.engine.version, shared, probe) for a in behind]
         own = probe_logprobs(setup.engine, probe)
@@ -183,13 +183,18 @@ class RaySamplers:
             self._ray.shutdown()
 
 
-def _probe(setup: Setup) -> Batch:
+def probe_batch(setup: Setup) -> Batch:
     """A few held-out prompts as completions of their own first token: the same at every sync."""
-    prompts = [setup.policy.render(p.messages) for p in setup.task.prompts("heldout", PROBES, 0)]
-    return Batch.from_rows([p[:1] for p in prompts], [p[1:] for p in prompts], pad=setup.policy.pad_id)
+    texts = probe_texts(setup)
+    return Batch.from_rows([t[:1] for t in texts], [t[1:] for t in texts], pad=setup.policy.pad_id)
 
 
-def _digest(version: int, state: dict[str, Tensor]) -> str:
+def probe_texts(setup: Setup) -> list[list[int]]:
+    """The tokens that every probe is about."""
+    return [list(setup.policy.render(p.messages)) for p in setup.task.prompts("heldout", PROBES, 0)]
+
+
+def weights_digest(version: int, state: dict[str, Tensor]) -> str:
     """Of the weights themselves: inside ``deployed()`` they differ under one version."""
     total = hashlib.sha256(str(version).encode())
     for name in sorted(state):

@@ -17,6 +17,7 @@ from earnest.errors import ConfigError
 from earnest.guards import DirectionGuard
 from earnest.models import Policy, SampleSpec, load
 from earnest.objectives import Objective
+from earnest.runs.elsewhere import ServerSampler
 from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
 from earnest.runs.samplers import RaySamplers
@@ -40,7 +41,7 @@ class Setup:
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
     preferences: Preferences | None = None
-    samplers: RaySamplers | None = None
+    samplers: RaySamplers | ServerSampler | None = None
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the policy as it is now: sampled here, or by samplers that get it."""
@@ -113,7 +114,9 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         micro_tokens=config.micro_tokens,
         estimator=config.engine.estimator,
     )
-    samplers = RaySamplers(config, say) if config.sampling.workers else None
+    samplers: RaySamplers | ServerSampler | None = RaySamplers(config, say) if config.sampling.workers else None
+    if config.sampler is not None:
+        samplers = ServerSampler(config, say)
     return Setup(config, task, policy, adapter, engine, objective, teacher, preferences, samplers)
 
 

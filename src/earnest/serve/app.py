@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 import earnest
 from earnest.errors import EarnestError
-from earnest.serve import adapters, feedback, health, openai
+from earnest.serve import adapters, feedback, health, openai, push
 from earnest.serve.errors import ServeError, body
 from earnest.serve.settings import ServeSettings
 from earnest.serve.shield import Shield
@@ -49,7 +49,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.earnest = state
-    for part in (openai, feedback, adapters, health):
+    for part in (openai, feedback, adapters, push, health):
         app.include_router(part.router(state))
     if importlib.util.find_spec("earnest.serve.tinker") is not None:
         from earnest.serve import tinker
@@ -58,7 +58,12 @@ def create_app(settings: ServeSettings) -> FastAPI:
     if importlib.util.find_spec("earnest.serve.dashboard") is not None:
         dashboard = importlib.import_module("earnest.serve.dashboard")
         app.include_router(dashboard.router(state))
-    app.add_middleware(Shield, max_body=settings.max_body, loopback_only=not state.keys.on)
+    app.add_middleware(
+        Shield,
+        max_body=settings.max_body,
+        loopback_only=not state.keys.on,
+        larger={push.UPLOAD: settings.max_upload},
+    )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(EarnestError, _known)

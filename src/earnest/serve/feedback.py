@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field, model_validator
 
-from earnest.serve.errors import BadRequest, NotFound
+from earnest.serve.errors import BadRequest, Conflict, NotFound
 from earnest.serve.keys import Caller, Who
 from earnest.serve.state import State
-from earnest.serve.store import AdapterRow, Said
+from earnest.serve.store import PUSHED, AdapterRow, Said
 from earnest.serve.wire import ERRORS, Wire
 
 MOST = 256
@@ -112,4 +112,6 @@ def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, Adapt
     if not completion.tokens:
         raise BadRequest(f"{completion.id} has no tokens; there is nothing to learn from.", "completion_id")
     adapter = state.store.adapter(name)
+    if adapter.origin == PUSHED:
+        raise Conflict(f"{name} is trained elsewhere and pushed here, so it does not learn here.", "adapter")
     return Said(item.completion_id, item.choice, item.text, item.thumbs, item.better, item.id, name), adapter

@@ -29,6 +29,7 @@ class ServeSettings(BaseModel):
     learn: Path | None = Field(None, description="a YAML file that says how adapters learn; none: SDPO with hindsight")
     adapters: tuple[str, ...] = Field(("assistant",), description="adapters that exist from the start")
     max_body: int = Field(1 << 20, ge=1024, description="bytes of a request's body")
+    max_upload: int = Field(256 << 20, ge=1024, description="bytes of an adapter that is pushed here")
     max_rows: int = Field(32, ge=1, description="sequences that are decoded together")
     max_waiting: int = Field(256, ge=1, description="sequences that may wait for a place; beyond, 429")
     max_tokens: int = Field(256, ge=1, description="length of an answer where the request names none")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from earnest.serve.errors import NoModel
 from earnest.serve.host import Host
-from earnest.serve.store import AdapterRow, Store
+from earnest.serve.store import PUSHED, AdapterRow, Store
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
@@ -74,6 +74,8 @@ class Shelf:
         row = self.store.adapter(name)
         if number is not None and number > 0:
             self.store.version(row, number)
+        if row.origin == PUSHED and not (row.live if number is None else number):
+            raise NoModel(f"{name} was pushed and its weights are not live; load it again, or ask for base.", "model")
         return row, row.live if number is None else number
 
     @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,9 +26,14 @@ class Shield:
     """ASGI middleware."""
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], max_body: int, loopback_only: bool
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        max_body: int,
+        loopback_only: bool,
+        larger: Mapping[str, int] | None = None,
     ) -> None:
         self.app, self.max_body, self.loopback_only = app, max_body, loopback_only
+        self.larger = larger or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +69,9 @@ class Shield:
             await refuse(send, _too_large(limit))
 
     def _limit(self, path: str) -> int:
-        """The Tinker wire carries whole batches, and sets its own limit below this one."""
+        """The Tinker wire carries whole batches, and sets its own limit below this one; ``larger`` has others."""
+        if path in self.larger:
+            return self.larger[path]
         return max(self.max_body, TINKER_BODY) if path.startswith("/api/v1/") else self.max_body
 
     def _check(self, headers: dict[str, str], limit: int) -> None:

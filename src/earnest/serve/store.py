@@ -50,6 +50,7 @@ NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2}(/[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2})?"
 )
 RESERVED = frozenset({"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export"})
+PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
 Thumbs = Literal["up", "down"]
 Status = Literal["queued", "applied", "unused", "failed"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from earnest.serve.errors import NotFound
+from earnest.serve.errors import Conflict, NotFound
 from earnest.serve.store import AdapterRow
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
     """A new adapter whose version 1 is this version, optimizer state included. Version 0 has nothing to copy."""
     if number > 0:
         version = state.store.version(row, number)
+        if not (state.shelf.folder(row.id, number) / "engine").is_dir():
+            raise Conflict(f"{row.name}@{number} was pushed without an optimizer's state; it cannot learn on here.")
     made = state.store.create(name, row.learn, origin=f"{row.name}@{number}")
     if number == 0:
         return made

@@ -1,0 +1,207 @@
+"""Adapters that were trained elsewhere: vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, and an upload.
+
+A pushed adapter answers under its name, with its version 1, from the moment that the request is answered. It does not
+learn here: whoever pushed it trains it. A path in a request is looked up in the folder ``loras`` of --data and nowhere
+else; an upload is the zip that an export gives, of which only known names are taken.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from earnest.errors import EarnestError
+from earnest.serve import versions
+from earnest.serve.errors import BadRequest, Conflict, TooLarge
+from earnest.serve.keys import Caller, Who
+from earnest.serve.state import State
+from earnest.serve.store import PUSHED, check_name
+from earnest.serve.wire import ERRORS, Wire
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.json", "earnest_adapter.safetensors")
+IGNORED = ("version.json", "README.md")
+UPLOAD = "/v1/upload_lora_adapter"
+
+
+class Load(Wire):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=1000, description="a folder in DATA/loras")]
+    load_inplace: bool = Field(False, description="replace a pushed adapter of this name")
+
+
+class Unload(Wire):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Name
+
+
+def router(state: State) -> APIRouter:
+    api = APIRouter(prefix="/v1", responses=ERRORS, tags=["push"])
+
+    @api.post("/load_lora_adapter", summary="Answer with an adapter from a folder", response_class=PlainTextResponse)
+    def load(body: Load, caller: Who) -> str:
+        _allowed(body.lora_name, caller)
+        install(state, body.lora_name, _folder(state, body.lora_path), body.load_inplace)
+        return f"{body.lora_name} is loaded."
+
+    @api.post(
+        "/upload_lora_adapter",
+        summary="Answer with an adapter that the body holds, as the zip of an export",
+        response_class=PlainTextResponse,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def upload(
+        request: Request,
+        caller: Who,
+        lora_name: Annotated[str, Query(min_length=1, max_length=200)],
+        load_inplace: bool = False,
+    ) -> str:
+        _allowed(lora_name, caller)
+        content = await request.body()
+        files = await run_in_threadpool(unzipped, content, state.settings.max_upload)
+        await run_in_threadpool(install, state, lora_name, files, load_inplace)
+        return f"{lora_name} is loaded."
+
+    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_class=PlainTextResponse)
+    def unload(body: Unload, caller: Who) -> str:
+        caller.demand(body.lora_name, "teach")
+        row = state.store.adapter(body.lora_name)
+        if row.origin != PUSHED:
+            raise Conflict(
+                f"{row.name} learns here and was not loaded; DELETE /v1/adapters/{row.name} forgets it.", "lora_name"
+            )
+        _forget(state, row.id)
+        state.bus.publish("adapter", row.name, what="unloaded")
+        return f"{row.name} is unloaded."
+
+    return api
+
+
+def _allowed(name: str, caller: Caller) -> None:
+    check_name(name)
+    caller.demand(name, "teach")
+
+
+def _folder(state: State, given: str) -> dict[str, bytes]:
+    """The known files of a folder in ``loras``. Resolved first, links included; outside is outside, there or not."""
+    place = (state.settings.data / "loras").resolve()
+    try:
+        path = (place / given).resolve()
+        inside = path.is_relative_to(place) and path != place and path.is_dir()
+        files = {n: _bytes(path / n, place, state.settings.max_upload) for n in FILES} if inside else {}
+    except (OSError, ValueError):
+        files = {}
+    found = {n: b for n, b in files.items() if b is not None}
+    if not found:
+        raise BadRequest(
+            "lora_path: there is no adapter in such a folder of DATA/loras, the only place where paths are looked up; "
+            f"put it there, or send it to {UPLOAD}.",
+            "lora_path",
+        )
+    return found
+
+
+def _bytes(path: Path, place: Path, most: int) -> bytes | None:
+    if not path.is_file() or not path.resolve().is_relative_to(place):
+        return None
+    if path.stat().st_size > most:
+        raise _too_large(most)
+    return path.read_bytes()
+
+
+def _too_large(most: int) -> TooLarge:
+    return TooLarge(f"the adapter has more than {most} bytes, which is the limit here.")
+
+
+def unzipped(content: bytes, most: int) -> dict[str, bytes]:
+    """The files of an export's zip; unknown names, names twice, and more than ``most`` bytes are refused."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entries = [e for e in archive.infolist() if e.filename not in IGNORED]
+            names = [e.filename for e in entries]
+            strange = sorted(set(names) - set(FILES))
+            if strange or len(set(names)) < len(names):
+                raise BadRequest(f"the zip may hold {', '.join(FILES)}, each once; it also has {strange[:3]}.")
+            if sum(e.file_size for e in entries) > most:
+                raise _too_large(most)
+            found: dict[str, bytes] = {}
+            for entry in entries:
+                with archive.open(entry) as file:
+                    found[entry.filename] = file.read(entry.file_size + 1)
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError, ValueError) as error:
+        raise BadRequest(
+            f"the body is no zip that can be read ({error}); send what an export of an adapter gives."
+        ) from None
+    if not found:
+        raise BadRequest("the zip holds no adapter; send what an export of an adapter gives.")
+    return found
+
+
+def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool) -> None:
+    """Version 1 of a new adapter, read back onto the model before anybody can ask for it."""
+    state.wait()
+    for old in [a for a in state.store.adapters() if a.name == name]:
+        torn = old.origin == PUSHED and old.live == 0  # a process died in the middle of this function
+        if old.origin != PUSHED or not (inplace or torn):
+            raise Conflict(f"there is an adapter {name!r} already; unload it first, or take another name.", "lora_name")
+        _forget(state, old.id)
+    row = state.store.create(name, {}, origin=PUSHED)
+    folder = state.shelf.folder(row.id, 1)
+
+    def fill(fresh: Path) -> None:
+        (fresh / "adapter").mkdir()
+        for file, content in files.items():
+            (fresh / "adapter" / file).write_bytes(content)
+
+    record = _record()
+    try:
+        versions.write(folder, fill, record)
+        with state.shelf.checked(row.id, 1):
+            pass
+        state.store.add_version(row.id, 1, 0, record, (), {}, "")
+    except BaseException as error:
+        _forget(state, row.id)
+        if not isinstance(error, Exception) or isinstance(error, OSError):
+            raise
+        said = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
+        raise BadRequest(f"this is no adapter for {state.host.policy.name}: {said}") from None
+    state.bus.publish("adapter", name, what="pushed", live=1, pinned=False)
+
+
+def _forget(state: State, adapter: int) -> None:
+    state.store.delete(adapter)
+    state.shelf.forget(adapter)
+    versions.remove(state.shelf.folder(adapter, 0).parent)
+
+
+def _record() -> dict[str, Any]:
+    """A version of which this server knows only the weights: nothing was audited here, and no gate was passed."""
+    nothing: dict[str, Any] = {"holds": None, "counts": {}, "cost": 0.0, "findings": []}
+    return {
+        "parent": 0,
+        "feedback": [],
+        "data": [],
+        "config": {},
+        "metrics": {},
+        "curve": [],
+        "answers": [],
+        "gate": nothing,
+        "audit": nothing,
+    }
