@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,10 @@ def one_round(bucket: Bucket, key: str, wire: Wire, delta: torch.Tensor, start: 
     return len(payload), time.perf_counter() - began
 
 
-def measure_wire(sizes: Sequence[int]) -> list[dict[str, Any]]:
+def measure_wire(sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Weights of spread 0.02; differences as ten steps at lr 1e-6 make them, as in RL of all weights."""
     from tests.diloco.servers import BUCKET, Seaweed
 
-    rows = []
     reduced = gloo(sizes)
     with tempfile.TemporaryDirectory() as place:
         server = Seaweed(Path(place)).start()
@@ -116,7 +115,7 @@ def measure_wire(sizes: Sequence[int]) -> list[dict[str, Any]]:
         try:
             bucket = Bucket.open(f"s3://{BUCKET}/bench")
             for n in sizes:
-                rows.append({"n": n, "way": "all-reduce, fp32", "bytes": 4 * n, "seconds": reduced[n]})
+                yield {"n": n, "way": "all-reduce, fp32", "bytes": 4 * n, "seconds": reduced[n]}
                 chance = torch.Generator().manual_seed(0)
                 start = 0.02 * torch.randn(n, generator=chance)
                 delta = 3e-6 * torch.randn(n, generator=chance)
@@ -124,10 +123,9 @@ def measure_wire(sizes: Sequence[int]) -> list[dict[str, Any]]:
                     key = f"{n}/{kind}"
                     size, seconds = one_round(bucket, key, Wire(kind), delta, start)
                     bucket.delete([key])
-                    rows.append({"n": n, "way": kind, "bytes": size, "seconds": seconds})
+                    yield {"n": n, "way": kind, "bytes": size, "seconds": seconds}
         finally:
             server.stop()
-    return rows
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -351,8 +349,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"seed {seed}: {arm}: {end:.4f} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
                 keep()
     if args.only in (None, "wire"):
-        data["wire"] = measure_wire([int(n) for n in args.sizes])
-        keep()
+        data["wire"] = []
+        for row in measure_wire([int(n) for n in args.sizes]):
+            data["wire"].append(row)
+            keep()
     if args.only in (None, "goodput"):
         data["goodput"] = goodput(args)
         keep()
