@@ -38,8 +38,10 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
         return body
     if encoding != "zstd":
         raise WireError(f"the body is encoded as {encoding!r}; send zstd or plain bytes.", 415)
-    import zstandard
-
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingExtra("zstandard", "tinker", "Reading compressed requests") from error
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
             plain = reader.read(limit + 1)
