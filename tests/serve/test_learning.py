@@ -155,6 +155,8 @@ def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> No
     assert version["status"] == "candidate" and not version["live"] and not version["gate"]["holds"]
     assert "held-out margin" in version["reason"] and "log-prob drift" in version["reason"]
     assert live.chat(name)["adapter_version"] == 0
+    refused = live.http.post(f"/v1/adapters/{name}/rollback", json={"version": 1})
+    assert refused.status_code == 409 and "promote it instead" in refused.json()["error"]["message"]
     # The next one is made from the live version, not from the candidate.
     told = live.learned(live.teach(live.chat(name), text="Too loud."))
     assert live.get(f"/v1/adapters/{name}/versions/2")["parent"] == 0
@@ -266,7 +268,8 @@ def test_settings_are_checked(live: Live) -> None:
         assert found.status_code == 400 and words in found.json()["error"]["message"]
     for name in ("base", "a/b/c", "../etc", "a b", "", "x/versions", "a..b", ".", "a/", "/a", "a\x00b"):
         assert live.http.post("/v1/adapters", json={"name": name}).status_code == 400, name
-    assert live.http.post("/v1/adapters", json={"name": "assistant"}).status_code == 409
+    for name in ("assistant", "nano"):
+        assert live.http.post("/v1/adapters", json={"name": name}).status_code == 409
 
 
 def test_overrides_merge() -> None:

@@ -71,6 +71,8 @@ def router(state: State) -> APIRouter:
     def create(body: NewAdapter, caller: Who) -> dict[str, Any]:
         check_name(body.name)
         caller.demand(body.name, "teach")
+        if body.name == state.settings.model:
+            raise Conflict(f"{body.name!r} is the base model's own name here; choose another.", "name")
         if body.learn:
             state.wait()
             from earnest.serve.learning import overridden
@@ -133,8 +135,10 @@ def router(state: State) -> APIRouter:
             if row.live == 0:
                 raise Conflict(f"{name} is at version 0, the base; there is nothing before it.", "version")
             number = state.store.version(row, row.live).parent
-        if number > 0:
-            state.store.version(row, number)
+        if number > 0 and (found := state.store.version(row, number)).status == "candidate":
+            raise Conflict(
+                f"version {number} of {name} was never live ({found.reason}); promote it instead.", "version"
+            )
         state.store.set_live(row.id, number)
         return told(row, "rolled back")
 

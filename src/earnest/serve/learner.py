@@ -324,6 +324,7 @@ class Learner:
             engine.save(fresh / "engine")
 
         versions.write(folder, fill, clean(record))
+        state.shelf.forget(row.id, number)  # of an attempt that ended before its commit
         batch = lessons.batches(state, rows)[0][0]
         trained = engine.scalars(batch, [LogProb()])[LogProb()].values
         with state.shelf.checked(row.id, number) as adapter, state.host.only(adapter):
