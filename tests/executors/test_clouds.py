@@ -35,7 +35,7 @@ def test_machines_elsewhere_need_a_store_they_reach_and_choose_their_own_folder(
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The Hub's side of the wire, over HTTP: what the real SDK sends to it is what is looked at."""
-    state: dict[str, Any] = {"posts": [], "stage": "RUNNING", "cancelled": [], "keys": set(), "refuse": 0}
+    state: dict[str, Any] = {"posts": [], "stage": "RUNNING", "cancelled": [], "keys": set(), "refuse": 0, "lost": 0}
     info = {"id": "job-1", "createdAt": "2026-11-16T00:00:00.000Z", "dockerImage": "x", "command": [], "arguments": []}
     info |= {
         "environment": {},
@@ -55,7 +55,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             self.wfile.write(text)
 
         def do_GET(self) -> None:
-            if self.path.endswith("/whoami-v2"):
+            if "/api/jobs/" in self.path and state["lost"]:
+                state["lost"] -= 1
+                self._send({"error": "bad gateway"}, 502)
+            elif self.path.endswith("/whoami-v2"):
                 self._send({"name": "me", "type": "user"})
             else:
                 self._send(info | {"status": {"stage": state["stage"], "message": "said the hub"}})
@@ -113,6 +116,8 @@ def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
     }
     assert hub["keys"] == {"Bearer hf_test"}
     assert executor.poll() == []
+    hub["lost"] = 3  # the network fails for a while: nobody is given up on
+    assert [executor.poll() for _ in range(3)] == [[], [], []]
     hub["stage"] = "ERROR"
     (end,) = executor.poll()
     assert (end.replica, end.attempt, end.code, end.detail) == (1, 2, 1, "said the hub")

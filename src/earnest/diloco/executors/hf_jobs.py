@@ -21,6 +21,8 @@ TOKEN = (
     "Hugging Face Jobs want a token with the right to start jobs: make one at huggingface.co/settings/tokens, then run "
     "`hf auth login`, or set HF_TOKEN."
 )
+PATIENCE = 60
+"""So many looks in a row may fail."""
 CODES = {"COMPLETED": 0, "ERROR": 1, "CANCELED": -15, "DELETED": -9}
 
 
@@ -32,6 +34,7 @@ class HFJobsExecutor:
     def __init__(self, option: str = "") -> None:
         self.flavor = option or "cpu-basic"
         self._jobs: dict[int, tuple[int, str]] = {}
+        self._misses = 0
 
     def arguments(self, job: Job, replica: int, attempt: int) -> dict[str, Any]:
         """The keyword arguments of ``run_job``."""
@@ -72,10 +75,20 @@ class HFJobsExecutor:
         api = HfApi()
         ended = []
         for replica, (attempt, name) in list(self._jobs.items()):
-            status = api.inspect_job(job_id=name).status
+            try:
+                status = api.inspect_job(job_id=name).status
+                words = status.message or (self._tail(api, name) if status.stage in CODES else "")
+            except Exception as error:  # the network between here and there: the job itself goes on
+                self._misses += 1
+                if self._misses > PATIENCE:
+                    raise ExecutorError(
+                        f"--on hf: {PATIENCE} looks at the jobs in a row failed, the last: {error}"
+                    ) from None
+                continue
+            self._misses = 0
             if status.stage in CODES:
                 del self._jobs[replica]
-                ended.append(Exit(replica, attempt, CODES[status.stage], status.message or self._tail(api, name)))
+                ended.append(Exit(replica, attempt, CODES[status.stage], words))
         return ended
 
     def _tail(self, api: Any, name: str) -> str:

@@ -18,6 +18,8 @@ from earnest.errors import MissingExtra
 LOST = -9
 """The exit code of a replica whose actor is gone."""
 WAIT = 60.0
+OPTIONS = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
+"""Of an actor. No restarts by Ray: ``supervise`` starts replicas again, the same way everywhere."""
 
 
 def connect(address: str, cpus: int) -> tuple[Any, bool]:
@@ -53,7 +55,7 @@ class RayExecutor:
     name: ClassVar[str] = "ray"
 
     def __init__(self, option: str = "") -> None:
-        self.address = option
+        self.address = option or os.environ.get("RAY_ADDRESS", "")
         self._ray: Any = None
         self._own = False
         self._actors: dict[int, tuple[int, Any]] = {}
@@ -68,20 +70,15 @@ class RayExecutor:
         job = self._job(job)
         init = {"address": self.address} if self.address else {"num_cpus": max(job.replicas + 1, os.cpu_count() or 1)}
         return [
-            {"ray.init": init, "actor": self._options(i), "command": job.command(i), "env": dict(job.env)}
+            {"ray.init": init, "actor": OPTIONS, "command": job.command(i), "env": dict(job.env)}
             for i in range(job.replicas)
         ]
-
-    def _options(self, replica: int) -> dict[str, Any]:
-        # No restarts by Ray: ``supervise`` starts replicas again, the same way everywhere.
-        return {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "name": f"earnest-replica-{replica}"}
 
     def start(self, job: Job, replica: int, attempt: int) -> None:
         job = self._job(job)
         if self._ray is None:
             self._ray, self._own = connect(self.address, job.replicas)
-        options = self._options(replica) | {"name": f"earnest-{os.getpid()}-replica-{replica}-{attempt}"}
-        actor = self._ray.remote(Runner).options(**options).remote()
+        actor = self._ray.remote(Runner).options(**OPTIONS).remote()
         try:
             self._ray.get(actor.start.remote(job.words(replica), dict(job.env)), timeout=WAIT)
         except self._ray.exceptions.RayError as error:
