@@ -40,6 +40,13 @@ class Client:
         except OSError as error:
             raise EvalError(f"{self.url} does not answer ({error}); is `earnest serve` running there?") from None
 
+    def wait(self) -> None:
+        """Until the server has its model."""
+        while (status := self.call("GET", "/health")["status"]) == "loading":
+            time.sleep(0.2)
+        if status != "ok":
+            raise EvalError(f"{self.url} could not load its model; its log says why.")
+
     def create(self, name: str, learn: dict[str, Any]) -> None:
         self.call("POST", "/v1/adapters", {"name": name, "learn": learn})
 

@@ -43,6 +43,7 @@ class Round:
 def evaluate(client: Client, config: EvalConfig, out: Path, say: Callable[[str], None]) -> list[Round]:
     """Every preference on an adapter of its own; ``steps.jsonl``, ``summary.json`` and ``summary.md`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
+    client.wait()
     found: list[Round] = []
     lines: list[str] = []
     for preference in config.preferences:
