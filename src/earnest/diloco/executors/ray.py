@@ -42,10 +42,9 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             # Nor shall Ray kill ours because others' processes fill the memory: the kernel knows better whom to.
             os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
             ray.init(num_cpus=max(cpus + 1, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ExecutorError(
-            f"--on ray:{address}: no Ray cluster answers there ({error}); start one, or --on ray."
-        ) from None
+    except Exception as error:  # Ray says some of its failures as bare Exceptions
+        what = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
+        raise ExecutorError(f"--on ray: {what} ({_first(error)}); try again, or --on local.") from None
     return ray, True
 
 
