@@ -16,7 +16,7 @@ from earnest.runs.atomic import write_json, write_text
 
 STYLE = """
 :root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
+body{font:15px/1.5 system-ui,sans-serif;max-width:82rem;margin:2rem auto;padding:0 1rem}
 img{max-width:100%;background:#fff;border-radius:6px} .wide{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.5rem 0 1.5rem}
 td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right;white-space:nowrap}
