@@ -1,4 +1,4 @@
-"""One round of the loop on the real smollm2, small: other blocks, other tokens, the same record."""
+"""One round of `earnest run heal-smollm2`, small: other blocks, other tokens, the same record."""
 
 from __future__ import annotations
 
