@@ -155,6 +155,6 @@ if TYPE_CHECKING:
     from earnest.signals import collect as collect
     from earnest.steering import Vector as Vector
     from earnest.steering import calibrate_dose as calibrate_dose
-    from earnest.steering import heal as heal
     from earnest.steering import mean_difference as mean_difference
+    from earnest.steering.heal import heal as heal
     from earnest.tasks import get_task as get_task
