@@ -1,0 +1,234 @@
+"""Training here, sampling on a real `earnest serve`: exact tokens, every version pushed and probed, none stale."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from earnest.config import dump, from_mapping
+from earnest.errors import ConfigError, EarnestError, SamplingError
+from earnest.models import SampleSpec
+from earnest.runs import endpoint, start
+from earnest.runs.elsewhere import ServerSampler
+from earnest.runs.samplers import TOLERANCE
+from earnest.runs.setup import Setup, build
+from tests.serve.elsewhere import proxied, served, speak_vllm, swallow_pushes
+
+RECIPE: dict[str, Any] = {
+    "model": "nano",
+    "task": "sort",
+    "adapter": {"kind": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]},
+    "objective": [{"kind": "grpo"}],
+    "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 6},
+    "optimizer": {"kind": "adamw", "lr": 2e-3},
+    "eval": {"every": 0, "prompts": 2, "samples": 2},
+    "steps": 2,
+    "threads": 1,
+}
+SPEC = SampleSpec(max_new_tokens=5, temperature=0.7, seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("elsewhere") / "data") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def local() -> Setup:
+    return build(from_mapping(RECIPE), lambda _: None)
+
+
+def sampler(setup: Setup, url: str, **more: Any) -> ServerSampler:
+    return ServerSampler(from_mapping({**RECIPE, "sampler": {"url": url, **more}}), lambda _: None)
+
+
+def train(setup: Setup, size: float) -> None:
+    """A step of this size, whatever its direction."""
+    with torch.no_grad():
+        for tensor in setup.adapter.parameters():
+            tensor.add_(size * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(setup.engine.version)))
+    setup.engine.version += 1
+
+
+def prompts(setup: Setup, count: int = 2) -> list[list[int]]:
+    return [list(setup.policy.render(p.messages)) for p in setup.task.prompts("train", count, 1)]
+
+
+def names(url: str) -> list[str]:
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        return [m["id"] for m in json.loads(answer.read())["data"] if m["id"].startswith("earnest-")]
+
+
+def test_rollouts_are_the_trainers_own(server: str, local: Setup) -> None:
+    """Of every version: the tokens' log-probs equal a plain forward pass of the trainer's model here, at temperature;
+    equal prompts get draws of their own; the server holds one version at a time, and none when the run is over."""
+    remote = sampler(local, server)
+    asked = prompts(local, 3)
+    for step in range(2):
+        found = remote.sample(local, asked, 3, SPEC)
+        assert [(r.prompt_index, r.sample_index) for r in found] == [(i, k) for i in range(3) for k in range(3)]
+        assert {r.policy_version for r in found} == {local.engine.version}
+        for r in found:
+            ids = torch.tensor([[*r.prompt, *r.tokens]])
+            with torch.no_grad():
+                logits = local.policy.model(ids[:, :-1]).logits[0, len(r.prompt) - 1 :]
+            want = (logits / SPEC.temperature).log_softmax(-1).gather(-1, ids[0, len(r.prompt) :, None])[:, 0]
+            assert torch.tensor(r.logprobs) == pytest.approx(want, abs=1e-4)
+            assert (r.tokens[-1] in local.policy.eos_ids) == (r.finish == "stop")
+        (name,) = names(server)
+        assert f"-v{local.engine.version}-" in name
+        assert remote.metrics["sampler/probe"] < 1e-5 and remote.metrics["sampler/behaviour"] < 1e-5
+        assert (remote.metrics["sampler/moved"] > 1e-3) == (step == 1)
+        train(local, 0.02)
+    drawn = remote.sample(local, [asked[0]] * 2, 8, replace(SPEC, temperature=2.0))
+    assert [r.tokens for r in drawn[:8]] != [r.tokens for r in drawn[8:]], "one seed for all would give these twice"
+    remote.close()
+    assert names(server) == []
+
+
+def test_a_recipe_trains_with_it(server: str, tmp_path: Path) -> None:
+    start("elsewhere", from_mapping({**RECIPE, "sampler": server, "out": str(tmp_path / "run")}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert len(steps) == 2
+    assert all(0 < line["metrics"]["sampler/probe"] < 1e-5 for line in steps)
+    assert names(server) == []
+
+
+@pytest.mark.parametrize("size", [2e-4, 0.02], ids=["small steps", "large steps"])
+def test_a_sampler_that_ignores_the_push_stops_the_run(server: str, local: Setup, size: float) -> None:
+    """It says 200 to the push and answers under the new name, with the weights of before. Also where a step moves the
+    probe by less than the tolerance: then what was before is still nearer."""
+    with proxied(server) as proxy:
+        swallow_pushes(proxy, rename=True)
+        remote = sampler(local, proxy.url)
+        remote.sample(local, prompts(local), 1, SPEC)
+        held = names(server)
+        train(local, size)
+        with pytest.raises(SamplingError, match="still runs old weights: after the push of version") as error:
+            remote.sample(local, prompts(local), 1, SPEC)
+        moved = float(str(error.value).split(" nats a token")[0].rsplit(" ", 1)[1])
+        assert (moved < TOLERANCE[torch.float32]) == (size < 1e-3)
+        assert names(server) == held
+        proxy.before = lambda path, body: (path, body)
+        remote.close()
+
+
+def test_a_push_that_went_nowhere_is_not_taken_for_one(server: str, local: Setup) -> None:
+    with proxied(server) as proxy:
+        swallow_pushes(proxy, rename=False)
+        remote = sampler(local, proxy.url)
+        remote.sample(local, prompts(local), 1, SPEC)
+        train(local, 0.02)
+        with pytest.raises(SamplingError, match="HTTP 404: there is no adapter 'earnest-"):
+            remote.sample(local, prompts(local), 1, SPEC)
+        proxy.before = lambda path, body: (path, body)
+        remote.close()
+
+
+def _choices(change: Any) -> Any:
+    """Change the sampled choices of a completion; those of a probe (echo) stay."""
+
+    def after(path: str, found: Any) -> Any:
+        for choice in found["choices"] if path == "/v1/completions" and "prompt_token_ids" in found else ():
+            change(choice)
+        return found
+
+    return after
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda c: c.pop("token_ids"), "gives no exact token ids"),
+        (lambda c: c.update(logprobs=None), "gives no log-prob for each token"),
+        (lambda c: c["logprobs"]["token_logprobs"].pop(), "gives no log-prob for each token"),
+        (
+            lambda c: c["logprobs"].update(token_logprobs=[0.7 * v for v in c["logprobs"]["token_logprobs"]]),
+            "--logprobs-mode processed_logprobs",
+        ),
+        (lambda c: c.update(prompt_token_ids=[1, 2]), "another prompt than the tokens"),
+        (lambda c: c["token_ids"].pop() and c["logprobs"]["token_logprobs"].pop(), "ended a completion of"),
+    ],
+)
+def test_what_is_not_exact_is_refused(server: str, local: Setup, change: Any, sentence: str) -> None:
+    with proxied(server) as proxy:
+        proxy.after = _choices(change)
+        remote = sampler(local, proxy.url)
+        with pytest.raises(SamplingError, match=sentence):
+            remote.sample(local, prompts(local), 2, SPEC)
+        remote.close()
+
+
+def test_other_base_weights_are_found_at_the_first_push(server: str) -> None:
+    setup = build(from_mapping(RECIPE), lambda _: None)
+    with torch.no_grad():
+        setup.policy.model.model.embed_tokens.weight.mul_(1.1)
+    remote = sampler(setup, server)
+    with pytest.raises(SamplingError, match=r"off the trainer on the probe of version 0 .*; it runs other weights"):
+        remote.sample(setup, prompts(setup), 1, SPEC)
+
+
+def test_it_speaks_vllm(server: str, local: Setup, tmp_path: Path) -> None:
+    """A plain LoRA in the common folder, loaded by its path; every setting is spelled out; the folder is left clean."""
+    with proxied(server) as proxy:
+        bodies = speak_vllm(proxy)
+        with pytest.raises(ConfigError, match=r"sampler\.folder: vllm reads adapters from a folder"):
+            sampler(local, proxy.url)
+        remote = sampler(local, f"{proxy.url}/v1/", folder=str(tmp_path))
+        assert len(remote.sample(local, prompts(local), 2, SPEC)) == 4
+        assert remote.metrics["sampler/probe"] < 1e-5
+        push, *_ = bodies
+        assert set(push) == {"lora_name", "lora_path"} and Path(push["lora_path"]).parent == tmp_path
+        asked = bodies[-1]
+        assert (asked["top_k"], asked["min_p"], asked["repetition_penalty"]) == (-1, 0.0, 1.0)
+        assert asked["stop_token_ids"] == sorted(local.policy.eos_ids)
+        remote.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_key_is_sent_and_kept_nowhere(
+    server: str, local: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "tml-secret")
+    with proxied(server) as proxy:
+        remote = sampler(local, proxy.url, key="MY_KEY")
+        remote.sample(local, prompts(local), 1, SPEC)
+        remote.close()
+        assert {key for _, key in proxy.seen} == {"Bearer tml-secret"}
+    config = from_mapping({**RECIPE, "sampler": {"url": proxy.url, "key": "MY_KEY"}})
+    assert "tml-secret" not in dump(config)
+
+
+def test_who_is_no_sampler_is_named(server: str, local: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 1)
+    with proxied(server) as proxy:
+        proxy.after = lambda _, found: {"data": [{**found["data"][0], "owned_by": "somebody"}]}
+        with pytest.raises(SamplingError, match="belong to 'somebody'; adapters can be pushed to earnest, vllm,"):
+            sampler(local, proxy.url)
+        gone = proxy.url
+    with pytest.raises(SamplingError, match="Is it running"):
+        sampler(local, gone)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"sampler": "ftp://here"}, "sampler"),
+        ({"sampler": "http://name:secret@here"}, "sampler"),
+        ({"sampler": "http://here", "sampling": {"workers": 2}}, "leave one of the two out"),
+        ({"sampler": "http://here", "engine": {"kind": "tinker"}}, "samples itself"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(EarnestError, match=sentence):
+        from_mapping({**RECIPE, **given})
+    assert from_mapping({**RECIPE, "sampler": "http://here:1"}).sampler.url == "http://here:1"  # type: ignore[union-attr]
