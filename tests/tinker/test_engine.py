@@ -53,6 +53,7 @@ class Pair:
         close(ours, theirs, 5e-3)
 
     def close(self) -> None:
+        self.remote.close()  # its model leaves the server, which holds a limited number of them
         self.adapter.detach()
 
 
