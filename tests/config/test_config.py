@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from earnest.config import changed_keys, dump, from_mapping, list_recipes, load, load_file, text
@@ -128,6 +128,8 @@ def test_a_number_is_a_number_however_it_is_written(value: float, style: str) ->
         max_leaves=8,
     )
 )
+@example("0E0").via("a text that YAML 1.2 takes for a number")
+@example({"1e-4": "1e5"}).via("as a key, too")
 def test_what_is_spelt_is_read_back(data: object) -> None:
     assert text.parse(text.spell({"key": data}), "x") == {"key": data}
 

@@ -25,12 +25,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.Dumper):
+    """Puts quotes round a text that ``_Loader`` would take for a number."""
+
+
 # PyYAML follows YAML 1.1, in which a float needs a dot: 1e-4 would be a text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def parse(text: str, where: str) -> Any:
@@ -62,7 +67,9 @@ def parse_file(path: Path) -> dict[str, Any]:
 def spell(data: Mapping[str, Any]) -> str:
     """Data as YAML, in the given order, that ``parse`` reads back as the same data."""
     plain, escaped = (
-        yaml.dump(dict(data), sort_keys=False, allow_unicode=readable, default_flow_style=None, width=120)
+        yaml.dump(
+            dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=readable, default_flow_style=None, width=120
+        )
         for readable in (True, False)
     )
     # PyYAML writes some line breaks of Unicode (U+0085) as they are and reads them back as spaces.
