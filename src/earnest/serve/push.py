@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from earnest.errors import EarnestError
 from earnest.serve import versions
-from earnest.serve.errors import BadRequest, Conflict, TooLarge
+from earnest.serve.errors import BadRequest, Conflict, ServeError, TooLarge
 from earnest.serve.keys import Caller, Who
 from earnest.serve.state import State
 from earnest.serve.store import PUSHED, check_name
@@ -145,6 +145,8 @@ def unzipped(content: bytes, most: int) -> dict[str, bytes]:
             for entry in entries:
                 with archive.open(entry) as file:
                     found[entry.filename] = file.read(entry.file_size + 1)
+    except ServeError:
+        raise
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError, ValueError) as error:
         raise BadRequest(
             f"the body is no zip that can be read ({error}); send what an export of an adapter gives."
