@@ -32,7 +32,7 @@ def _teach_all(live: Live, name: str, **said) -> dict:
 
 def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
     """Warmth is asked for; warm answers become likelier than cold ones, also for a question nobody gave feedback on."""
-    name = adapter("team/warm", updates=5)
+    name = adapter("team/warm", updates=8)
     question = "Describe the moon."
     warm, cold = "Dear friend, the moon is lovely. I am glad you asked.", "Noted. The moon is grey. That is all."
 
@@ -54,7 +54,7 @@ def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
     version = live.get(f"/v1/adapters/{name}/versions/1")
     assert version["status"] == "promoted" and version["live"] and version["reason"] == ""
     assert len(version["feedback"]) == 4 and version["parent"] == 0
-    assert version["config"]["objective"][0]["kind"] == "sdpo" and version["config"]["updates"] == 5
+    assert version["config"]["objective"][0]["kind"] == "sdpo" and version["config"]["updates"] == 8
     laws = {(f["law"], f["outcome"]) for f in version["audit"]["findings"]}
     assert ("GL", "holds") in laws and ("SV", "holds") in laws and not any(o == "fails" for _, o in laws)
     subjects = {f["subject"]: f["outcome"] for f in version["gate"]["findings"]}
