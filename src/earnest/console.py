@@ -40,7 +40,7 @@ def run(
     from earnest.runs.errors import Interrupted
 
     out = Console()
-    if not (resume and Path(recipe).is_dir()):
+    if not resume or recipe in known.names() or Path(recipe).suffix in (".yaml", ".yml"):
         name, data = known.read(recipe)
         if "experiment" in data:
             from earnest import experiments

@@ -28,6 +28,10 @@ def _files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def names() -> list[str]:
+    return list(_files())
+
+
 def list_recipes() -> list[Recipe]:
     found = []
     for name, path in _files().items():

@@ -31,6 +31,8 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.json", "earnest_adapter.safetensors")
 IGNORED = ("version.json", "README.md")
 UPLOAD = "/v1/upload_lora_adapter"
+# A sentence where it went well, as vLLM answers; errors stay JSON.
+SAID: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 class Load(Wire):
@@ -50,16 +52,17 @@ class Unload(Wire):
 def router(state: State) -> APIRouter:
     api = APIRouter(prefix="/v1", responses=ERRORS, tags=["push"])
 
-    @api.post("/load_lora_adapter", summary="Answer with an adapter from a folder", response_class=PlainTextResponse)
-    def load(body: Load, caller: Who) -> str:
+    @api.post("/load_lora_adapter", summary="Answer with an adapter from a folder", response_model=None, responses=SAID)
+    def load(body: Load, caller: Who) -> PlainTextResponse:
         _allowed(body.lora_name, caller)
         install(state, body.lora_name, _folder(state, body.lora_path), body.load_inplace)
-        return f"{body.lora_name} is loaded."
+        return PlainTextResponse(f"{body.lora_name} is loaded.")
 
     @api.post(
         "/upload_lora_adapter",
         summary="Answer with an adapter that the body holds, as the zip of an export",
-        response_class=PlainTextResponse,
+        response_model=None,
+        responses=SAID,
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -72,15 +75,15 @@ def router(state: State) -> APIRouter:
         caller: Who,
         lora_name: Annotated[str, Query(min_length=1, max_length=200)],
         load_inplace: bool = False,
-    ) -> str:
+    ) -> PlainTextResponse:
         _allowed(lora_name, caller)
         content = await request.body()
         files = await run_in_threadpool(unzipped, content, state.settings.max_upload)
         await run_in_threadpool(install, state, lora_name, files, load_inplace)
-        return f"{lora_name} is loaded."
+        return PlainTextResponse(f"{lora_name} is loaded.")
 
-    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_class=PlainTextResponse)
-    def unload(body: Unload, caller: Who) -> str:
+    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=SAID)
+    def unload(body: Unload, caller: Who) -> PlainTextResponse:
         caller.demand(body.lora_name, "teach")
         row = state.store.adapter(body.lora_name)
         if row.origin != PUSHED:
@@ -89,7 +92,7 @@ def router(state: State) -> APIRouter:
             )
         _forget(state, row.id)
         state.bus.publish("adapter", row.name, what="unloaded")
-        return f"{row.name} is unloaded."
+        return PlainTextResponse(f"{row.name} is unloaded.")
 
     return api
 
