@@ -61,8 +61,8 @@ def router(state: State) -> APIRouter:
     @api.get(
         "/v1/runs/{name}/report",
         summary="A run's report, as `earnest report` makes it",
-        responses=ERRORS,
-        response_class=HTMLResponse,
+        responses=ERRORS | {200: {"content": {"text/html": {"schema": {"type": "string"}}}}},
+        response_model=None,
     )
     def report(name: str, caller: Who) -> HTMLResponse:
         from earnest.report.load import load
