@@ -31,7 +31,7 @@ FAST := not slow$(if $(BROWSER),, and not browser)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format nightly bench docs-tables pins clean
+.PHONY: help demo test environments lint format nightly bench docs-tables pins clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,8 @@ demo: $(BASE)  ## install, then train and check an adapter on the embedded model
 test: $(DEV) $(OTHERS)  ## install what the tests need, then run all but the slow ones
 	@$(if $(BROWSER),,echo "No Chromium here: the tests marked 'browser' are left out (apt-get install chromium brings it).")
 	$(BIN)/python -m pytest -m "$(FAST)" -n $(WORKERS) --dist worksteal --durations 15 $(ARGS)
+
+environments: $(OTHERS)  ## make the second environments only (`make test` does it, too)
 
 lint: $(DEV)  ## ruff, its formatter, and mypy
 	$(BIN)/ruff check .

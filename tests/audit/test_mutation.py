@@ -47,6 +47,7 @@ def test_weak_tests_let_mutants_live_and_strong_ones_do_not(project: Path) -> No
     assert source.read_text() == SOURCE, "the project itself is never touched"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(project: Path) -> None:
     source, out = project / "src" / "tiny.py", project / "mutants.jsonl"
     first = score_tests(project / "test_strong.py", source, root=project, out=out, limit=2)

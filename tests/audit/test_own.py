@@ -91,7 +91,9 @@ def test_sums_over_several_roles(name: str) -> None:
     hold(prepared(torch.float32, 0)[0], SUMS[name], prepared(torch.float32, 0)[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("adapter", VARIANTS)
 def test_every_adapter(adapter: str, dtype: torch.dtype) -> None:
     engine = engine_of(dtype, 1, adapter)

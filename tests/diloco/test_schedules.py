@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -168,8 +169,9 @@ def run_schedules(count: int) -> None:
     )
 
 
-def test_two_hundred_random_schedules() -> None:
+@pytest.mark.parametrize("count", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_schedules(count: int) -> None:
     COUNTS.clear()
-    run_schedules(200)
-    assert COUNTS["schedules"] >= 200
-    assert all(COUNTS[order] > 50 for order in ORDERS), dict(COUNTS)  # the disturbances really happened
+    run_schedules(count)
+    assert COUNTS["schedules"] >= count
+    assert all(COUNTS[order] > count // 5 for order in ORDERS), dict(COUNTS)  # the disturbances really happened
