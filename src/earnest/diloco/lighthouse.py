@@ -18,11 +18,11 @@ from torch import Tensor
 
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, Schedule, algorithm
+from earnest.diloco.outer import Mirror, Schedule, Standing, algorithm
 from earnest.errors import CheckpointError, MissingExtra
 
 
-class LighthouseOuter:
+class LighthouseOuter(Standing):
     """One replica's outer hook over a Lighthouse; the same face as ``ReplicaOuter``."""
 
     def __init__(
@@ -61,18 +61,6 @@ class LighthouseOuter:
     @property
     def round(self) -> int:
         return int(self.manager.current_step())
-
-    @property
-    def updates(self) -> int:
-        return self.round * self.schedule.interval + self.inner
-
-    @property
-    def over(self) -> bool:
-        return self.round >= self.rounds
-
-    @property
-    def between(self) -> bool:
-        return self.inner == 0
 
     def join(self, engine: Any) -> bool:
         """Begin with the newest state in the bucket (the first replica puts its own there)."""

@@ -10,6 +10,7 @@ for the averages as it held for each replica.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +137,34 @@ def algorithm(manager: Any, mirror: Mirror, schedule: Schedule) -> tuple[Any, Ti
     return made, tick
 
 
-class ReplicaOuter:
+class Standing(ABC):
+    """Where a replica stands in its run, whichever way the replicas meet."""
+
+    schedule: Schedule
+    rounds: int
+    inner: int
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """Rounds that are behind this replica."""
+
+    @property
+    def updates(self) -> int:
+        """Updates that are behind it, counting those of rounds that it skipped."""
+        return self.round * self.schedule.interval + self.inner
+
+    @property
+    def over(self) -> bool:
+        return self.round >= self.rounds
+
+    @property
+    def between(self) -> bool:
+        """Whether a checkpoint may be taken: no meeting is under way."""
+        return self.inner == 0
+
+
+class ReplicaOuter(Standing):
     """One replica's outer hook over a bucket.
 
     ``rounds``: after so many the run is over. ``snapshot_every`` rounds one of the members writes the whole state, from
@@ -196,22 +224,7 @@ class ReplicaOuter:
 
     @property
     def round(self) -> int:
-        """Rounds that are behind this replica."""
         return self.globals.round
-
-    @property
-    def updates(self) -> int:
-        """Updates that are behind it, counting those of rounds that it skipped."""
-        return self.round * self.schedule.interval + self.inner
-
-    @property
-    def over(self) -> bool:
-        return self.round >= self.rounds
-
-    @property
-    def between(self) -> bool:
-        """Whether a checkpoint may be taken: no meeting is under way."""
-        return self.inner == 0
 
     # --- joining ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from earnest.disk import sync
 from earnest.errors import CheckpointError
 
 TENSORS, META, MANIFEST = "tensors.safetensors", "meta.json", "manifest.json"
@@ -71,12 +72,3 @@ def read(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def file_hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a folder, so that the rename that follows is never ahead of its content."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from earnest.errors import EarnestError, UnusableModel
+from earnest.errors import UnusableModel
 from earnest.models.head import HeadSpec, check_head, read_head
+from earnest.models.speech import Speech
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ __all__ = ["HeadSpec", "Policy"]
 
 
 @dataclass(eq=False)
-class Policy:
+class Policy(Speech):
     """``name`` and ``version`` say which weights these are; ``notes`` what was decided or met while loading them.
 
     ``parameters`` counts the base's, tied ones once.
@@ -58,42 +59,7 @@ class Policy:
         _ = policy.head
         return policy
 
-    # --- text and tokens ----------------------------------------------------------------------------------------------
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Messages, and the tools on offer, through the chat template to token ids."""
-        if not messages:
-            raise EarnestError(
-                "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."
-            )
-        if self.tokenizer.chat_template is None:
-            raise EarnestError(
-                f"The tokenizer of {self.name} has no chat template. Use policy.encode(text) for plain text, or set "
-                "policy.tokenizer.chat_template."
-            )
-        return list(
-            self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
-                tools=[dict(t) for t in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-            )
-        )
-
-    def encode(self, text: str) -> list[int]:
-        """Plain text to token ids, with the special tokens that the tokenizer itself puts around a text."""
-        return list(self.tokenizer(text)["input_ids"])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    # --- tokens -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

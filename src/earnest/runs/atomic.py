@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from earnest.disk import sync
+
 
 def write_text(path: Path, text: str) -> None:
     """Write beside, sync, rename: a reader sees the old file or the new one."""
@@ -17,19 +19,11 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(clean(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def clean(data: Any) -> Any:

@@ -14,11 +14,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from earnest.disk import sync
 from earnest.engines.checkpoint import MANIFEST, file_hash
 from earnest.engines.checkpoint import read as read_engine
 from earnest.engines.local import LocalEngine
 from earnest.errors import CheckpointError
-from earnest.runs.atomic import sync_folder, write_json
+from earnest.runs.atomic import write_json
 from earnest.runs.folder import RunFolder, read_json
 
 ENGINE, LOOP = "engine", "loop.json"
@@ -41,7 +42,7 @@ def save(run: RunFolder, engine: LocalEngine, step: int, state: dict[str, Any], 
     if final.exists():
         shutil.rmtree(final)  # the same step again after a resume: the same bits
     fresh.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     for old in _whole(run)[keep:]:
         shutil.rmtree(old)
     return final

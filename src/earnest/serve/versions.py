@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from earnest.disk import sync
 from earnest.serve.errors import Conflict, NotFound
 from earnest.serve.store import AdapterRow
 
@@ -28,17 +28,9 @@ def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any])
     fill(fresh)
     (fresh / "version.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for path in [*(p for p in fresh.rglob("*")), fresh]:
-        _sync(path)
+        sync(path)
     fresh.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(folder.parent)
 
 
 def remove(folder: Path) -> None:

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from earnest.errors import EarnestError
+from earnest.models.speech import Speech
 
 
-class RemotePolicy:
-    """The part of ``Policy`` that needs no weights: text to tokens and back."""
+class RemotePolicy(Speech):
+    """What can be known of a policy whose weights are elsewhere."""
 
     def __init__(self, name: str, tokenizer: Any, positions: int | None) -> None:
         self.name, self.tokenizer, self.positions = name, tokenizer, positions
         self.version, self.device, self.dtype = "remote", torch.device("cpu"), torch.float32
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Messages through the chat template to token ids."""
-        if not messages:
-            raise EarnestError("There are no messages to render; give at least one.")
-        if self.tokenizer.chat_template is None:
-            raise EarnestError(f"The tokenizer of {self.name} has no chat template; use encode(text).")
-        return list(
-            self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-            )
-        )
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @cached_property
     def vocabulary(self) -> int:

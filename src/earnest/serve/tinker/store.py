@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path as Folder
 from typing import Any
 
-from earnest.engines.checkpoint import sync
+from earnest.disk import sync
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.names import Path, folder_of, is_run, new_id
 

@@ -1,0 +1,50 @@
+"""Text to tokens and back: the part of a policy that needs no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from earnest.errors import EarnestError
+
+
+class Speech:
+    """What a tokenizer and its chat template can do; a policy here and one elsewhere share it."""
+
+    name: str
+    tokenizer: Any
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Messages, and the tools on offer, through the chat template to token ids."""
+        if not messages:
+            raise EarnestError(
+                "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."
+            )
+        if self.tokenizer.chat_template is None:
+            raise EarnestError(
+                f"The tokenizer of {self.name} has no chat template. Use policy.encode(text) for plain text, or set "
+                "policy.tokenizer.chat_template."
+            )
+        return list(
+            self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=[dict(t) for t in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text to token ids, with the special tokens that the tokenizer itself puts around a text."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
