@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary import formulas, sampled
-from earnest.engines.vocabulary.support import Comparison, _name, _received, compare
+from earnest.engines.vocabulary.support import Comparison, _name, compare, cut_to
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.needs import Divergence
@@ -37,7 +37,7 @@ def tail_of(logprobs: Float[Tensor, "M K"]) -> Float[Tensor, " M"]:
 
 def cut(source: TopK, k: int | None) -> TopK:
     """A received top-K cut to its k most probable tokens; what is cut joins the tail."""
-    ids, grouped = _received(source, k)
+    ids, grouped = cut_to(source, k)
     return replace(source, ids=ids, logprobs=grouped[:, :-1], tail=grouped[:, -1])
 
 

@@ -76,28 +76,42 @@ def compare(
         source = torch.empty_like(z).scatter_(-1, source.ids, source.logprobs.to(z.dtype))
     if need.temperature != 1 and not isinstance(source, TopK):
         source = torch.div(source, need.temperature, out=out(source))
-    said = "" if need.blend is None else f", blend {need.blend:.4g} of the logits"
     if not isinstance(source, TopK):
         if need.blend is not None:
             source = torch.lerp(z.detach(), source, need.blend, out=out(source))
         if need.support == "full" or need.top_k is None or need.top_k >= V:
             ls, lt = torch.log_softmax(z, -1, out=out(z)), torch.log_softmax(source, -1, out=out(source))
             value, slopes = formulas.gjs(ls, lt, need.alpha, normalised=need.normalised, slope=slope, out=out)
-            return Comparison(value, f"full_{_name(need)}{said}", slopes)
+            return Comparison(value, f"full_{_name(need)}{_blend_said(need)}", slopes)
         ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
         teacher = _grouped(source, ids, out).log_softmax(-1)
-        teacher_mass = _mass(teacher)
     else:
-        ids, teacher = _received(source, need.top_k)
+        ids, teacher = cut_to(source, need.top_k)
         teacher = teacher.to(z.dtype).log_softmax(-1)
-        teacher_mass = _mass(teacher)
-        teacher = teacher / need.temperature  # other than 1 only where the K tokens are renormalised below
-    grouped = _grouped(z, ids, out)
+    return on_support(_grouped(z, ids, out), teacher, ids, need, slope=slope, received=isinstance(source, TopK))
+
+
+def on_support(
+    grouped: Float[Tensor, "n C"],
+    teacher: Float[Tensor, "n C"],
+    ids: Int[Tensor, "n K"],
+    need: Divergence,
+    *,
+    slope: bool,
+    received: bool,
+) -> Comparison:
+    """``need`` between the student's logits and the source's log-masses, of K tokens and their bucket; ``received``
+    log-masses have not met the temperature.
+    """
+    teacher_mass = _mass(teacher)
     student = grouped.log_softmax(-1)
     tail, student_mass = grouped[:, -1].detach(), _mass(student)
+    if received:
+        teacher = teacher / need.temperature  # other than 1 only where the K tokens are renormalised below
     if need.tail == "renormalise":
         student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
-    if isinstance(source, TopK) and need.blend is not None:
+    said = _blend_said(need)
+    if received and need.blend is not None:
         teacher = blended(student, teacher, need.blend)
         where = "support" if need.tail == "renormalise" else "support and tail"
         said = f", blend {need.blend:.4g} of the log-probs on the {where}, renormalised"
@@ -110,6 +124,10 @@ def compare(
     tail_said = "" if need.tail == "unnormalised" else f", {need.tail}"
     ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_said}{said}"
     return Comparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
+
+
+def _blend_said(need: Divergence) -> str:
+    return "" if need.blend is None else f", blend {need.blend:.4g} of the logits"
 
 
 def blended(student: Float[Tensor, "n C"], teacher: Float[Tensor, "n C"], share: float) -> Float[Tensor, "n C"]:
@@ -131,7 +149,7 @@ def _grouped(z: Float[Tensor, "n V"], ids: Int[Tensor, "n K"], out: Scratch) -> 
     return torch.cat([z.gather(-1, ids), rest], -1)
 
 
-def _received(source: TopK, k: int | None) -> tuple[Int[Tensor, "n K"], Float[Tensor, "n C"]]:
+def cut_to(source: TopK, k: int | None) -> tuple[Int[Tensor, "n K"], Float[Tensor, "n C"]]:
     """The ids and log-masses of a received top-K, cut to its k most probable tokens; what is cut joins the tail."""
     if k is None or k == source.ids.shape[1]:
         return source.ids, torch.cat([source.logprobs, source.tail[:, None]], -1)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from earnest.engines.vocabulary import tiled
+from earnest.engines.vocabulary import tiled, tiled_support
 from earnest.engines.vocabulary.kernels import Block, block
 from earnest.engines.vocabulary.plan import Plan, TokenNeed
 from earnest.engines.vocabulary.product import PlainHead, Product
@@ -94,8 +94,8 @@ class Sweep:
 
     def values(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
         """All scalars, no derivative."""
-        if (alone := self._log_probs_alone()) is not None:
-            return self._tiled(alone, hidden, slope=False)
+        if (alone := self._alone(hidden, slope=False)) is not None:
+            return alone
         found = self._empty()
         for chunk in self._chunks(hidden, blocks=1 + self._source_blocks()):
             for source, needs in self.groups.items():
@@ -106,8 +106,8 @@ class Sweep:
 
     def derive(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
         """All scalars, and of each its derivative by the hidden state."""
-        if (alone := self._log_probs_alone()) is not None:
-            return self._tiled(alone, hidden, slope=True)
+        if (alone := self._alone(hidden, slope=True)) is not None:
+            return alone
         found = self._empty()
         sloped: list[TokenNeed] = [
             n for needs in self.groups.values() for n in needs if not isinstance(n, SourceEntropy)
@@ -156,20 +156,28 @@ class Sweep:
             by_hidden[chunk.start : chunk.stop] = self.product.pull(states, total, into or None)
         return by_hidden
 
-    # --- log-probs alone ----------------------------------------------------------------------------------------------
+    # --- a need alone -------------------------------------------------------------------------------------------------
 
-    def _log_probs_alone(self) -> LogProb | None:
-        """The only need, where it is the targets' log-probs and the head is one that can be cut into tiles."""
-        only = self.todo.needs[0] if len(self.todo.needs) == 1 else None
-        return only if isinstance(only, LogProb) and isinstance(self.product, PlainHead) else None
-
-    def _tiled(self, need: LogProb, hidden: Float[Tensor, "N d"], *, slope: bool) -> dict[TokenNeed, Found]:
-        assert isinstance(self.product, PlainHead)
-        ids = self.targets if self.targets.ndim == 2 else self.targets[:, None]
-        values, by_hidden = tiled.logprobs(
-            hidden, self.product, ids, need.temperature, slope=slope, budget_bytes=self.budget_bytes
-        )
-        return {need: Found(values.view(self.targets.shape), by_hidden, "logprob")}
+    def _alone(self, hidden: Float[Tensor, "N d"], *, slope: bool) -> dict[TokenNeed, Found] | None:
+        """The only need by tiles of the vocabulary, where it and the head can be cut into them."""
+        if len(self.todo.needs) != 1 or not isinstance(self.product, PlainHead):
+            return None
+        (need,), head = self.todo.needs, self.product
+        if isinstance(need, LogProb):
+            ids = self.targets if self.targets.ndim == 2 else self.targets[:, None]
+            values, by_hidden = tiled.logprobs(
+                hidden, head, ids, need.temperature, slope=slope, budget_bytes=self.budget_bytes
+            )
+            return {need: Found(values.view(self.targets.shape), by_hidden, "logprob")}
+        if isinstance(need, Divergence):
+            covered = self.todo.sources[need.source]
+            if (source := tiled_support.takes(need, covered.distribution, self.V)) is not None:
+                mine = hidden if covered.at is None else hidden[covered.at]
+                found, by_hidden = tiled_support.divergence(
+                    mine, source, head, need, slope=slope, budget_bytes=self.budget_bytes
+                )
+                return {need: Found(found.value, by_hidden, found.ran, found.student_mass, found.teacher_mass)}
+        return None
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

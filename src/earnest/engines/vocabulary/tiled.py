@@ -6,11 +6,13 @@
 with z' = ∂z/∂(h·W): the online softmax (arXiv 1805.02867), carried on to the derivative as attention does it
 (arXiv 2205.14135). A tile of logits and its slice of the head stay in the cache between the two products, so on a CPU
 this is faster than the bare products with the whole head, and it needs some MiB beside the result. A divergence needs
-both normalisers before its slope, and so goes by rows (``sweep``).
+both normalisers before its slope, and so goes by rows (``sweep``), unless K tokens stand for it (``tiled_support``).
 Shapes: n rows, K targets a row, d width, V vocabulary, v columns of a tile.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int
@@ -42,11 +44,7 @@ def logprobs(
     by_hidden = torch.empty(N, d, dtype=head.dtype, device=hidden.device) if slope else None
     if not N:
         return values, by_hidden
-    tile_bytes = TILE_BYTES if hidden.device.type == "cpu" else ACCELERATOR_TILE_BYTES
-    rows = max(1, min(ROWS, budget_bytes // (LEAST_COLUMNS * head.dtype.itemsize)))
-    rows = -(-N // -(-N // rows))
-    columns = min(budget_bytes // rows, tile_bytes // max(rows, d)) // head.dtype.itemsize
-    columns = max(1, LEAST_COLUMNS if columns < LEAST_COLUMNS else columns)
+    rows, columns = sizes(hidden, head, budget_bytes)
     for start in range(0, N, rows):
         part = slice(start, min(N, start + rows))
         _rows(
@@ -61,6 +59,29 @@ def logprobs(
     return values, by_hidden
 
 
+def sizes(hidden: Float[Tensor, "N d"], head: PlainHead, budget_bytes: int) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    N, d = hidden.shape
+    tile_bytes = TILE_BYTES if hidden.device.type == "cpu" else ACCELERATOR_TILE_BYTES
+    rows = max(1, min(ROWS, budget_bytes // (LEAST_COLUMNS * head.dtype.itemsize)))
+    rows = max(1, -(-N // -(-N // rows))) if N else 1
+    columns = min(budget_bytes // rows, tile_bytes // max(rows, d)) // head.dtype.itemsize
+    return rows, max(1, LEAST_COLUMNS if columns < LEAST_COLUMNS else columns)
+
+
+def tiles(
+    states: Float[Tensor, "n d"], head: PlainHead, columns: int, temperature: float
+) -> Iterator[tuple[slice, Float[Tensor, "v d"], Float[Tensor, "n v"]]]:
+    """Columns, their slice of the head, and their logits at temperature, in memory that the next tile takes again."""
+    n = states.shape[0]
+    memory = torch.empty(n * min(columns, head.weight.shape[0]), dtype=states.dtype, device=states.device)
+    for part, weight in head.slices(columns):
+        width = part.stop - part.start
+        z = memory[: n * width].view(n, width)
+        head.tile(states, part, weight, z)
+        yield part, weight, z.div_(temperature) if temperature != 1 else z
+
+
 def _rows(
     states: Float[Tensor, "n d"],
     head: PlainHead,
@@ -73,21 +94,16 @@ def _rows(
     n, device, dtype = states.shape[0], states.device, states.dtype
     highest = torch.full((n,), torch.finfo(dtype).min, dtype=dtype, device=device)
     total = torch.zeros(n, dtype=dtype, device=device)
-    own = torch.zeros(targets.shape, dtype=dtype, device=device)  # z_y
+    own = torch.zeros(targets.shape, dtype=dtype, device=device)  # z_y, at temperature
     if by_states is not None:
         by_states.zero_()
-    memory = torch.empty(n * min(columns, head.weight.shape[0]), dtype=dtype, device=device)
-    for part, weight in head.slices(columns):
-        width = part.stop - part.start
-        z = memory[: n * width].view(n, width)
-        head.tile(states, part, weight, z)
+    cap = None if head.softcap is None else head.softcap / temperature  # of logits at temperature
+    for part, weight, z in tiles(states, head, columns, temperature):
         inside = (targets >= part.start) & (targets < part.stop)
-        own = torch.where(inside, z.gather(1, (targets - part.start).clamp(0, width - 1)), own)
+        own = torch.where(inside, z.gather(1, (targets - part.start).clamp(0, z.shape[1] - 1)), own)
         slopes = None
-        if by_states is not None and head.softcap is not None:
-            slopes = torch.div(z, head.softcap).square_().neg_().add_(1)
-        if temperature != 1:
-            z.div_(temperature)
+        if by_states is not None and cap is not None:
+            slopes = torch.div(z, cap).square_().neg_().add_(1)
         above = torch.maximum(highest, z.amax(1))
         fade = torch.sub(highest, above).exp_()
         z.sub_(above[:, None]).exp_()
@@ -97,9 +113,9 @@ def _rows(
             if slopes is not None:
                 z.mul_(slopes)
             by_states.mul_(fade[:, None]).addmm_(z, weight)
-    values.copy_(own / temperature - (highest + total.log())[:, None])
+    values.copy_(own - (highest + total.log())[:, None])
     if by_states is not None:
         target = head.weight.detach()[targets[:, 0]].to(dtype)
-        if head.softcap is not None:
-            target.mul_(1 - (own / head.softcap).square())
+        if cap is not None:
+            target.mul_(1 - (own / cap).square())
         by_states.div_(total[:, None]).neg_().add_(target).mul_(head.scale / temperature)
