@@ -66,6 +66,8 @@ def sizes(hidden: Float[Tensor, "N d"], head: PlainHead, budget_bytes: int) -> t
     rows = max(1, min(ROWS, budget_bytes // (LEAST_COLUMNS * head.dtype.itemsize)))
     rows = max(1, -(-N // -(-N // rows))) if N else 1
     columns = min(budget_bytes // rows, tile_bytes // max(rows, d)) // head.dtype.itemsize
+    if columns > 512 and columns % 512 == 0:
+        columns -= 64  # rows a power of two apart fall into the same few sets of a cache: 164 against 183 GFLOP/s
     return rows, max(1, LEAST_COLUMNS if columns < LEAST_COLUMNS else columns)
 
 
