@@ -14,6 +14,11 @@ import httpx
 import pytest
 import uvicorn
 
+# Before any thread: the server loads its model in one, and the tests' import hook parses source, which CPython 3.11 and
+# 3.12 do not do safely in two threads at once (SystemError: AST constructor recursion depth mismatch).
+import earnest.serve.decode
+import earnest.serve.learner
+import earnest.serve.tinker.service  # noqa: F401
 from earnest.serve.app import create_app
 from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State

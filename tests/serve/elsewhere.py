@@ -120,12 +120,17 @@ def swallow_pushes(proxy: Proxy, rename: bool) -> None:
     proxy.before = before
 
 
-def speak_vllm(proxy: Proxy) -> list[dict[str, Any]]:
-    """vLLM's words in front of our server: adapters by path, its sampling fields; returns the bodies that it saw."""
+def speak(proxy: Proxy, kind: str) -> list[dict[str, Any]]:
+    """vLLM's or SGLang's words in front of our server: adapters by path, their sampling fields, SGLang's paths without
+    /v1 and its models as base:adapter. Returns the bodies that it saw.
+    """
     bodies: list[dict[str, Any]] = []
+    prefix = "" if kind == "sglang" else "/v1"
 
     def before(path: str, body: bytes) -> tuple[str, bytes] | None:
-        if path == "/v1/load_lora_adapter":
+        if path == f"{prefix}/unload_lora_adapter":
+            return "/v1/unload_lora_adapter", body
+        if path == f"{prefix}/load_lora_adapter":
             said = json.loads(body)
             bodies.append(said)
             content = io.BytesIO()
@@ -138,13 +143,16 @@ def speak_vllm(proxy: Proxy) -> list[dict[str, Any]]:
             bodies.append(dict(said))
             for name in ("min_p", "repetition_penalty", "stop_token_ids"):
                 said.pop(name, None)
+            if kind == "sglang":
+                base, said["model"] = said["model"].split(":")
+                assert base == "base", base
             said["top_k"] = max(said.get("top_k", 0), 0)
             body = json.dumps(said).encode()
         return path, body
 
     def after(path: str, found: Any) -> Any:
         if path == "/v1/models":
-            found["data"] = [{**m, "owned_by": "vllm"} for m in found["data"]]
+            found["data"] = [{**m, "owned_by": kind} for m in found["data"]]
         return found
 
     proxy.before, proxy.after = before, after

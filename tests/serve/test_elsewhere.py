@@ -17,9 +17,10 @@ from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
 from earnest.runs import endpoint, start
 from earnest.runs.elsewhere import ServerSampler
+from earnest.runs.errors import RunStopped
 from earnest.runs.samplers import TOLERANCE
 from earnest.runs.setup import Setup, build
-from tests.serve.elsewhere import proxied, served, speak_vllm, swallow_pushes
+from tests.serve.elsewhere import proxied, served, speak, swallow_pushes
 
 RECIPE: dict[str, Any] = {
     "model": "nano",
@@ -122,6 +123,25 @@ def test_a_sampler_that_ignores_the_push_stops_the_run(server: str, local: Setup
         remote.close()
 
 
+def test_a_run_behind_such_a_sampler_ends_and_says_why(server: str, tmp_path: Path) -> None:
+    """The whole run, not the sampler alone: it ends at the step after the first update, and its folder says why."""
+    with proxied(server) as proxy:
+        swallow_pushes(proxy, rename=True)
+        config = from_mapping({**RECIPE, "steps": 6, "sampler": proxy.url, "out": str(tmp_path / "run")})
+        with pytest.raises(RunStopped, match=r"stopped in step [2-6] of 6: the sampler at .* still runs old weights"):
+            start("elsewhere", config)
+        pushed = [path for path, _ in proxy.seen if path.startswith("/v1/upload_lora_adapter")]
+        assert len(pushed) == 2  # the one that was taken, the one that was swallowed, and none after it
+        proxy.before = lambda path, body: (path, body)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed" and "still runs old weights" in record["reason"]
+    assert record["steps_done"] < 6 and not (tmp_path / "run" / "adapter").exists()
+    for name in names(server):  # whose unload was swallowed, too
+        body = json.dumps({"lora_name": name}).encode()
+        headers = {"Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(f"{server}/v1/unload_lora_adapter", body, headers)).close()
+
+
 def test_a_push_that_went_nowhere_is_not_taken_for_one(server: str, local: Setup) -> None:
     with proxied(server) as proxy:
         swallow_pushes(proxy, rename=False)
@@ -177,11 +197,12 @@ def test_other_base_weights_are_found_at_the_first_push(server: str) -> None:
         remote.sample(setup, prompts(setup), 1, SPEC)
 
 
-def test_it_speaks_vllm(server: str, local: Setup, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_it_speaks_their_words(kind: str, server: str, local: Setup, tmp_path: Path) -> None:
     """A plain LoRA in the common folder, loaded by its path; every setting is spelled out; the folder is left clean."""
     with proxied(server) as proxy:
-        bodies = speak_vllm(proxy)
-        with pytest.raises(ConfigError, match=r"sampler\.folder: vllm reads adapters from a folder"):
+        bodies = speak(proxy, kind)
+        with pytest.raises(ConfigError, match=rf"sampler\.folder: {kind} reads adapters from a folder"):
             sampler(local, proxy.url)
         remote = sampler(local, f"{proxy.url}/v1/", folder=str(tmp_path))
         assert len(remote.sample(local, prompts(local), 2, SPEC)) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 import zipfile
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 import earnest as en
+from earnest.serve import lessons
 from earnest.serve.learning import LearnConfig, overridden
-from tests.serve.conftest import Live
+from tests.runs.tiny import tiny_folder
+from tests.serve.conftest import Live, serving
 
 WORDS = ("fox", "river", "lamp", "rain")
 
@@ -76,7 +79,7 @@ def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
     # Pinned: what is learned meanwhile is a candidate, and says why.
     assert live.post(f"/v1/adapters/{name}/pin", {"version": 1})["pinned"]
     told = _teach_all(live, name, thumbs="up")
-    assert told["version"] == 2 and live.get(f"/v1/adapters/{name}")["live"] == 1
+    assert (told["status"], told["version"]) == ("held", 2) and live.get(f"/v1/adapters/{name}")["live"] == 1
     candidate = live.get(f"/v1/adapters/{name}/versions/2")
     assert candidate["status"] == "candidate" and "pinned at version 1" in candidate["reason"]
     assert live.chat(f"{name}@2")["adapter_version"] == 2  # but it can be asked by its number
@@ -150,7 +153,8 @@ def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> No
     }
     name = adapter("gated", updates=6, optimizer={"lr": 0.02}, gate={"pairs": [pair], "margin": 0.0, "drift": 0.01})
     told = _teach_all(live, name, text="Warmer please.")
-    assert told["status"] == "applied" and told["version"] == 1
+    assert told["status"] == "held" and told["version"] == 1 and "log-prob drift" in told["note"]
+    assert live.get(f"/v1/adapters/{name}")["feedback"]["held"] == 4
     version = live.get(f"/v1/adapters/{name}/versions/1")
     assert version["status"] == "candidate" and not version["live"] and not version["gate"]["holds"]
     assert "held-out margin" in version["reason"] and "log-prob drift" in version["reason"]
@@ -158,8 +162,32 @@ def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> No
     refused = live.http.post(f"/v1/adapters/{name}/rollback", json={"version": 1})
     assert refused.status_code == 409 and "promote it instead" in refused.json()["error"]["message"]
     # The next one is made from the live version, not from the candidate.
-    told = live.learned(live.teach(live.chat(name), text="Too loud."))
+    later = live.learned(live.teach(live.chat(name), text="Too loud."))
     assert live.get(f"/v1/adapters/{name}/versions/2")["parent"] == 0
+    # Promoted by hand, it answers, and what it learned from is applied; the other candidate's is not.
+    live.post(f"/v1/adapters/{name}/promote", {"version": 1})
+    found = live.get(f"/v1/feedback/{told['id']}")
+    assert (found["status"], found["version"], found["note"]) == ("applied", 1, "")
+    assert later["status"] == "held" and live.get(f"/v1/feedback/{later['id']}") == later
+    assert live.http.delete(f"/v1/adapters/{name}/versions/2").status_code == 200
+    assert live.get(f"/v1/feedback/{later['id']}")["note"] == "version 2 was a candidate and is deleted"
+
+
+def test_what_the_gate_holds_out_is_not_learned_from(live: Live, adapter) -> None:
+    """Its margin would rise by heart. Whoever asks a held-out prompt may say what they like: it is kept, and unused."""
+    pair = {"prompt": "Describe the moon.", "chosen": "Dear friend, it is lovely.", "rejected": "Noted. It is grey."}
+    name = adapter("held-out", gate={"pairs": [pair]})
+    chats = [live.chat(name, text) for text in ("Describe the moon.", " describe  the MOON.\n", "Describe the fox.")]
+    plain = live.post("/v1/completions", {"model": name, "prompt": "Describe the moon.", "max_tokens": 4})
+    items = [{"completion_id": c["id"], "better": "Dear friend, it is lovely."} for c in (*chats, plain)]
+    data = live.http.post("/v1/feedback", json={"feedback": items}).json()["data"]
+    found = [live.learned(f) for f in data]
+    assert [f["status"] for f in found] == ["unused", "unused", "applied", "unused"]
+    assert "held out" in found[0]["note"] and found[0]["version"] is None
+    version = live.get(f"/v1/adapters/{name}/versions/1")
+    assert version["feedback"] == [found[2]["id"]]
+    margin = next(f for f in version["gate"]["findings"] if f["subject"] == "held-out margin")
+    assert margin["outcome"] == "holds" and "margin_change" in version["metrics"]["gate"]
 
 
 def test_a_version_continues_its_parent_bit_for_bit(live: Live, adapter) -> None:
@@ -233,8 +261,59 @@ def test_feedback_refusals(live: Live) -> None:
     assert post(completion_id="chatcmpl-unknown", text="Hm.").status_code == 404
     assert post(completion_id=chat["id"]).status_code == 400
     assert post(completion_id=chat["id"], text="   ").status_code == 400
-    plain = live.post("/v1/completions", {"model": "assistant", "prompt": "The fox", "max_tokens": 3})
-    assert "plain text" in post(completion_id=plain["id"], text="Hm.").json()["error"]["message"]
+
+
+def test_all_laws_on_request(live: Live, adapter) -> None:
+    """``audit: full`` proves every law on the update, not only that all is alive, and the version keeps the verdict."""
+    laws = {}
+    for audit in ("alive", "full"):
+        name = adapter(f"laws-{audit}", audit=audit, updates=1)
+        told = _teach_all(live, name, text="Too cold.")
+        verdict = live.get(f"/v1/adapters/{name}/versions/{told['version']}")["audit"]
+        assert told["status"] == "applied" and verdict["holds"]
+        laws[audit] = {f["law"] for f in verdict["findings"]}
+    assert laws["alive"] < laws["full"] and {"IG", "F64", "DF"} <= laws["full"]
+
+
+def test_a_plain_text_is_learned_from_too(live: Live, adapter) -> None:
+    """Its teacher reads what was said above the text that it continues; the student's prompt stays as it was."""
+    name = adapter("plain")
+    items = []
+    for word, said in zip(WORDS, ({"text": "Too cold."}, {"better": " is warm."}, {"thumbs": "down"}), strict=False):
+        body = {"model": name, "prompt": f"The {word} in the garden", "max_tokens": 6}
+        items.append({"completion_id": live.post("/v1/completions", body)["id"], **said})
+    found = [live.learned(f) for f in live.http.post("/v1/feedback", json={"feedback": items}).json()["data"]]
+    assert [f["status"] for f in found] == ["applied"] * 3
+    answers = live.get(f"/v1/adapters/{name}/versions/{found[0]['version']}")["answers"]
+    assert answers[0]["prompt"] == f"The {WORDS[0]} in the garden" and answers[0]["said"] == "Too cold."
+    state = live.state
+    assert state.learner is not None
+    config = overridden(state.learner.config, {})
+    given = [state.store.feedback(f["id"]) for f in found]
+    rows = lessons.gather(state, config, config.build_objective(), given).rows
+    for row, word, said in zip(rows, WORDS, ("Too cold.", "is warm.", config.thumbs.down), strict=False):
+        text, told = state.text.decode(row.prompt), state.text.decode(row.told or ())
+        assert text == f"The {word} in the garden" and told.endswith(f"\n\n{text}") and said in told[: -len(text)]
+
+
+def test_another_model_than_nano_learns(tmp_path: Path) -> None:
+    """A folder with another architecture, tokenizer and template: chat, feedback, the version answers, and a restart
+    with the same folder goes on from it."""
+    model = str(tiny_folder(tmp_path / "tiny"))
+    with serving(tmp_path, model=model, adapters=("tiny",)) as live:
+        chat = live.chat("tiny", "say up", seed=1)
+        told = live.learned(live.teach(chat, better="up!"))
+        assert (told["status"], told["version"]) == ("applied", 1), told
+        again = live.chat("tiny", "say up", seed=1)
+        assert (chat["adapter_version"], again["adapter_version"]) == (0, 1)
+        scores = [_score(live, name, "say up", "up!") for name in ("base", "tiny@0", "tiny")]
+        assert scores[0] == scores[1] < scores[2]
+    with serving(tmp_path, model=model, adapters=("tiny",)) as live:
+        assert _score(live, "tiny", "say up", "up!") == pytest.approx(scores[2], abs=1e-5)
+    with serving(tmp_path) as other:  # nano on a folder of this model's tokens
+        while other.state.host.failure is None:
+            time.sleep(0.01)
+        assert "take another folder" in other.state.host.failure
 
 
 def test_saying_it_twice_counts_once(live: Live, adapter) -> None:
@@ -249,7 +328,13 @@ def test_saying_it_twice_counts_once(live: Live, adapter) -> None:
     )
     live.learned(first)
     assert live.get(f"/v1/adapters/{name}/versions/1")["feedback"] == ["mine-1"]
-    assert live.get("/v1/feedback", adapter=name)["counts"] == {"queued": 0, "applied": 1, "unused": 0, "failed": 0}
+    assert live.get("/v1/feedback", adapter=name)["counts"] == {
+        "queued": 0,
+        "applied": 1,
+        "held": 0,
+        "unused": 0,
+        "failed": 0,
+    }
 
 
 def test_feedback_on_the_base_may_teach_an_adapter(live: Live, adapter) -> None:

@@ -38,7 +38,7 @@ TRIES = 6
 MOST = 16
 """Completions in one request."""
 EXACT = (
-    "Use `earnest serve`, or a vLLM that knows return_token_ids (0.10.2 or later): "
+    "Use `earnest serve`, a vLLM that knows return_token_ids (0.10.2 or later), or an SGLang that does (July 2026): "
     "text alone would be tokenized again, to other tokens than those that were sampled."
 )
 

@@ -300,6 +300,8 @@ class Decoder:
         check(self.host.policy, request)
         if request.n > self.max_rows:
             raise SamplingError(f"n is {request.n}; this server decodes at most {self.max_rows} sequences together.")
+        if request.n > self.max_waiting:  # a 429 would ask it to try again for ever
+            raise SamplingError(f"n is {request.n}; at this server at most {self.max_waiting} sequences may wait.")
         flight = Flight(request)
         with self._wake:
             if self._closed:
@@ -323,7 +325,8 @@ class Decoder:
             self._wake.notify()
         for flight in refused:
             flight.fail(Full("the server is shutting down."))
-        self._thread.join()
+        if self._thread.ident is not None:  # a model that failed to load never started it
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

@@ -54,6 +54,17 @@ class Bus:
             for queue, loop in self._readers.items():
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
+    def hint(self, kind: str, about: str | None = None, /) -> None:
+        """Something is not as it was: for those who watch now, kept for nobody."""
+        with self._lock:
+            event = Event(self._last, kind, about, {"time": time.time(), "adapter": about})
+            for queue, loop in self._readers.items():
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    @property
+    def watched(self) -> bool:
+        return bool(self._readers)
+
     def recent(self, may: Callable[[str | None], bool]) -> list[Event]:
         with self._lock:
             return [e for e in self._ring if may(e.adapter)]

@@ -105,10 +105,6 @@ def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, Adapt
     if name == "base":
         raise BadRequest("the base model does not learn; name an adapter.", "adapter")
     caller.demand(name, "teach")
-    if completion.kind != "chat":
-        raise BadRequest(
-            f"{completion.id} continues a plain text; feedback is learned from chat completions only.", "completion_id"
-        )
     if not completion.tokens:
         raise BadRequest(f"{completion.id} has no tokens; there is nothing to learn from.", "completion_id")
     adapter = state.store.adapter(name)

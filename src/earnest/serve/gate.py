@@ -146,7 +146,7 @@ def judge(
             f"{drift:.3g} nats a token",
             f"at most {config.drift:g}",
             "holds" if drift <= config.drift else "fails",
-            "The base's own answers have become much less likely: more was changed than was taught.",
+            "The log-probs of the base's own answers have moved far, up or down: more was changed than was taught.",
         ),
     ]
     if after is not None:

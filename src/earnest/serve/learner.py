@@ -304,7 +304,7 @@ class Learner:
             {
                 "feedback": f.id,
                 "completion": c.id,
-                "prompt": c.messages[-1]["content"],
+                "prompt": c.messages[-1]["content"] if c.messages else self.state.text.decode(c.prompt),
                 "given": c.text,
                 "said": f.text or f.better or f"thumbs {f.thumbs}",
                 "before": self.state.text.decode(flight.result()[0].tokens),

@@ -40,7 +40,10 @@ class ThumbsConfig(Strict):
 class GateConfig(Strict):
     """What a version must show before it answers anybody. Collapse is measured against the base model."""
 
-    pairs: list[PairConfig] = Field(default_factory=list, description="held out: never trained on")
+    pairs: list[PairConfig] = Field(
+        default_factory=list,
+        description="held out: feedback on their prompts is not learned from; none: no margin is judged",
+    )
     margin: float = Field(
         0.5, ge=0, description="nats a pair that the held-out margin may lose against the live version"
     )
@@ -50,7 +53,9 @@ class GateConfig(Strict):
     entropy_ratio: float = Field(0.5, ge=0, description="least entropy of the probes' answers, in the base's")
     entropy_most: float = Field(3.0, gt=0, description="most entropy of them, in the base's: beyond lies babble")
     self_similarity: float = Field(0.85, gt=0, le=1, description="most ROUGE-L between answers to one probe")
-    drift: float = Field(2.0, gt=0, description="most log-prob that the base's own answers may lose, nats a token")
+    drift: float = Field(
+        2.0, gt=0, description="how far the log-probs of the base's own answers may move, nats a token"
+    )
 
 
 class LearnConfig(Strict):

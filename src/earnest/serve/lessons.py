@@ -6,7 +6,7 @@
     better answer   the rollout, its teacher shown the better answer; a demonstration; a pair (better, given)
 
 Which of these rows there are is decided by the roles that the objective's live terms read. A feedback that gives the
-objective nothing is not learned from, and says why.
+objective nothing is not learned from, and says why; nor is one on a prompt that the gate holds out.
 """
 
 from __future__ import annotations
@@ -57,8 +57,16 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
     rows: list[Row] = []
     taken: list[tuple[FeedbackRow, Completion]] = []
     others: dict[int, tuple[Status, str]] = {}
+    held_out = {_plain(pair.prompt) for pair in config.gate.pairs}
     for f in feedback:
         given = state.store.completion(f.completion, f.choice)
+        if held_out and not held_out.isdisjoint(_asked(state, given)):
+            others[f.seq] = (
+                "unused",
+                "its prompt is one of gate.pairs, which are held out: learning from it would let "
+                "the gate judge what was taught",
+            )
+            continue
         try:
             own = _rows(state, config, objective, f, given, len(taken))
             _fit(state, own)
@@ -74,18 +82,29 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
     return Lessons(tuple(rows), tuple(taken), others)
 
 
+def _asked(state: State, given: Completion) -> set[str]:
+    """Everything that a user said in a conversation; of a plain text, the text."""
+    if given.kind == "chat":
+        return {_plain(m["content"]) for m in given.messages if m["role"] == "user"}
+    return {_plain(state.text.decode(given.prompt))}
+
+
+def _plain(text: str) -> str:
+    """Without what does not make it another prompt: case and spaces."""
+    return " ".join(text.casefold().split())
+
+
 def _rows(
     state: State, config: LearnConfig, objective: Objective, f: FeedbackRow, given: Completion, number: int
 ) -> list[Row]:
     roles, wanted = roles_of(objective), wanted_signals(objective)
-    messages = [dict(m) for m in given.messages]
     common = (given.temperature, given.version)
-    better = answer_tokens(state, messages, f.better)[1] if f.better is not None else None
+    better = _better(state, f.better, given) if f.better is not None else None
     silent = (0.0,) * len(better or ())  # nobody sampled it; no term reads its behaviour
     found: list[Row] = []
     rating = {"up": 1.0, "down": -1.0, None: 0.0}[f.thumbs]
     if "rollout" in roles and ("teacher" in wanted or rating):
-        told = state.text.render(_told(config, f, messages)) if "teacher" in wanted else None
+        told = _told(state, config, f, given) if "teacher" in wanted else None
         found.append(
             Row("rollout", given.prompt, given.tokens, given.logprobs, *common, told, rating, f.thumbs == "up")
         )
@@ -99,12 +118,27 @@ def _rows(
     return found
 
 
-def _told(config: LearnConfig, f: FeedbackRow, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The messages that the teacher reads."""
-    if f.better is not None:
-        return reprompt(messages, f.better, f.text)
+def _better(state: State, better: str, given: Completion) -> tuple[int, ...]:
+    """The better answer as the policy would have given it: a turn of the chat, or a continuation of the text."""
+    if given.kind == "chat":
+        return answer_tokens(state, given.messages, better)[1]
+    return state.text.encode(better, special=False)
+
+
+def _told(state: State, config: LearnConfig, f: FeedbackRow, given: Completion) -> tuple[int, ...]:
+    """The prompt that the teacher reads. A text is continued where it ends, so what was said of it stands above it."""
     thumb = config.thumbs.up if f.thumbs == "up" else config.thumbs.down
-    return hindsight(messages, f.text if f.text is not None else thumb)
+    said = f.text if f.text is not None else thumb
+
+    def framed(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        return reprompt(messages, f.better, f.text) if f.better is not None else hindsight(messages, said)
+
+    if given.kind == "chat":
+        return state.text.render(framed(given.messages))
+    above = framed([{"role": "user", "content": ""}])[0]["content"].strip() + "\n\n"
+    opening = state.text.encode("")  # special tokens that open every text stay in front
+    shared = len(opening) if given.prompt[: len(opening)] == opening else 0
+    return (*given.prompt[:shared], *state.text.encode(above, special=False), *given.prompt[shared:])
 
 
 def _fit(state: State, rows: Sequence[Row]) -> None:

@@ -15,6 +15,7 @@ from earnest.serve.errors import Loading
 from earnest.serve.events import Bus
 from earnest.serve.host import Host, NotReady
 from earnest.serve.keys import Keys
+from earnest.serve.pulse import Pulse
 from earnest.serve.settings import ServeSettings
 from earnest.serve.shelf import Shelf
 from earnest.serve.store import Store
@@ -41,6 +42,7 @@ class State:
         self.host = Host(settings)
         self.bus = Bus()
         self.shelf = Shelf(self.host, self.store, settings.max_resident)
+        self.pulse = Pulse(self)
         self.learner: Learner | None = None
         self._text: Text | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -88,10 +90,12 @@ class State:
 
     def start(self) -> None:
         self.host.start()
+        self.pulse.start()
 
     def close(self) -> None:
         """Everything that was accepted is on the disk already; work in the background is given up."""
         self.bus.close()
+        self.pulse.close()
         self.host.stopping = True
         if self.learner is not None:
             self.learner.close()

@@ -52,7 +52,8 @@ NAME = re.compile(
 RESERVED = frozenset({"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export"})
 PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
 Thumbs = Literal["up", "down"]
-Status = Literal["queued", "applied", "unused", "failed"]
+Status = Literal["queued", "applied", "held", "unused", "failed"]
+"""``applied``: in a version that was let live; ``held``: in a candidate, until somebody promotes it."""
 
 
 def check_name(name: str) -> str:
@@ -244,7 +245,7 @@ class Store:
         others: Mapping[int, tuple[Status, str]],
         refused: str,
     ) -> Literal["promoted", "candidate"] | None:
-        """One transaction: the version exists, its feedback is applied, and unless ``refused`` says why not it is
+        """One transaction: the version exists, its feedback belongs to it, and unless ``refused`` says why not it is
         live. None where the adapter is gone: nothing is written then."""
 
         def work(c: sqlite3.Connection) -> Literal["promoted", "candidate"] | None:
@@ -261,7 +262,8 @@ class Store:
                 "INSERT INTO versions VALUES(?, ?, ?, ?, ?, ?, ?)",
                 (adapter, number, parent, time.time(), status, why, json.dumps(record)),
             )
-            _settle(c, dict.fromkeys(applied, ("applied", "")) | dict(others), number)
+            became: tuple[Status, str] = ("held", _held(number, why)) if why else ("applied", "")
+            _settle(c, dict.fromkeys(applied, became) | dict(others), number)
             live = row["live"] if why else number
             c.execute("UPDATE adapters SET live = ?, next = ? WHERE id = ?", (live, number + 1, adapter))
             return status
@@ -273,10 +275,15 @@ class Store:
         self.db.write(lambda c: _settle(c, others, None))
 
     def set_live(self, adapter: int, number: int) -> None:
-        """``number`` answers from now on; a candidate is thereby promoted."""
+        """``number`` answers from now on; a candidate is thereby promoted, and its feedback applied."""
 
         def work(c: sqlite3.Connection) -> None:
             c.execute("UPDATE versions SET status = 'promoted' WHERE adapter = ? AND number = ?", (adapter, number))
+            c.execute(
+                "UPDATE feedback SET status = 'applied', note = '' "
+                "WHERE adapter = ? AND version = ? AND status = 'held'",
+                (adapter, number),
+            )
             c.execute("UPDATE adapters SET live = ? WHERE id = ?", (number, adapter))
 
         self.db.write(work)
@@ -292,6 +299,10 @@ class Store:
     def delete_version(self, adapter: int, number: int) -> None:
         def work(c: sqlite3.Connection) -> None:
             c.execute("DELETE FROM versions WHERE adapter = ? AND number = ?", (adapter, number))
+            c.execute(
+                "UPDATE feedback SET note = ? WHERE adapter = ? AND version = ? AND status = 'held'",
+                (f"version {number} was a candidate and is deleted", adapter, number),
+            )
 
         self.db.write(work)
 
@@ -395,14 +406,18 @@ class Store:
     def counts(self, adapter: int) -> dict[str, int]:
         """How many feedbacks are in each state."""
         rows = self.db.read("SELECT status, COUNT(*) AS n FROM feedback WHERE adapter = ? GROUP BY status", (adapter,))
-        return {"queued": 0, "applied": 0, "unused": 0, "failed": 0} | {r["status"]: r["n"] for r in rows}
+        return {"queued": 0, "applied": 0, "held": 0, "unused": 0, "failed": 0} | {r["status"]: r["n"] for r in rows}
+
+
+def _held(number: int, why: str) -> str:
+    return f"version {number} is a candidate and answers nobody ({why}); promoting it applies this feedback"
 
 
 def _settle(c: sqlite3.Connection, found: Mapping[int, tuple[Status, str]], version: int | None) -> None:
     for seq, (status, note) in found.items():
         changed = c.execute(
             "UPDATE feedback SET status = ?, note = ?, version = ? WHERE seq = ? AND status = 'queued'",
-            (status, note, version if status == "applied" else None, seq),
+            (status, note, version if status in ("applied", "held") else None, seq),
         ).rowcount
         assert changed == 1, f"feedback {seq} is not in the queue: it would be applied twice"
 

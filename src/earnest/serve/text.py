@@ -33,8 +33,11 @@ class Text:
                 f"the chat template of {self.policy.name} refuses these messages: {error}", "messages"
             ) from None
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """A text; without ``special`` as a piece of one, with nothing put around it."""
         with self._lock:
+            if not special:
+                return tuple(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
             return tuple(self.policy.encode(text))
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:

@@ -79,7 +79,7 @@ def _said(handler: Handler) -> Handler:
             return JSONResponse({"detail": str(error)}, 400)
         except KeyError as error:
             return JSONResponse({"detail": f"the request lacks the field {error}."}, 400)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             return JSONResponse({"detail": f"the request has a field of the wrong type ({error})."}, 400)
 
     return answer

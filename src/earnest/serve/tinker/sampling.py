@@ -160,7 +160,8 @@ class Desk:
             if request.asked.anything:
                 with self.host.turn("tinker", adapter):
                     job.scores = scoring.score(policy, request.prompt, request.asked)
-            for size, own in _parts(request.n, spec, self.host.settings.max_rows):
+            most = min(self.host.settings.max_rows, self.host.settings.max_waiting)
+            for size, own in _parts(request.n, spec, most):
                 job.flights.append(self._submit(decode.Request(request.prompt, own, adapter, size, request.top)))
         except BaseException:
             for flight in job.flights:

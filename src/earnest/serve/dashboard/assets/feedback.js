@@ -5,7 +5,7 @@ import { record } from "/dashboard/versions.js";
 
 const SHOWN = 20;
 const given = new Map(); // completion → what was asked and answered
-const TONES = { queued: "warn", applied: "good", unused: "quiet", failed: "bad" };
+const TONES = { queued: "warn", applied: "good", held: "warn", unused: "quiet", failed: "bad" };
 let seen = new Set();
 
 async function completion(f) {
@@ -32,7 +32,7 @@ function row(f, asked, made) {
   const said = [f.thumbs ? `${f.thumbs === "up" ? "Good" : "Bad"} answer. ` : "", f.text ?? ""].join("");
   const question = asked?.messages.at(-1)?.content ?? "";
   const change = made?.answers?.find((a) => a.feedback === f.id) ?? made?.answers?.find((a) => a.prompt === question);
-  const status = { queued: "waits", applied: `in version ${f.version}`, unused: "not used", failed: "failed" }[f.status];
+  const status = { queued: "waits", applied: `in version ${f.version}`, held: `in candidate ${f.version}`, unused: "not used", failed: "failed" }[f.status];
   return el("article", { class: "change" + (fresh ? " new" : ""), "data-feedback": f.id },
     el("p", { class: "head" }, when(f.received), f.key ? ` by ${f.key}` : "", "\u2003", badge(TONES[f.status], status), f.note ? ` ${f.note}` : ""),
     said ? el("p", { class: "quote" }, `“${said.trim()}”`) : null,

@@ -43,12 +43,13 @@ async function adapters() {
 
 function line(a) {
   const waiting = a.feedback.queued ? `, ${a.feedback.queued} waiting` : "";
+  const held = a.feedback.held ? `, ${a.feedback.held} in candidates` : "";
   const failed = a.feedback.failed ? `, ${a.feedback.failed} failed` : "";
   return el("tr", { class: a.name === app.chosen ? "chosen" : null, "data-adapter": a.name },
     el("th", { scope: "row" }, a.name, a.origin ? el("span", { class: "soft" }, ` from ${a.origin}`) : null),
     el("td", {}, `version ${a.live}`, a.pinned ? ", pinned" : ""),
     el("td", {}, String(a.versions.length)),
-    el("td", {}, `${a.feedback.applied} learned from${waiting}${failed}`),
+    el("td", {}, `${a.feedback.applied} learned from${held}${waiting}${failed}`),
     el("td", {}, el("button", { type: "button", "data-key": "show-" + a.name, "aria-pressed": String(a.name === app.chosen), "aria-label": `Show ${a.name}`, onclick: () => app.choose(a.name) }, "Show")));
 }
 
@@ -98,6 +99,7 @@ async function refresh(...names) {
 
 // ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 function told(event, data) {
+  if (event in parts && event !== "adapters") return refresh(event); // runs, health: something is not as it was
   const about = data.adapter ?? "";
   const words = {
     feedback: () => `feedback on ${about}: ${data.text ?? data.better ?? "thumbs " + data.thumbs}`,
@@ -171,4 +173,3 @@ async function open() {
 chat.setup(app);
 refresh("health");
 open();
-setInterval(() => { if (!document.hidden && !$("board").hidden) refresh("health", "runs"); }, 15000);

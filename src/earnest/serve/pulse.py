@@ -1,0 +1,65 @@
+"""What nobody announces: run folders are written by other processes, and the load of the chat changes with every token.
+
+While somebody watches ``/v1/events`` both are looked at once a second, and a change is an event without content: `runs`
+for those who may read them, `health` for everybody. Who wants to know more asks the endpoint of that name.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from earnest.serve.state import State
+
+EVERY = 1.0
+
+
+class Pulse:
+    """One thread that looks and compares."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._ended = threading.Event()
+        self._seen: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="earnest-pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY):
+            if self.state.bus.watched:
+                self.look()
+
+    def look(self) -> None:
+        """Tell what is not as it was. A reader that has just come asks for everything itself, so the first look is
+        silent."""
+        for kind, now in (("runs", self._runs()), ("health", self._health())):
+            if self._seen.setdefault(kind, now) != now:
+                self._seen[kind] = now
+                self.state.bus.hint(kind, "runs" if kind == "runs" else None)
+
+    def _runs(self) -> list[Any]:
+        from earnest.serve.dashboard import runs
+
+        found = []
+        for folder in runs.folders(self.state.settings):
+            files = [folder / name for name in ("run.json", "metrics.jsonl", "verdict.json")]
+            try:
+                found.append((folder.name, *((f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.exists())))
+            except OSError:  # it is being deleted
+                continue
+        return found
+
+    def _health(self) -> list[Any]:
+        host = self.state.host
+        if not host.ready():
+            return [host.failure]
+        learning = None if self.state.learner is None else self.state.learner.doing
+        return [host.decoder.load(), host.attached(), learning and (learning["adapter"], learning["phase"])]
