@@ -4,19 +4,22 @@
     python benchmarks/diloco.py --only loss     one part; the others' results stay
     python benchmarks/diloco.py --table         the tables of the stored results
 
-wire      two processes on this machine: an all-reduce of fp32 by gloo over loopback, and a round through a real S3
-          server (SeaweedFS) by each wire: encode, upload, read back, read the other's, decode, average.
+wire      two processes on this machine: an all-reduce of fp32 by gloo over loopback, and rounds of the protocol through
+          a real S3 server (SeaweedFS) by each wire. Both sides start a repetition together, equally often; the slower
+          one of the two counts, and the median over repetitions.
 loss      four replicas on nano, each with demonstrations of its own, against data-parallel with the same batches at the
           same number of tokens: one all-reduce of fp32 gradients an update. Bytes are what a replica sends.
-goodput   four real processes; every so many seconds one gets SIGKILL and is started again.
+goodput   four real processes; every so many seconds one gets SIGKILL and is started again. Useful is the time of
+          the undisturbed run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import multiprocessing
 import os
+import queue
 import random
 import statistics
 import sys
@@ -24,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +35,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from earnest.diloco.globals import OuterSGD
+from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
+from earnest.diloco.manager import BucketManager
 from earnest.diloco.outer import ReplicaOuter, Schedule
-from earnest.diloco.protocol import Rules, average
+from earnest.diloco.protocol import Rules
 from earnest.diloco.store import Bucket
-from earnest.diloco.wire import KINDS, Wire, decode
+from earnest.diloco.wire import KINDS, Wire
 
 RESULTS = Path("benchmarks/results/diloco.json")
 ARMS: dict[str, tuple[int, str, float | None]] = {
@@ -52,78 +57,82 @@ ARMS: dict[str, tuple[int, str, float | None]] = {
 # --- wire -------------------------------------------------------------------------------------------------------------
 
 
-def _gloo(rank: int, port: int, sizes: Sequence[int], out: str) -> None:
+def _gloo(rank: int, start: Any, port: int, n: int, repeats: int, found: Any) -> None:
+    """One side of an all-reduce; ``found`` gets the seconds of each repetition."""
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found = {}
-    for n in sizes:
-        v = torch.randn(n, generator=torch.Generator().manual_seed(rank))
-        dist.all_reduce(v)  # connections and buffers
-        times = []
-        for _ in range(3):
-            dist.barrier()
-            began = time.perf_counter()
-            dist.all_reduce(v)
-            times.append(time.perf_counter() - began)
-        found[n] = min(times)
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
+    v = torch.randn(n, generator=torch.Generator().manual_seed(rank))
+    times = []
+    for _ in range(repeats + 1):  # the first one makes connections and buffers
+        start.wait()
+        began = time.perf_counter()
+        dist.all_reduce(v)
+        times.append(time.perf_counter() - began)
+    found.put((times[1:], 4 * n))
     dist.destroy_process_group()
 
 
-def gloo(sizes: Sequence[int]) -> dict[int, float]:
-    """Seconds of an all-reduce of n fp32 numbers between two processes, the best of three."""
-    import multiprocessing
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ctx = multiprocessing.get_context("fork")  # before any thread is started here
-    with tempfile.TemporaryDirectory() as place:
-        both = [ctx.Process(target=_gloo, args=(rank, port, sizes, f"{place}/t")) for rank in range(2)]
-        for one in both:
-            one.start()
-        for one in both:
-            one.join()
-        return {int(n): t for n, t in json.loads(Path(f"{place}/t").read_text()).items()}
-
-
-def one_round(bucket: Bucket, key: str, wire: Wire, delta: torch.Tensor, start: torch.Tensor) -> tuple[int, float]:
-    """(bytes sent, seconds) of one replica's part: the other's delta is as large as one's own."""
-    began = time.perf_counter()
-    payload = wire.encode(delta, start)
-    bucket.create(key, "delta", payload)
-    read = []
-    for _ in range(2):
-        found = bucket.get(key)
-        assert found is not None
-        read.append(decode(found.payload, delta.numel()))
-    average(read, [1, 1])
-    return len(payload), time.perf_counter() - began
+def _bucket(rank: int, start: Any, url: str, environment: dict[str, str], n: int, kind: Any, repeats: int, found: Any):
+    """One replica's side of rounds through the store, by the Manager that torchft is given: encode, upload, ``meet``,
+    decode, average, the fingerprints that the protocol asks for, and the outer step on the agreed copy."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    chance = torch.Generator().manual_seed(0)
+    agreed = Globals([[0.02 * torch.randn(n, generator=chance)]], OuterSGD(0.7, 0.0, False))
+    ledger = Ledger(Bucket.open(url, writer=str(rank)))
+    if rank == 0:
+        ledger.put_state(0, b"", agreed.fingerprint())
+    manager = BucketManager(ledger, Rules(2, 2), rank, agreed, Wire(kind), tokens=1)
+    chance.manual_seed(1 + rank)
+    times = []
+    for _ in range(repeats + 1):
+        delta = 3e-6 * torch.randn(n, generator=chance)
+        manager.start_quorum()
+        start.wait()
+        began = time.perf_counter()
+        manager.allreduce(delta).wait()
+        manager.should_commit()
+        times.append(time.perf_counter() - began)
+    found.put((times[1:], int(manager.last["bytes_delta"])))
 
 
-def measure_wire(sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Weights of spread 0.02; differences as ten steps at lr 1e-6 make them, as in RL of all weights."""
-    from tests.diloco.servers import BUCKET, Seaweed
+def two(target: Any, *words: Any) -> tuple[float, int]:
+    """(seconds, bytes) of two processes that start each repetition together: the slower one's; the median of all."""
+    from tests.diloco.processes import context
 
-    reduced = gloo(sizes)
-    with tempfile.TemporaryDirectory() as place:
-        server = Seaweed(Path(place)).start()
-        os.environ.update(server.environment)
+    ctx = context()
+    start, found = ctx.Barrier(2), ctx.Queue()
+    both = [ctx.Process(target=target, args=(rank, start, *words, found), daemon=True) for rank in range(2)]
+    for one in both:
+        one.start()
+    sides = []
+    while len(sides) < 2:
         try:
-            bucket = Bucket.open(f"s3://{BUCKET}/bench")
-            for n in sizes:
-                yield {"n": n, "way": "all-reduce, fp32", "bytes": 4 * n, "seconds": reduced[n]}
-                chance = torch.Generator().manual_seed(0)
-                start = 0.02 * torch.randn(n, generator=chance)
-                delta = 3e-6 * torch.randn(n, generator=chance)
+            sides.append(found.get(timeout=5))
+        except queue.Empty:
+            if any(one.exitcode for one in both):
+                raise SystemExit(f"a process of {target.__name__} ended with {[o.exitcode for o in both]}") from None
+    for one in both:
+        one.join()
+    return statistics.median(map(max, *(times for times, _ in sides))), sides[0][1]
+
+
+def measure_wire(sizes: Sequence[int], repeats: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Weights of spread 0.02; differences as ten steps at lr 1e-6 make them, as in RL of all weights."""
+    from tests.diloco.servers import BUCKET, Seaweed, free_ports
+
+    with tempfile.TemporaryDirectory() as place:
+        server = Seaweed(Path(place), volume_mb=4096).start()
+        try:
+            for n, times in zip(sizes, repeats, strict=True):
+                seconds, size = two(_gloo, free_ports(1)[0], n, times)
+                yield {"n": n, "way": "all-reduce, fp32", "bytes": size, "seconds": seconds, "repeats": times}
                 for kind in KINDS:
-                    key = f"{n}/{kind}"
-                    size, seconds = one_round(bucket, key, Wire(kind), delta, start)
-                    bucket.delete([key])
-                    yield {"n": n, "way": kind, "bytes": size, "seconds": seconds}
+                    url = f"s3://{BUCKET}/bench/{n}/{kind}"
+                    seconds, size = two(_bucket, url, server.environment, n, kind, times)
+                    yield {"n": n, "way": kind, "bytes": size, "seconds": seconds, "repeats": times}
         finally:
             server.stop()
 
@@ -234,6 +243,13 @@ def replicas(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, "curve": curve, "bytes": sent[0]}
 
 
+def one_arm(job: tuple[str, int, argparse.Namespace]) -> dict[str, Any]:
+    """In a process of its own, with one thread of torch."""
+    arm, seed, args = job
+    torch.set_num_threads(1)
+    return data_parallel(seed, args) if arm == "data-parallel" else replicas(arm, seed, args)
+
+
 # --- goodput ----------------------------------------------------------------------------------------------------------
 
 
@@ -248,19 +264,19 @@ def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
         model = tiny_folder(place / "tiny")
         ctx = context()
         words = ["replicas=4", f"steps={args.goodput_steps}", "sync.every=5", "checkpoint.every=1", "sync.grace=3600"]
-        for every in (math.inf, 10.0, 5.0):
+        for every in (None, 10.0, 5.0):
             where = place / f"every-{every}"
             where.mkdir()
             url = f"file://{where}/bucket"
             put_run(url, where, model, *words)
             troupe = Troupe(ctx, url, where, {}, lambda replica, life: {})
-            chance, next_kill = random.Random(0), [time.monotonic() + every]
+            chance, next_kill = random.Random(0), [time.monotonic() + (every or 1e9)]
 
             def between(
                 troupe: Troupe = troupe,
                 chance: random.Random = chance,
                 when: list[float] = next_kill,
-                every: float = every,
+                every: float = every or 1e9,
             ) -> None:
                 if time.monotonic() >= when[0] and troupe.running:
                     troupe.running[chance.choice(sorted(troupe.running))][0].kill()
@@ -278,33 +294,41 @@ def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
 def tables(data: dict[str, Any]) -> str:
     lines: list[str] = []
     if wire := data.get("wire"):
-        lines += ["| parameters | way | MB a replica sends | fewer than fp32 | seconds |", "|---|---|---|---|---|"]
+        lines += [
+            "| parameters | way | MB a replica sends | fewer than fp32 | seconds a round | repetitions |",
+            "|---|---|---|---|---|---|",
+        ]
         for row in wire:
             factor = 4 * row["n"] / row["bytes"]
-            size = f"{row['bytes'] / 1e6:.3f}"
-            lines.append(f"| {row['n'] / 1e6:g} M | {row['way']} | {size} | {factor:.1f} | {row['seconds']:.2f} |")
+            size, seconds = f"{row['bytes'] / 1e6:.3f}", f"{row['seconds']:.2f} | {row.get('repeats', '–')}"
+            lines.append(f"| {row['n'] / 1e6:g} M | {row['way']} | {size} | {factor:.1f} | {seconds} |")
         lines.append("")
     if loss := data.get("loss"):
         lines += [
-            "| arm | held-out loss at update 20 | at the end | ± over seeds | kB a replica sends | fewer bytes |",
-            "|---|---|---|---|---|---|",
+            "| arm | held-out loss at update 20 | at 40 | at the end | ± over seeds | minus data-parallel | ± | "
+            "kB a replica sends | fewer bytes |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         base = statistics.mean(r["bytes"] for r in loss if r["arm"].startswith("data"))
-        begun = [r["curve"][0][1] for r in loss]
-        lines.append(f"| before | – | {statistics.mean(begun):.4f} | {_spread(begun)} | – | – |")
+        begun = [r["curve"][0][1] for r in loss if r["arm"].startswith("data")]
+        lines.append(f"| before | – | – | {statistics.mean(begun):.4f} | {_spread(begun)} | – | – | – | – |")
+        beside = {r["seed"]: r["curve"][-1][1] for r in loss if r["arm"].startswith("data")}
         for arm in dict.fromkeys(r["arm"] for r in loss):
             runs = [r for r in loss if r["arm"] == arm]
-            middle = statistics.mean(dict(map(tuple, r["curve"]))[20] for r in runs)
+            curves = [dict(map(tuple, r["curve"])) for r in runs]
+            at = " | ".join(f"{statistics.mean(c[k] for c in curves):.4f}" if k in curves[0] else "–" for k in (20, 40))
             ends = [r["curve"][-1][1] for r in runs]
+            apart = [r["curve"][-1][1] - beside[r["seed"]] for r in runs]
             size = statistics.mean(r["bytes"] for r in runs)
-            worth = f"{statistics.mean(ends):.4f} | {_spread(ends)} | {size / 1e3:.1f} | {base / size:.0f}"
-            lines.append(f"| {arm} | {middle:.4f} | {worth} |")
+            pairs = f"{statistics.mean(apart):+.4f} | {_spread(apart)}" if not arm.startswith("data") else "– | –"
+            worth = f"{statistics.mean(ends):.4f} | {_spread(ends)} | {pairs} | {size / 1e3:.1f} | {base / size:.0f}"
+            lines.append(f"| {arm} | {at} | {worth} |")
         lines.append("")
     if good := data.get("goodput"):
         lines += ["| a kill every | kills | seconds | goodput |", "|---|---|---|---|"]
         calm = good[0]["seconds"]
         for row in good:
-            every = "never" if row["every"] == math.inf else f"{row['every']:g} s"
+            every = "never" if row["every"] is None else f"{row['every']:g} s"
             lines.append(f"| {every} | {row['kills']} | {row['seconds']:.0f} | {100 * calm / row['seconds']:.0f} % |")
     return "\n".join(lines)
 
@@ -318,6 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("wire", "loss", "goodput"))
     parser.add_argument("--table", action="store_true", help="print the stored results")
     parser.add_argument("--sizes", type=float, nargs="*", default=[1e6, 1e7, 1e8])
+    parser.add_argument("--repeats", type=int, nargs="*", default=[5, 3, 1], help="of a round, for each size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rows", type=int, default=2, help="demonstrations a replica and update")
@@ -334,27 +359,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     torch.set_num_threads(1)
 
+    begun = time.monotonic()
+
+    def told(text: str) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s  {text}", file=sys.stderr, flush=True)
+
     def keep() -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(data, indent=1))
 
     if args.only in (None, "loss"):
         data["loss"] = []
-        for seed in range(args.seeds):
-            data["loss"].append(data_parallel(seed, args))
-            for arm in ARMS:
-                began = time.monotonic()
-                data["loss"].append(replicas(arm, seed, args))
-                end = data["loss"][-1]["curve"][-1][1]
-                print(f"seed {seed}: {arm}: {end:.4f} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        jobs = [(arm, seed, args) for seed in range(args.seeds) for arm in ("data-parallel", *ARMS)]
+        with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:  # losses know no clock
+            for found in pool.map(one_arm, jobs):
+                data["loss"].append(found)
+                told(f"seed {found['seed']}: {found['arm']}: {found['curve'][-1][1]:.4f}")
                 keep()
     if args.only in (None, "wire"):
         data["wire"] = []
-        for row in measure_wire([int(n) for n in args.sizes]):
+        for row in measure_wire([int(n) for n in args.sizes], args.repeats):
             data["wire"].append(row)
+            told(f"{row['n']:,} {row['way']}: {row['seconds']:.2f} s")
             keep()
     if args.only in (None, "goodput"):
         data["goodput"] = goodput(args)
+        told("goodput")
         keep()
     print(tables(data))
     return 0

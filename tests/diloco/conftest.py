@@ -6,9 +6,24 @@ from typing import Any
 
 import pytest
 
+from tests.diloco import crossing
 from tests.diloco.processes import context
 from tests.diloco.servers import Seaweed
 from tests.runs.tiny import tiny_folder
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    crossing.register(config)
+    crossing.watch()
+
+
+@pytest.fixture(autouse=True)
+def crosses(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that is marked ``processes`` starts one, or speaks to a server in one."""
+    before = crossing.STARTED[0]
+    yield
+    if request.node.get_closest_marker("processes") and not crossing.SERVERS & set(request.fixturenames):
+        assert crossing.STARTED[0] > before, "marked processes, and none was started"
 
 
 @pytest.fixture(scope="session")

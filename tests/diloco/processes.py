@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,6 @@ def die(point: str, times: int) -> None:
         "after the upload": (Ledger, "put_delta", False),
         "before the commit": (Ledger, "put_commit", True),
         "after the commit": (Ledger, "put_commit", False),
-        "during a download": (Ledger, "delta", False),
         "during a checkpoint": (checkpoints, "write_json", False),
         "after a checkpoint": (checkpoints, "save", False),
         "before a snapshot": (Ledger, "put_state", True),
@@ -88,7 +88,27 @@ def die(point: str, times: int) -> None:
         "after hello": (Ledger, "hello", False),
         "in the middle of training": (Loop, "_one_step", False),
     }
-    around(*places[point])
+    if point == "during a download":
+        _in_a_download(now)
+    else:
+        around(*places[point])
+
+
+def _in_a_download(now: Callable[[], None]) -> None:
+    """Between the store's answer to the request for a delta and its bytes."""
+    from earnest.diloco.store import ObjectStore
+
+    old = ObjectStore.get
+
+    def get(self: Any, key: str) -> bytes | None:
+        if "/delta/" in key:
+            with suppress(*self._absent, *self._failures):
+                answer = self._api.get(self._store, key)
+                now()
+                return bytes(answer.bytes())
+        return old(self, key)
+
+    ObjectStore.get = get  # type: ignore[method-assign]
 
 
 def main(url: str, replica: int, folder: str, environment: Mapping[str, str], plan: Mapping[str, Any]) -> None:
@@ -220,13 +240,13 @@ class Troupe:
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    """The adapter in the newest checkpoint of a replica's folder, and the round it is of."""
+    """The adapter and the agreed state in the newest checkpoint of a replica's folder, and the round they are of."""
     from earnest.engines.checkpoint import read
     from earnest.runs.checkpoints import ENGINE
 
     newest = max((folder / "checkpoints").glob("step-*"), key=lambda p: p.name)
     tensors, _ = read(newest / ENGINE)
-    return {k: v for k, v in tensors.items() if k.startswith("adapter.") or k == "outer.round"}
+    return {k: v for k, v in tensors.items() if k.startswith(("adapter.", "outer.global.")) or k == "outer.round"}
 
 
 def commits(ledger: Any) -> dict[int, Any]:

@@ -39,10 +39,10 @@ def free_ports(count: int) -> list[int]:
 
 
 class Seaweed:
-    """One server process: master, volume, filer and S3 gateway."""
+    """One server process: master, volume, filer and S3 gateway; 8 volumes of ``volume_mb`` are all its room."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, volume_mb: int = 64) -> None:
+        self.folder, self.volume_mb = folder, volume_mb
         self.master, self.volume, self.filer, self.s3 = free_ports(4)
         self.process: subprocess.Popen[bytes] | None = None
         self.made = False
@@ -70,7 +70,7 @@ class Seaweed:
             f"-master.port={self.master}",
             f"-volume.port={self.volume}",
             "-volume.max=8",
-            "-master.volumeSizeLimitMB=64",
+            f"-master.volumeSizeLimitMB={self.volume_mb}",
             "-master.telemetry=false",
             "-filer",
             f"-filer.port={self.filer}",

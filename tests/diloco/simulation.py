@@ -1,7 +1,8 @@
 """Replicas under a scheduler that decides every store operation: who goes next, who dies, which answer is lost.
 
 Each replica is a thread that runs the real outer hook on a toy job. It stops before every operation on the store (and
-before every sleep) until the scheduler lets it go; so exactly one runs at a time, and a schedule is a list of orders.
+before every sleep) until the scheduler lets it go; so exactly one is at the store at a time, and a schedule is a list
+of orders. With a delay the meeting is a thread beside the training, which waits for it before it needs the store.
 Nothing is real but the code under test: the store is a dict, the clock moves when somebody sleeps.
 """
 
@@ -120,10 +121,13 @@ class Job:
 
 
 class Replica:
-    """A process and its restarts. ``finished``: round → the fingerprint with which it left it, over all lives."""
+    """A process and its restarts; ``copy`` tells those apart that were started with one number.
 
-    def __init__(self, world: World, job: Job, number: int) -> None:
-        self.world, self.job, self.number = world, job, number
+    ``finished``: round → the fingerprint with which it left it, over all lives.
+    """
+
+    def __init__(self, world: World, job: Job, number: int, copy: int = 0) -> None:
+        self.world, self.job, self.number, self.copy = world, job, number, copy
         self.disk = Disk()
         self.finished: list[tuple[int, str]] = []
         self.final: str | None = None
@@ -163,12 +167,12 @@ class Replica:
 
     def _train(self) -> None:
         job, port = self.job, self.port
-        bucket = Bucket(port, writer=f"{self.number}.{self.lives}", patience=1e9, sleep=port.sleep)
+        bucket = Bucket(port, writer=f"{self.number}.{self.copy}.{self.lives}", patience=1e9, sleep=port.sleep)
         engine = ToyEngine(self.number, sizes=(3, 2))
         rules = Rules(job.replicas, job.quorum, job.grace, timeout=1e9, poll=0.5)
         outer = ReplicaOuter(
             engine,
-            Ledger(bucket),
+            Ledger(bucket, parallel=1),  # exactly one thread of all runs at a time
             self.number,
             rules,
             job.schedule,

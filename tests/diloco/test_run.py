@@ -23,7 +23,8 @@ from earnest.diloco.ledger import Ledger
 from earnest.diloco.run import resume, start
 from earnest.diloco.store import Bucket
 from earnest.diloco.worker import read_config, work
-from earnest.errors import ConfigError, EarnestError
+from earnest.errors import ConfigError, EarnestError, SamplingError
+from earnest.runs import setup
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
 from tests.diloco.forked import ForkExecutor
@@ -50,6 +51,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.processes
 def test_the_command_line_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     """`earnest run` starts two `earnest worker`s as processes of their own; one of them is killed and started again."""
     folder = tmp_path / "run"
@@ -77,6 +79,7 @@ def test_the_command_line_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.processes
 def test_four_replicas_learn_though_one_is_killed(make: Make, tmp_path: Path) -> None:
     """The held-out reward rises by more than three standard errors; a replica dies on the way."""
     ForkExecutor.kill = {2: ("after the upload", 2)}
@@ -89,6 +92,7 @@ def test_four_replicas_learn_though_one_is_killed(make: Make, tmp_path: Path) ->
     assert len(commits(ledger)) == 6
 
 
+@pytest.mark.processes
 def test_replicas_have_prompts_of_their_own_and_the_same_birth(make: Make, tmp_path: Path) -> None:
     start("test", make("replicas=2", "steps=2", f"out={tmp_path / 'run'}"), quiet(), on="fork")
     asked = [
@@ -101,6 +105,7 @@ def test_replicas_have_prompts_of_their_own_and_the_same_birth(make: Make, tmp_p
     assert asked[0] and asked[1] and asked[0] != asked[1]
 
 
+@pytest.mark.processes
 def test_the_final_adapter_is_the_last_commit(make: Make, tmp_path: Path) -> None:
     from safetensors.torch import load_file as load
 
@@ -114,6 +119,114 @@ def test_the_final_adapter_is_the_last_commit(make: Make, tmp_path: Path) -> Non
     assert trained and all(any(torch.equal(v, e) for e in exact.values()) for v in trained.values())
 
 
+@pytest.mark.processes
+def test_workers_meet_at_a_lighthouse_where_one_is_named(make: Make, tmp_path: Path) -> None:
+    """A whole run with torchft's own server: workers average over gloo, the bucket has the end."""
+    from safetensors.torch import load_file as load
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=200)
+    address = f"http://localhost:{server.address().rsplit(':', 1)[1]}"
+    folder = tmp_path / "run"
+    words = ("replicas=2", f"sync.lighthouse={address}", "sync.quorum=2", "sync.timeout=120", f"out={folder}")
+    start("test", make(*words), quiet(), on="fork")
+    server.shutdown()
+    ledger = Ledger(Bucket.open(f"file://{folder}/bucket"))
+    assert commits(ledger) == {} and max(ledger.states()) == 2  # nobody met in the bucket
+    assert [(line["step"], line["metrics"]["outer/members"]) for line in steps(folder)] == [(2, 2), (4, 2)]
+    sizes = {line["metrics"]["outer/bytes a replica"] for line in steps(folder)}
+    numbers = sum(p.numel() for p in load(folder / "adapter" / "earnest_adapter.safetensors").values())
+    assert len(sizes) == 1 and 0 < sizes.pop() <= 4 * numbers
+    assert all(line["reward"]["n"] == 2 * 2 * 8 for line in steps(folder)), "both replicas' rewards, of both steps"
+    assert not [line for line in events(folder) if "warning" in line.lower()], "no complaint about rounds"
+    assert any(
+        t.abs().max() > 0 for k, t in load(folder / "adapter" / "earnest_adapter.safetensors").items() if "B" in k
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_first_replica_of_a_lighthouse_is_killed_and_the_run_ends(tiny: Path, tmp_path: Path) -> None:
+    """Nothing hangs on one replica: the others go on, it is started again and healed, the end is written."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=200, heartbeat_timeout_ms=1000)
+    address = f"http://localhost:{server.address().rsplit(':', 1)[1]}"
+    folder = tmp_path / "run"
+    words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), *SMALL, "steps=40", "replicas=3", f"out={folder}"]
+    words += [f"sync.lighthouse={address}", "sync.quorum=2", "sync.timeout=60", "sync.snapshot_every=5"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "earnest.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    ledger = Ledger(Bucket.open(f"file://{folder}/bucket"))
+    while not ledger.told(1):
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    named = {p: Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0") for p in children}
+    (first,) = [p for p, line in named.items() if b"worker" in line and line[line.index(b"--replica") + 1] == b"0"]
+    os.kill(int(first), signal.SIGKILL)
+    out, error = launcher.communicate(timeout=400)
+    server.shutdown()
+    logs = "".join(p.read_text()[-2000:] for p in sorted(folder.glob("replica-*.log")))
+    assert launcher.returncode == 0, error + logs
+    assert "held-out reward" in out and max(ledger.states()) == 20
+    assert any("replica 0 ended with -9; started again" in line for line in events(folder))
+    assert [line["step"] for line in steps(folder)] == [2 * k for k in range(1, 21)]
+    members = [line["metrics"]["outer/members"] for line in steps(folder)]
+    assert members[0] in (2, 3) and min(members) >= 2
+
+
+def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where training fails. The launcher starts no samplers of ``sampling.workers``: those are the replicas'."""
+    from dataclasses import replace
+
+    from earnest.config import dump
+    from earnest.diloco import run, worker
+
+    closed: list[int] = []
+
+    class Held:
+        """What a run may hold on to besides its model."""
+
+        fails = False
+
+        def __init__(self, workers: int) -> None:
+            self.workers, self.metrics = workers, {}
+
+        def sample(self, setup: Any, *words: Any) -> Any:
+            if Held.fails:
+                raise SamplingError("the sampler is gone")
+            return setup.engine.sample(*words)
+
+        def close(self) -> None:
+            closed.append(self.workers)
+
+    def build(config: RunConfig, say: Any) -> Any:
+        alone = config.model_copy(update={"sampling": config.sampling.model_copy(update={"workers": 0})})
+        return replace(setup.build(alone, say), samplers=Held(config.sampling.workers))
+
+    monkeypatch.setattr(run, "build", build)
+    monkeypatch.setattr(worker, "build", build)
+    config = make("replicas=2", "steps=2", "sync.grace=0", "sampling.workers=3", f"out={tmp_path / 'run'}")
+    url = f"file://{tmp_path}/bucket"
+    run._put(url, "test", dump(config))
+    work(url, 0, tmp_path / "mine", quiet())
+    assert closed == [3]
+    Held.fails = True
+    with pytest.raises(EarnestError, match="the sampler is gone"):
+        start("test", config, quiet(), on="fork")  # in the check, before a worker is started
+    assert closed == [3, 0]
+    url = f"file://{tmp_path}/other"
+    run._put(url, "test", dump(config))
+    with pytest.raises(EarnestError, match="the sampler is gone"):
+        work(url, 0, tmp_path / "fails", quiet())
+    assert closed == [3, 0, 3]
+
+
+@pytest.mark.processes
 def test_resume_goes_on_where_the_bucket_is(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher is told to stop after the first round; the resumed one does not do it again."""
     from earnest.diloco.run import Launcher

@@ -24,6 +24,7 @@ from earnest.errors import EarnestError
 from tests.diloco.simulation import Job, Order, Replica, World
 
 ORDERS: tuple[Order, ...] = ("die before", "die after", "lose the answer", "fail", "tear")
+ALGORITHMS = ("diloco", "delayed", "local_sgd")
 COUNTS: dict[str, int] = defaultdict(int)
 
 
@@ -35,31 +36,40 @@ class Replicas(RuleBasedStateMachine):
         rounds=st.integers(2, 4),
         grace=st.sampled_from([0.0, 2.0, 1e6]),
         snapshot_every=st.integers(1, 3),
-        fragments=st.integers(1, 2),
-        wire=st.sampled_from(["fp32", "bf16", "int4"]),
+        algorithm=st.sampled_from(ALGORITHMS),
+        twin=st.booleans(),
         data=st.data(),
     )
     def begin(
-        self, replicas: int, rounds: int, grace: float, snapshot_every: int, fragments: int, wire: Any, data: Any
+        self, replicas: int, rounds: int, grace: float, snapshot_every: int, algorithm: str, twin: bool, data: Any
     ) -> None:
         quorum = data.draw(st.integers(1, replicas), label="quorum")
-        schedule = Schedule(every=fragments, fragments=fragments, outer=OuterSGD(0.7, 0.9, True))
-        self.job = Job(replicas, rounds, quorum, grace, snapshot_every, schedule, Wire(wire))
+        if algorithm == "local_sgd":
+            schedule, wire = Schedule(every=1, outer=None), Wire("fp32")
+        else:
+            fragments, delay = data.draw(st.integers(1, 2), label="fragments"), int(algorithm == "delayed")
+            schedule = Schedule(fragments * (1 + delay), fragments, delay, outer=OuterSGD(0.7, 0.9, True))
+            wire = Wire(data.draw(st.sampled_from(["fp32", "bf16", "int4"]), label="wire"))
+        self.job = Job(replicas, rounds, quorum, grace, snapshot_every, schedule, wire)
         self.world = World()
         self.replicas = [Replica(self.world, self.job, i) for i in range(replicas)]
+        if twin:  # somebody started the same replica a second time
+            self.replicas.append(Replica(self.world, self.job, replicas - 1, copy=1))
         for replica in self.replicas:
             replica.start(keep_disk=False)
         COUNTS["schedules"] += 1
+        COUNTS[algorithm] += 1
+        COUNTS["twin"] += twin
 
     def _pick(self, index: int) -> Replica:
         return self.replicas[index % len(self.replicas)]
 
-    @rule(index=st.integers(0, 2), times=st.integers(1, 12))
+    @rule(index=st.integers(0, 3), times=st.integers(1, 12))
     def go(self, index: int, times: int) -> None:
         for _ in range(times):
             self._pick(index).step()
 
-    @rule(index=st.integers(0, 2), order=st.sampled_from(ORDERS))
+    @rule(index=st.integers(0, 3), order=st.sampled_from(ORDERS))
     def disturb(self, index: int, order: Order) -> None:
         replica = self._pick(index)
         if replica.alive:
@@ -122,7 +132,8 @@ class Replicas(RuleBasedStateMachine):
         return found
 
     def _recompute(self, commits: dict[int, dict[str, Any]]) -> None:
-        """Validity: the end is the average of exactly the named deltas, by Nesterov's formula, written out."""
+        """Validity: the end is the average of exactly the named deltas: for local SGD that average itself, otherwise by
+        Nesterov's formula, written out."""
         first = unseal("state/00000000", self.world.history["state/00000000"])
         fragments = self.job.schedule.fragments
         weights = _weights(first.payload, fragments)
@@ -136,6 +147,9 @@ class Replicas(RuleBasedStateMachine):
                 assert delta.meta["start"] == commit["start"] and delta.meta["replica"] == replica
                 total += tokens * decode(delta.payload, len(total)).numpy().astype(np.float64)
             g = total / sum(commit["tokens"])
+            if self.job.schedule.outer is None:
+                weights[f] = g
+                continue
             momentum[f] = g if momentum[f] is None else 0.9 * momentum[f] + g
             weights[f] = weights[f] - 0.7 * (g + 0.9 * momentum[f])
         newest = max(k for k in self.world.history if k.startswith("state/"))
@@ -175,3 +189,4 @@ def test_random_schedules(count: int) -> None:
     run_schedules(count)
     assert COUNTS["schedules"] >= count
     assert all(COUNTS[order] > count // 5 for order in ORDERS), dict(COUNTS)  # the disturbances really happened
+    assert all(COUNTS[kind] > count // 10 for kind in (*ALGORITHMS, "twin")), dict(COUNTS)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given
 
 from earnest.diloco.errors import Damaged, StoreError
 from earnest.diloco.ledger import Commit, Ledger
-from earnest.diloco.store import AlreadyThere, Bucket, Unavailable, open_store, seal, unseal
+from earnest.diloco.store import AlreadyThere, Bucket, Object, Unavailable, open_store, seal, unseal
 
 META = st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max_size=8)), max_size=4)
 
@@ -168,6 +169,7 @@ def moto() -> Iterator[str]:
     server.wait()
 
 
+@pytest.mark.processes
 def test_s3_through_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import urllib.request
 
@@ -212,3 +214,30 @@ def test_cleaning_keeps_decisions() -> None:
     assert ledger.clean(before=2) == 6
     assert ledger.states() == [2, 3] and ledger.committed() == 4
     assert all(ledger.commit(k) for k in range(4)) and ledger.present(1) == ([], [])
+
+
+def test_deltas_are_read_at_once_and_come_in_the_order_asked_for() -> None:
+    """Nobody is answered before three are under way; the last one asked is answered first; one is cut off."""
+    under_way, most, gate = [0], [0], threading.Barrier(3, timeout=30)
+
+    class Slow(Memory):
+        def get(self, key: str) -> bytes | None:
+            with lock:
+                under_way[0] += 1
+                most[0] = max(most[0], under_way[0])
+            gate.wait()
+            time.sleep(0.02 * (5 - int(key[-1])))
+            with lock:
+                under_way[0] -= 1
+            return super().get(key)
+
+    lock, store = threading.Lock(), Slow()
+    ledger = Ledger(bucket(store), parallel=3)
+    for i in range(6):
+        ledger.put_delta(0, i, 0, bytes([i]), {"replica": i})
+    (cut,) = (key for key in store.objects if key.endswith("4"))
+    store.objects[cut] = store.objects[cut][:-1]
+    before = ledger.bucket.traffic.requests
+    found = ledger.deltas(0, [(i, 0) for i in (5, 3, 4, 1, 0, 2)])
+    assert [d.payload[0] if isinstance(d, Object) else type(d) for d in found] == [5, 3, Damaged, 1, 0, 2]
+    assert most == [3] and ledger.bucket.traffic.requests == before + 6

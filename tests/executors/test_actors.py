@@ -76,6 +76,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
     made.stop()
 
 
+@pytest.mark.processes
 def test_codes_words_restarts_and_the_end(executor: Any, pipe: Path) -> None:
     """One session of each, since starting one is what costs."""
     job = Quick(str(pipe), 3, {"EARNEST_TEST": "1"})

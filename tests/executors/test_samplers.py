@@ -17,7 +17,7 @@ from earnest.runs.samplers import RaySamplers
 from earnest.runs.setup import Setup, build
 from tests.runs.tiny import recipe, tiny_folder
 
-pytestmark = pytest.mark.slow  # a Ray, and actors that import torch each
+pytestmark = [pytest.mark.slow, pytest.mark.processes]  # a Ray, and actors that import torch each
 
 SPEC = SampleSpec(max_new_tokens=8, temperature=1.0, seed=5)
 

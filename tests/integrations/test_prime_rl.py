@@ -1,17 +1,20 @@
-"""The custom loss for PRIME-RL, against the fields and the arithmetic of its trainer (read at commit 559b44772).
+"""The custom loss for PRIME-RL, against the fields and the arithmetic of its trainer.
 
-PRIME-RL itself needs NVIDIA GPUs. What is fixed here is its contract: the six fields of ``LossInputs``, the two of
-``LossOutputs``, the dotted import, a sum over tokens for each sequence, and one division by the global token count.
+PRIME-RL itself needs NVIDIA GPUs. What is fixed here is its contract: the fields of ``LossInputs`` and
+``LossOutputs`` (prime_rl_contract.json: read by ``ast`` from its source, at the commit that stands there), the dotted
+import, a sum over tokens for each sequence, and one division by the global token count.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,8 @@ from earnest.objectives.registry import build, build_objective
 from earnest.objectives.view import Field
 from earnest.signals import Batch, Reference
 
-INPUTS = ["trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages", "loss_mask", "loss_weights"]
-OUTPUTS = ["loss", "metrics"]
+CONTRACT = json.loads(Path(__file__).with_name("prime_rl_contract.json").read_text())
+INPUTS = [name for name, _, _ in CONTRACT["LossInputs"]]
 
 
 @dataclass
@@ -65,9 +68,19 @@ def trainer_step(sequences: Sequence[LossInputs], **kwargs: Any) -> Tensor:
     return sum((custom(s, **kwargs).loss for s in sequences), torch.zeros(())) / tokens
 
 
-def test_the_contract_has_the_fields_of_the_real_one() -> None:
-    assert [f.name for f in fields(LossInputs)] == INPUTS == list(prime_rl.LossInputs.__annotations__)
-    assert [f.name for f in fields(prime_rl.LossOutputs)] == OUTPUTS
+@pytest.mark.parametrize("name", ["LossInputs", "LossOutputs"])
+def test_the_contract_has_the_fields_of_the_real_one(name: str) -> None:
+    """Names in their order, and types as written; the class that the tests pass has the same names and defaults."""
+    real = CONTRACT[name]
+    ours = getattr(prime_rl, name).__annotations__.items()
+    assert [(key, _plain(kind)) for key, kind in ours] == [(key, _plain(kind)) for key, kind, _ in real]
+    passed = fields(LossInputs if name == "LossInputs" else prime_rl.LossOutputs)
+    given = [(f.name, "required" if f.default is MISSING else f"default {f.default}") for f in passed]
+    assert given == [(key, default) for key, _, default in real]
+
+
+def _plain(annotation: str) -> str:
+    return ast.unparse(ast.parse(annotation, mode="eval"))
 
 
 def test_by_hand() -> None:

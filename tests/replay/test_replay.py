@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_a_budget_ends_the_job_and_a_larger_one_goes_on(traces: Path, tmp_path: 
             replay(traces, settings(server.url, tmp_path, max_cost=4.5 * price, concurrency=1))
         assert len(server.bodies) == 5, "asked until it was spent, and not beyond"
         assert len(replay(traces, settings(server.url, tmp_path, max_cost=1.0)).made) == 2 * N
+
+
+@pytest.mark.parametrize("told", [None, {"prompt_tokens": 10}, {}])
+def test_a_budget_is_refused_where_replies_do_not_say_what_they_cost(
+    told: dict[str, int] | None, traces: Path, tmp_path: Path
+) -> None:
+    """Counted as nothing they would never reach the limit. Without a limit the job goes on, and reports them."""
+
+    def silent(body: Body, _: int) -> Answer:
+        return replace(good(body), usage=told)
+
+    with serving(silent) as server:
+        says = r"max_cost is \$1, but 1 of 1 replies of endpoint did not say their tokens .* leave max_cost out"
+        with pytest.raises(ReplayError, match=says):
+            replay(traces, settings(server.url, tmp_path, max_cost=1.0, concurrency=1))
+        assert len(server.bodies) == 1
+        found = replay(traces, settings(server.url, tmp_path))
+        assert len(found.made) == 2 * N and found.ledger.accounts["endpoint"].unknown == 2 * N
 
 
 def test_another_question_is_another_journal(traces: Path, tmp_path: Path) -> None:

@@ -161,10 +161,12 @@ class Globals:
 
     def _replay(self, ledger: Ledger, commit: Commit) -> None:
         vectors = []
-        for replica, attempt in zip(commit.members, commit.attempts, strict=True):
-            found = ledger.delta(self.round, replica, attempt)
+        whose = list(zip(commit.members, commit.attempts, strict=True))
+        for (replica, _), found in zip(whose, ledger.deltas(self.round, whose), strict=True):
             if found is None:
                 raise Damaged(f"the delta of replica {replica} is gone")
+            if isinstance(found, Damaged):
+                raise found
             vectors.append(decode(found.payload, self.current.n, found.key))
         mean = average(vectors, commit.tokens)
         if self.outcome(mean) != commit.result:

@@ -4,6 +4,7 @@ config.yaml                     the run's settings
 workers/{i}                     replica number i is taken
 outer/{k}/hello/{i}             replica i began round k: worth waiting for
 outer/{k}/delta/{i}             start of round k minus the weights of replica i after its inner steps
+outer/{k}/told/{i}              what replica i says of round k where it was averaged on the network, not here
 outer/{k}/commit                who is averaged, in which order, with which tokens; and the hashes before and after
 state/{k}                       the weights at the start of round k, with the outer optimizer's state
 versions/{n}                    weights for samplers
@@ -12,7 +13,8 @@ versions/{n}                    weights for samplers
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from earnest.diloco.errors import Damaged, RoundStuck
 from earnest.diloco.store import Bucket, Object
 
 CONFIG = "config.yaml"
+PARALLEL = 8
+"""Deltas that a replica reads at once: enough to hide a store's latency, few enough for its memory."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Ledger:
     """Typed reading and writing of a run's objects."""
 
     bucket: Bucket
+    parallel: int = PARALLEL
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,21 @@ class Ledger:
     def delta(self, k: int, replica: int, attempt: int = 0) -> Object | None:
         return self.bucket.get(_delta(k, replica, attempt))
 
+    def deltas(self, k: int, whose: Sequence[tuple[int, int]]) -> list[Object | Damaged | None]:
+        """The deltas of these (replica, attempt), in the order asked for, read ``parallel`` at a time. One that is not
+        what was written is its ``Damaged``: what to do about it differs."""
+
+        def read(who: tuple[int, int]) -> Object | Damaged | None:
+            try:
+                return self.delta(k, *who)
+            except Damaged as error:
+                return error
+
+        if self.parallel < 2 or len(whose) < 2:
+            return [read(who) for who in whose]
+        with ThreadPoolExecutor(min(self.parallel, len(whose)), "deltas") as pool:
+            return list(pool.map(read, whose))
+
     def present(self, k: int) -> tuple[list[tuple[int, int]], list[int]]:
         """((replica, attempt) whose delta is there, replicas that began) in one listing."""
         deltas: list[tuple[int, int]] = []
@@ -89,6 +109,15 @@ class Ledger:
             elif kind == "hello":
                 hellos.append(int(last))
         return sorted(deltas), hellos
+
+    def tell(self, k: int, replica: int, meta: Mapping[str, Any]) -> None:
+        """Say how a round went that was averaged elsewhere, for who watches the run."""
+        self.bucket.create(f"outer/{k:08d}/told/{replica:05d}", "told", meta=meta)
+
+    def told(self, k: int) -> list[Object]:
+        """What was told of round ``k``, by replica."""
+        found = (self.bucket.get(key) for key in self.bucket.list(f"outer/{k:08d}/told/"))
+        return [one for one in found if one is not None]
 
     def commit(self, k: int) -> Commit | None:
         try:

@@ -1,7 +1,8 @@
 """The same algorithm where machines see each other: torchft's own Manager and Lighthouse, gloo all-reduce in fp32.
 
-The bucket then holds the settings and, now and then, a whole state for who watches; rounds are agreed on the network,
-and a replica that comes late is healed by torchft from a living one.
+The bucket then holds the settings, some words on each round and, now and then, a whole state for who watches; rounds
+are agreed on the network, and a replica that comes late is healed by torchft from a living one. torchft's average has
+no weights: every replica counts the same, however many tokens it trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, Schedule, Standing, algorithm
+from earnest.diloco.outer import Mirror, Schedule, Standing, algorithm, copy_state
 from earnest.errors import CheckpointError, MissingExtra
 
 
@@ -42,7 +43,7 @@ class LighthouseOuter(Standing):
         self.snapshot_every = snapshot_every
         self.mirror = Mirror(engine, schedule.fragments)
         self.meta: dict[str, Any] = {}
-        self.inner = self.heals = 0
+        self.inner = self.heals = self._tokens_before = 0
         self.manager, self._server = _manager(address, replica, quorum, timeout, self._load, self._save)
         self._algorithm, self.tick = algorithm(self.manager, self.mirror, schedule)
         self._algorithm.__enter__()
@@ -63,14 +64,20 @@ class LighthouseOuter(Standing):
         return int(self.manager.current_step())
 
     def join(self, engine: Any) -> bool:
-        """Begin with the newest state in the bucket (the first replica puts its own there)."""
+        """Begin with the newest state in the bucket (the first replica puts its own there), as of its round: who is
+        behind the living ones is healed by them, and who comes after the end is at the end."""
         if not self.ledger.states():
             self._snapshot()
         held = self.agreed()
         held.recover(self.ledger)
         self.mirror.become(held)
         self.mirror.push(engine)
-        self._algorithm._save_parameters() if self.schedule.outer is not None else None
+        if self.schedule.outer is not None:
+            self._algorithm._save_parameters()
+            for fragment, known in zip(self._algorithm._fragments, held.fragments, strict=True):
+                fragment._outer_optimizer.load_state_dict(copy_state(known.optimizer))
+        self.manager.load_state_dict({"step": held.round, "batches_committed": held.round})
+        self._tokens_before = engine.tokens
         return False
 
     # --- after every update -------------------------------------------------------------------------------------------
@@ -80,6 +87,10 @@ class LighthouseOuter(Standing):
             return {}
         self.inner += 1
         interval, last = self.schedule.interval, self.inner == self.schedule.interval
+        if self.inner == interval - self.schedule.delay and self.rounds in self.ledger.states():
+            self.join(engine)  # the others came to the end without this one: nobody is left to meet
+            self.inner = 0
+            return {"healed": 1.0, "round": float(self.round)}
         if self.inner == interval - self.schedule.delay or last:
             self.mirror.pull(engine)
         before = self.round
@@ -90,9 +101,15 @@ class LighthouseOuter(Standing):
         self.inner = 0
         if self.round == before:
             return {"round": float(before), "failed": 1.0}
-        if self.replica == 0 and (self.over or self.round % self.snapshot_every == 0):
+        done, members = self.round - 1, int(self.manager.num_participants())  # healed on the way: further than one
+        tokens, self._tokens_before = engine.tokens - self._tokens_before, engine.tokens
+        size = 4 * sum(c.numel() for c in self.mirror.tensors()[done % self.schedule.fragments])
+        self.ledger.tell(done, self.replica, {**self.meta, "members": members, "tokens": tokens, "bytes": size})
+        turn = self.round // self.snapshot_every % members == self.manager.participating_rank()
+        # The end is written by whoever finds it missing: the one whose turn it is may have died.
+        if (turn and self.round % self.snapshot_every == 0) or (self.over and self.round not in self.ledger.states()):
             self._snapshot()
-        return {"round": float(before), "members": float(self.manager.num_participants()), "failed": 0.0}
+        return {"round": float(done), "members": float(members), "bytes_delta": float(size), "failed": 0.0}
 
     def agreed(self) -> Globals:
         """The global weights and the outer optimizers' state as torchft holds them."""

@@ -163,6 +163,9 @@ class Standing(ABC):
         """Whether a checkpoint may be taken: no meeting is under way."""
         return self.inner == 0
 
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
+        """End what was started for the meetings."""
+
 
 class ReplicaOuter(Standing):
     """One replica's outer hook over a bucket.
@@ -208,7 +211,7 @@ class ReplicaOuter(Standing):
             for fragment, held in zip(self._algorithm._fragments, self.globals.fragments, strict=True):
                 for name, weight in zip(fragment.original_parameters, held.weights, strict=True):
                     fragment.original_parameters[name].copy_(weight.detach())
-                fragment._outer_optimizer.load_state_dict(_copy_state(held.optimizer))
+                fragment._outer_optimizer.load_state_dict(copy_state(held.optimizer))
         self._algorithm.__enter__()
 
     # --- where it stands ----------------------------------------------------------------------------------------------
@@ -345,7 +348,7 @@ def _guard_state(engine: Any) -> dict[str, Tensor]:
     return engine.guard.state_dict() if engine.guard is not None else {}
 
 
-def _copy_state(optimizer: Any) -> Any:
+def copy_state(optimizer: Any) -> Any:
     return copy.deepcopy(optimizer.state_dict())
 
 

@@ -44,6 +44,21 @@ class Rules:
     grace: float = 30.0
     timeout: float = 3600.0
     poll: float = 0.1
+    slowest: float = 2.0
+    """Seconds between two looks, at first and at most."""
+
+    def pause(self, waited: float) -> float:
+        """Until the next look, after ``waited`` seconds: a tenth of them. So nobody waits more than a tenth longer than
+        it had to, and a thousand replicas that wait half a minute do not ask ten times a second."""
+        return min(max(self.poll, 0.1 * waited), self.slowest)
+
+    def looks(self, waited: float) -> int:
+        """How often a replica looks in so many seconds."""
+        count, at = 1, 0.0
+        while at < waited:
+            at += self.pause(at)
+            count += 1
+        return count
 
 
 @dataclass(frozen=True)
@@ -111,16 +126,18 @@ def meet(
     valid: dict[tuple[int, int], tuple[Vector, int]] = {}
     bad: set[tuple[int, int]] = set()
 
-    def read(who: tuple[int, int]) -> None:
-        try:
-            found = ledger.delta(k, *who)
+    def read(whose: Sequence[tuple[int, int]]) -> None:
+        for who, found in zip(whose, ledger.deltas(k, whose), strict=True):
             if found is None:
-                return
-            if found.meta.get("start") != start or found.meta.get("round") != k:
-                raise Damaged(f"{found.key} is a difference to another state")
-            valid[who] = (decode(found.payload, mine.n, found.key), int(found.meta["tokens"]))
-        except Damaged:
-            bad.add(who)
+                continue
+            try:
+                if isinstance(found, Damaged):
+                    raise found
+                if found.meta.get("start") != start or found.meta.get("round") != k:
+                    raise Damaged(f"{found.key} is a difference to another state")
+                valid[who] = (decode(found.payload, mine.n, found.key), int(found.meta["tokens"]))
+            except Damaged:
+                bad.add(who)
 
     commit = ledger.commit(k)
     yield 0.0
@@ -137,10 +154,8 @@ def meet(
                 break
             deltas, hellos = ledger.present(k)
             yield 0.0
-            for who in deltas:
-                if who not in valid and who not in bad:
-                    read(who)
-                    yield 0.0
+            read([who for who in deltas if who not in valid and who not in bad])
+            yield 0.0
             chosen = _first_of_each(valid)
             if mine.replica not in chosen and (mine.replica, attempt) in bad and attempt < ATTEMPTS:
                 attempt += 1
@@ -166,12 +181,12 @@ def meet(
                     f"round {k}: {len(chosen)} of {rules.quorum} replicas came within {rules.timeout:g} s. Start more "
                     f"with `earnest worker {ledger.bucket.url}`, or lower sync.quorum."
                 )
-            yield rules.poll
+            pause = rules.pause(now - began)
+            yield pause if ready is None else min(pause, max(rules.poll, ready + rules.grace - now))
     decided = list(zip(commit.members, commit.attempts, strict=True))
+    read([who for who in decided if who not in valid])
+    yield 0.0
     for who in decided:
-        if who not in valid:
-            read(who)
-            yield 0.0
         if who not in valid:
             raise Behind(f"the delta of replica {who[0]} in round {k} cannot be read any more")
     total = average([valid[who][0] for who in decided], commit.tokens)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from earnest.config import RunConfig, dump
 from earnest.diloco.errors import Damaged, StoreError
 from earnest.diloco.executors.base import STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
-from earnest.diloco.ledger import Commit, Ledger
+from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import Mirror
 from earnest.diloco.plan import Plan, plan
 from earnest.diloco.store import Bucket, Object, join
@@ -29,7 +30,7 @@ from earnest.runs.loggers import open_loggers
 from earnest.runs.loop import Loop
 from earnest.runs.progress import show_on
 from earnest.runs.run import Finished, finish
-from earnest.runs.setup import build
+from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
 
 
@@ -42,14 +43,16 @@ def address(config: RunConfig, place: Path) -> str:
 
 def job_of(config: RunConfig, url: str, place: Path) -> Job:
     keys = {k: v for k, v in os.environ.items() if k.startswith(STORE_VARIABLES)}
-    return Job(url, config.replicas, keys, str(place.absolute()), config.sync.max_restarts)
+    return Job(
+        url, config.replicas, keys, str(place.absolute()), config.sync.max_restarts, samplers=config.sampling.workers
+    )
 
 
 def dry_run(recipe: str, config: RunConfig, on: str) -> str:
     """What would be submitted, as JSON; secrets are named, not shown."""
     place = Path(config.out) if config.out is not None else default_place(recipe)
     job = job_of(config, address(config, place), place)
-    shown = Job(job.url, job.replicas, dict.fromkeys(job.env, "…"), job.folder, job.max_restarts)
+    shown = replace(job, env=dict.fromkeys(job.env, "…"))
     return json.dumps(get_executor(on).dry_run(shown), indent=1, ensure_ascii=False)
 
 
@@ -60,16 +63,26 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
     place = Path(config.out) if config.out is not None else default_place(recipe)
     require_free(place)
     url = address(config, place)
-    setup = build(config, _teller(console))
-    header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
-    run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+    setup = _build(config, console)
     try:
-        _put(url, recipe, dump(config))
-    except StoreError as error:
-        run.update(status="failed", reason=str(error))
-        run.close()
-        raise
-    return _go(Launcher(setup, run, show_on(console), []), executor, url, console)
+        header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
+        run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+        try:
+            _put(url, recipe, dump(config))
+        except StoreError as error:
+            run.update(status="failed", reason=str(error))
+            run.close()
+            raise
+        return _go(Launcher(setup, run, show_on(console), []), executor, url, console)
+    finally:
+        setup.close()
+
+
+def _build(config: RunConfig, console: Console) -> Setup:
+    """What the launcher measures with. It draws its few held-out samples itself: ``sampling.workers`` are each
+    replica's own, and would only take the room of theirs."""
+    alone = config.sampling.model_copy(update={"workers": 0})
+    return build(config.model_copy(update={"sampling": alone}), _teller(console))
 
 
 def _put(url: str, recipe: str, config: str) -> None:
@@ -82,9 +95,12 @@ def _put(url: str, recipe: str, config: str) -> None:
 
 def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
     """Start the replicas of a run again; what is committed is not done twice."""
-    setup = build(config, _teller(console))
-    launcher = Launcher(setup, run, show_on(console), [])
-    return _go(launcher, get_executor(str(run.header["on"])), str(run.header["url"]), console)
+    executor = get_executor(str(run.header["on"]))
+    setup = _build(config, console)
+    try:
+        return _go(Launcher(setup, run, show_on(console), []), executor, str(run.header["url"]), console)
+    finally:
+        setup.close()
 
 
 def _go(launcher: Launcher, executor: Executor, url: str, console: Console) -> Finished:
@@ -142,7 +158,10 @@ class Launcher(Loop):
             self._check()
         if not self.measured:
             self._evaluate("before")
-        supervise(self.executor, self.job, lambda: self._look(stopper), self._say, finished=self._finished)
+        look = self._listen if self.setup.config.sync.lighthouse else self._look
+        supervise(self.executor, self.job, lambda: look(stopper), self._say, finished=self._finished)
+        if self.setup.config.sync.lighthouse:
+            self._listen(stopper, ended=True)
         self._adopt()
         self._evaluate("after")
 
@@ -157,16 +176,7 @@ class Launcher(Loop):
         """Write a line for each round that was committed since the last look; measure where it is time to."""
         while self.seen < self.plan.rounds:
             self._stop_if_asked(stopper)
-            try:
-                commit = self.ledger.commit(self.seen)
-                found = (
-                    [self.ledger.delta(self.seen, *who) for who in zip(commit.members, commit.attempts, strict=True)]
-                    if commit
-                    else []
-                )
-            except Damaged as error:
-                self._say(f"round {self.seen}: {error}")
-                commit, found = self.ledger.commit(self.seen), []
+            commit = self.ledger.commit(self.seen)
             if commit is None:
                 newer = [k for k in self.ledger.states() if k > self.seen]
                 if not newer:
@@ -174,22 +184,43 @@ class Launcher(Loop):
                 self._say(f"rounds {self.seen} to {newer[0] - 1} were cleaned up before they were read")
                 self.seen = newer[0]
                 continue
-            self._record(commit, [d for d in found if d is not None])
+            found = self.ledger.deltas(self.seen, list(zip(commit.members, commit.attempts, strict=True)))
+            for error in (d for d in found if isinstance(d, Damaged)):
+                self._say(f"round {self.seen}: {error}")
+            deltas = [d for d in found if isinstance(d, Object)]
+            self._record(self.seen, len(commit.members), sum(commit.tokens), deltas)
         self._stop_if_asked(stopper)
 
-    def _record(self, commit: Commit, deltas: Sequence[Object]) -> None:
-        self.seen = commit.round + 1
+    def _listen(self, stopper: Stopper, *, ended: bool = False) -> None:
+        """The same where replicas meet on a Lighthouse: a line for each round that all of its members have told of, or
+        that is behind them; ``ended``: nobody will tell any more."""
+        while self.seen < self.plan.rounds:
+            self._stop_if_asked(stopper)
+            told = self.ledger.told(self.seen)
+            members = max([int(one.meta["members"]) for one in told], default=0)
+            if not (told and len(told) >= members) and not ended and not self.ledger.told(self.seen + 1):
+                return
+            if not told:
+                self._say(f"round {self.seen} was averaged, but whoever was in it ended before telling of it")
+                self.seen += 1
+                continue
+            self._record(self.seen, members, sum(int(one.meta["tokens"]) for one in told), told)
+        self._stop_if_asked(stopper)
+
+    def _record(self, k: int, members: int, tokens: int, deltas: Sequence[Object]) -> None:
+        self.seen = k + 1
         self.step = self.plan.steps_at(self.seen)
+        sizes = [int(d.meta.get("bytes", d.size)) for d in deltas]
         n, total, squares = (sum(d.meta["rewards"][i] for d in deltas) for i in range(3))
         line: dict[str, Any] = {"kind": "step", "step": self.step, "version": self.seen * self.plan.interval}
         if n:
             mean = total / n
             line["reward"] = {"mean": mean, "sd": math.sqrt(max(0.0, squares / n - mean * mean)), "n": int(n)}
         numbers = {
-            "outer/members": len(commit.members),
-            "outer/tokens": sum(commit.tokens),
-            "outer/bytes a round": sum(d.size for d in deltas),
-            "outer/bytes a replica": sum(d.size for d in deltas) / max(1, len(deltas)),
+            "outer/members": members,
+            "outer/tokens": tokens,
+            "outer/bytes a round": sum(sizes),
+            "outer/bytes a replica": sum(sizes) / max(1, len(sizes)),
         }
         self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])
         line |= _merged([d.meta["line"] for d in deltas if "line" in d.meta])
@@ -205,8 +236,9 @@ class Launcher(Loop):
             and self.step // every > max(self.measured, default=0) // every
         ):
             self._adopt()
-            self.measured.append(self.step)
-            self._evaluate(None)
+            if max(self.measured, default=0) < self.step < self.setup.config.steps:  # on a Lighthouse states are rare
+                self.measured.append(self.step)
+                self._evaluate(None)
 
     def _adopt(self) -> None:
         """Take the newest committed weights into the policy."""

@@ -2,10 +2,11 @@
 
     python -m earnest.diloco.simulate            a table for N = 4 … 1,000, flat and in groups
 
-Per round a replica says hello, writes its delta, asks for the commit every ``poll`` seconds, lists the round, and reads
-the deltas. *Flat* is what earnest does: everybody reads everybody, N² reads. *Groups* is the plan for large N: √N
-groups commit and average among themselves, one member of each writes the group's mean as a delta of the next level, and
-everybody reads √N of those: 2·N·√N reads. Both levels are the same protocol with the same keys under another prefix.
+Per round a replica says hello, writes its delta, asks for the commit and lists the round whenever ``Rules.pause`` says,
+and reads the deltas, ``PARALLEL`` at once: the protocol's own rules, not a copy. *Flat* is what
+earnest does: everybody reads everybody, N² reads. *Groups* is the plan for large N: √N groups commit and average among
+themselves, one member of each writes the group's mean as a delta of the next level, and everybody reads √N of those:
+2·N·√N reads. Both levels are the same protocol with the same keys under another prefix.
 
 The store is a queue: requests of one prefix are served at a limited rate (S3: 3,500 writes and 5,500 reads a second and
 prefix, as its documentation has it), each with a latency from a lognormal distribution; a replica has a bandwidth of
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from earnest.diloco.ledger import PARALLEL
+from earnest.diloco.protocol import Rules
 from earnest.errors import ConfigError
 
 
@@ -42,16 +45,14 @@ class Shop:
 
 @dataclass(frozen=True)
 class Fleet:
-    """N replicas and what they bring. ``delta`` in bytes; ``parallel``: reads that a replica has under way at once."""
+    """N replicas and what they bring. ``delta`` in bytes; how they wait is in ``rules``, None: a run's own defaults."""
 
     replicas: int
     delta: float = 5e6
     train_seconds: float = 120.0
     train_spread: float = 0.1
     bandwidth: float = 1.25e8
-    parallel: int = 32
-    poll: float = 1.0
-    grace: float = 30.0
+    rules: Rules | None = None
     mean_life: float = 6 * 3600.0
     restart_seconds: float = 120.0
 
@@ -90,36 +91,39 @@ def simulate(fleet: Fleet, layout: str, shop: Shop | None = None, draws: int = 2
     others = n if layout == "flat" else math.ceil(n / group)  # deltas of the second level
     chance = np.random.default_rng(seed)
     came = fleet.train_seconds * np.exp(fleet.train_spread * chance.standard_normal((draws, n)))
-    waited = np.minimum(came.max(1) - np.median(came, 1), fleet.grace)
+    rules = fleet.rules or Rules(n, -(-n // 2))
+    waited = np.minimum(came.max(1) - np.median(came, 1), rules.grace)
+    pause = np.array([rules.pause(w) for w in waited])  # between two looks, when the last one comes
 
     def latency(mean: float, size: tuple[int, ...]) -> np.ndarray:
         return mean * np.exp(shop.spread * chance.standard_normal(size) - shop.spread**2 / 2)
 
     reads_each = group if levels == 1 else group + others
-    polls = np.maximum(1.0, waited / fleet.poll)  # of a replica that came at the median
+    looks = np.mean([rules.looks(w) for w in waited])  # of a replica that came at the median
+    asked = looks + 3  # before its upload, at the end of the round before, and as the start of the next one
     pages = math.ceil(2 * group / shop.page)
     writes = levels * (2 * n + n / group)
-    reads = n * reads_each + levels * n * (polls.mean() + 1)
-    lists = levels * n * pages * polls.mean()
+    reads = n * reads_each + levels * n * asked
+    lists = levels * n * pages * looks
     # commit: the last delta is written; somebody's next poll sees it in a list, reads it, and writes the commit
-    per_level = latency(shop.write_seconds, (draws,)) + fleet.poll / (group + 1)
+    per_level = latency(shop.write_seconds, (draws,)) + pause / (group + 1)
     per_level = per_level + latency(shop.list_seconds, (draws, pages)).sum(1) + latency(shop.read_seconds, (draws,))
     commit = levels * (per_level + latency(shop.write_seconds, (draws,)))
     # then everybody reads: limited by its own connections and bandwidth, and by the rate of the prefix
-    own = np.maximum(reads_each * shop.read_seconds / fleet.parallel, reads_each * fleet.delta / fleet.bandwidth)
+    own = np.maximum(reads_each * shop.read_seconds / PARALLEL, reads_each * fleet.delta / fleet.bandwidth)
     prefixes = 1 if levels == 1 else n / group
     shared = n * reads_each / levels / shop.read_rate / prefixes
-    meet = commit + fleet.poll / 2 + np.maximum(own, shared)
+    meet = commit + pause / 2 + np.maximum(own, shared)
     length = fleet.train_seconds + waited + meet
     dead = np.minimum(1.0, length / fleet.mean_life)  # of a replica in this round: its round is done again by itself
     useful = fleet.train_seconds * (1 - dead * (0.5 + fleet.restart_seconds / length))
     return Round(
         replicas=n,
         layout=layout,
-        reads=reads,
+        reads=float(reads),
         writes=writes,
-        lists=lists,
-        hottest=n * (polls.mean() + 1) if levels == 1 else max(n, group * (polls.mean() + 1)),
+        lists=float(lists),
+        hottest=float(n * asked if levels == 1 else max(n, group * asked)),
         gigabytes=reads_each * fleet.delta / 1e9,
         commit_seconds=float(np.median(commit)),
         meet_seconds=float(np.median(meet)),

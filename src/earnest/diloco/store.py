@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -69,6 +70,15 @@ class Traffic:
     sent: int = 0
     received: int = 0
     retries: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count(self, *, requests: int = 0, sent: int = 0, received: int = 0, retries: int = 0) -> None:
+        """Add; several threads may read from one bucket."""
+        with self._lock:
+            self.requests += requests
+            self.sent += sent
+            self.received += received
+            self.retries += retries
 
 
 @dataclass
@@ -97,15 +107,14 @@ class Bucket:
                 self.store.create(key, data)
             except AlreadyThere:
                 return self._is(key, data)
-            self.traffic.sent += len(data)
+            self.traffic.count(sent=len(data))
             return True
 
         return self._patiently(f"create {key}", attempt)
 
     def _is(self, key: str, data: bytes) -> bool:
         found = self.store.get(key)
-        self.traffic.requests += 1
-        self.traffic.received += len(found or b"")
+        self.traffic.count(requests=1, received=len(found or b""))
         return found == data
 
     def get(self, key: str) -> Object | None:
@@ -113,7 +122,7 @@ class Bucket:
         data = self._patiently(f"get {key}", lambda: self.store.get(key))
         if data is None:
             return None
-        self.traffic.received += len(data)
+        self.traffic.count(received=len(data))
         return unseal(key, data)
 
     def list(self, prefix: str) -> Keys:
@@ -131,7 +140,7 @@ class Bucket:
         payload = b"once"
         if not self.create(key, "probe", payload):
             raise StoreError(f"{self.url}: the fresh key {key} is taken; use a prefix of the run's own.")
-        self.traffic.requests += 1
+        self.traffic.count(requests=1)
         try:
             self.store.create(key, seal("probe", self.writer, b"twice", {}))
         except AlreadyThere:
@@ -149,7 +158,7 @@ class Bucket:
     def _patiently(self, what: str, attempt: Callable[[], T]) -> T:
         wait, waited = 0.05, 0.0
         while True:
-            self.traffic.requests += 1
+            self.traffic.count(requests=1)
             try:
                 return attempt()
             except Unavailable as error:
@@ -158,7 +167,7 @@ class Bucket:
                         f"{self.url} did not answer for {self.patience:g} s ({what}: {error}). When it is back, start "
                         "the worker again: nothing that is committed is lost."
                     ) from None
-                self.traffic.retries += 1
+                self.traffic.count(retries=1)
                 pause = wait * (0.5 + random.random())  # not in step with the others
                 self.sleep(pause)
                 waited, wait = waited + pause, min(2 * wait, 2.0)

@@ -7,6 +7,7 @@ that is started again in it goes on from its last checkpoint, bit for bit, and w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,15 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     setup = build(config, say)
     setup = replace(setup, config=own_seed(config, own))
     place = folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}"
-    run = _folder(place, url, own, recipe, setup)
-    try:
+    with ExitStack() as ending:
+        ending.callback(setup.close)
+        run = _folder(place, url, own, recipe, setup)
+        ending.callback(run.close)
         show = show_on(console)
         loop = ReplicaLoop(setup, run, show, [])
         planned = plan(config)
         outer = meetings(setup, ledger, own, planned, run)
+        ending.callback(outer.close)
         setup.engine.outer = outer if setup.engine.outer is None else InTurn(outer, setup.engine.outer)
         loop.attend(planned, outer)
         if checkpoints.newest(run) is not None:
@@ -166,8 +170,6 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
             show.close()
         run.update(status="finished", steps_done=loop.step, seconds=round(loop.seconds, 3))
         run.event("info", f"finished; brought back {outer.heals} times")
-    finally:
-        run.close()
     return own
 
 

@@ -62,7 +62,17 @@ class Ledger:
         return sum(account.dollars or 0.0 for account in self.accounts.values())
 
     def demand_budget(self, limit: float | None) -> None:
-        if limit is not None and self.dollars >= limit:
+        """Before each request. A limit that cannot be kept is refused, not taken as kept."""
+        if limit is None:
+            return
+        for name, account in self.accounts.items():
+            if account.unknown and account.dollars is not None:
+                raise ReplayError(
+                    f"max_cost is ${limit:g}, but {account.unknown} of {account.replies} replies of {name} did not say "
+                    "their tokens (usage), so nobody knows what they cost. Let the endpoint report usage, or leave "
+                    "max_cost out; what was answered is kept."
+                )
+        if self.dollars >= limit:
             raise ReplayError(
                 f"${self.dollars:.4f} are spent and max_cost is ${limit:g}; raise it, and the same command goes on."
             )

@@ -34,6 +34,8 @@ class Job:
     """Where workers on this machine keep their checkpoints and logs; elsewhere each chooses its own."""
     max_restarts: int = 3
     """How often each replica is started again."""
+    samplers: int = 0
+    """Ray actors that each replica samples with: a Ray that is started for the run has room for them, too."""
 
     def words(self, replica: int) -> list[str]:
         """The words after the interpreter or ``earnest``: the command that every executor runs."""

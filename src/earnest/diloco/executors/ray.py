@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
@@ -41,11 +42,22 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             # Every actor takes a CPU of Ray's book-keeping; a small machine may hold more of them than it has cores.
             # Nor shall Ray kill ours because others' processes fill the memory: the kernel knows better whom to.
             os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-            ray.init(num_cpus=max(cpus + 1, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)
+            # "local": without it Ray would look for a cluster that somebody left running here, and refuse num_cpus.
+            room = max(cpus + 1, os.cpu_count() or 1)
+            ray.init("local", num_cpus=room, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # Ray says some of its failures as bare Exceptions
         what = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
         raise ExecutorError(f"--on ray: {what} ({_first(error)}); try again, or --on local.") from None
     return ray, True
+
+
+class RayRunner(Runner):
+    """A runner whose worker finds the cluster that it runs in: samplers of its own start there, in no other Ray."""
+
+    def start(self, words: Sequence[str], env: Mapping[str, str]) -> int:
+        import ray
+
+        return super().start(words, {**env, "RAY_ADDRESS": ray.get_runtime_context().gcs_address})
 
 
 class RayExecutor:
@@ -67,7 +79,8 @@ class RayExecutor:
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
         job = self._job(job)
-        init = {"address": self.address} if self.address else {"num_cpus": max(job.replicas + 1, os.cpu_count() or 1)}
+        room = max(_actors(job) + 1, os.cpu_count() or 1)
+        init = {"address": self.address} if self.address else {"address": "local", "num_cpus": room}
         return [
             {"ray.init": init, "actor": OPTIONS, "command": job.command(i), "env": dict(job.env)}
             for i in range(job.replicas)
@@ -76,8 +89,8 @@ class RayExecutor:
     def start(self, job: Job, replica: int, attempt: int) -> None:
         job = self._job(job)
         if self._ray is None:
-            self._ray, self._own = connect(self.address, job.replicas)
-        actor = self._ray.remote(Runner).options(**OPTIONS).remote()
+            self._ray, self._own = connect(self.address, _actors(job))
+        actor = self._ray.remote(RayRunner).options(**OPTIONS).remote()
         try:
             self._ray.get(actor.start.remote(job.words(replica), dict(job.env)), timeout=WAIT)
         except self._ray.exceptions.RayError as error:
@@ -120,6 +133,11 @@ class RayExecutor:
     def processes(self) -> dict[int, int]:
         """Replica → process id of its actor, for tests that kill one."""
         return {r: self._ray.get(actor.pid.remote()) for r, (_, actor) in self._actors.items()}
+
+
+def _actors(job: Job) -> int:
+    """All that run at once: a runner for each replica, and the samplers that its worker starts."""
+    return job.replicas * (1 + job.samplers)
 
 
 def _first(error: BaseException) -> str:
