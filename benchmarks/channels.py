@@ -133,7 +133,7 @@ def table(results: Sequence[Result], target: float) -> str:
         if not own:
             continue
         reached = [s for s in (r.steps_to(target) for r in own) if s is not None]
-        steps = f"{_spread([float(s) for s in reached], 0)}" if reached else "never"
+        steps = f"{_spread([float(s) for s in reached], 1)}" if reached else "never"
         if reached and len(reached) < len(own):
             steps += f" ({len(reached)} of {len(own)} seeds)"
         acted = [r.beyond for r in own if r.beyond is not None]

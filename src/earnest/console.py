@@ -15,6 +15,7 @@ from earnest.errors import EarnestError, nearest
 
 if TYPE_CHECKING:
     from earnest.audit.verdict import Verdict
+    from earnest.objectives.registry import TermInfo
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -118,8 +119,12 @@ def audit_script(path: Path, arguments: list[str], as_json: bool, quick: bool) -
 
     from earnest.audit.script import audit_script as run_script
 
+    out = Console(stderr=True)
     with redirect_stdout(sys.stderr):
-        verdict = run_script(path, arguments, quick=quick)
+        verdict = run_script(
+            path, arguments, quick=quick,
+            progress=lambda text: out.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True),
+        )  # fmt: skip
     return _judge(verdict, as_json)
 
 
@@ -170,6 +175,11 @@ def recipes() -> None:
     Console().print(table)
 
 
+def _reads(info: TermInfo) -> str:
+    """Roles and signals; in brackets the setting with which a signal is read, too."""
+    return ", ".join([*info.roles, *info.signals, *(f"{signal} ({when})" for signal, when in info.more_signals)])
+
+
 def objectives(kind: str | None) -> None:
     from earnest.objectives import describe
 
@@ -178,48 +188,48 @@ def objectives(kind: str | None) -> None:
         if kind not in infos:
             raise EarnestError(f"objective {kind!r} is unknown: {nearest(kind, infos)}")
         info = infos[kind]
-        table = _table(
-            f"{info.kind}: {info.summary}\n{info.equation}\n{info.paper}", "field", "default", "allowed", "meaning"
-        )
+        title = f"{info.kind}: {info.summary}\n{info.equation}\n{info.paper}\nreads {_reads(info)}"
+        table = _table(title, "field", "default", "allowed", "meaning")
         for field in info.fields:
             _row(table, field.name, field.default, field.allowed, field.doc)
         Console().print(table)
         return
     table = _table("objective: [{kind: …, weight: …}]", "kind", "what it is", "paper", "reads", "fields")
     for info in infos.values():
-        reads = ", ".join([*info.roles, *info.signals])
         _row(
             table,
             info.kind,
             f"{info.summary}\n{info.equation}",
             info.paper,
-            reads,
+            _reads(info),
             ", ".join(f.name for f in info.fields),
         )
     Console().print(table)
 
 
-def adapters(check: bool) -> int:
+def adapters(check: bool, compile: bool = False) -> int:
     """List the adapters, or run their conformance checks; 1 where one fails."""
-    if check:
-        return _check_adapters()
+    if check or compile:
+        return _check_adapters(compile)
     from earnest.adapters import list_variants
 
-    table = _table("adapter: {kind: …}", "kind", "equation", "paper", "reference", "fields")
+    table = _table("adapter: {kind: …}", "kind", "equation", "paper", "reference", "lr", "fields")
     for row in list_variants():
         fields = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
-        _row(table, row["name"], row["equation"], row["paper"], row["reference"], fields)
+        lr = f"{row['lr']:g} ({row['lr_source']})"
+        _row(table, row["name"], row["equation"], row["paper"], row["reference"], lr, fields)
     Console().print(table)
     return 0
 
 
-def _check_adapters() -> int:
+def _check_adapters(compile: bool) -> int:
     from rich.progress import track
 
     from earnest.adapters import conformance
 
     subjects = list(conformance.SUBJECTS)
-    found = track(conformance.run(subjects), "checking", len(subjects), console=Console(stderr=True), transient=True)
+    rows = conformance.run(subjects, compile=compile)
+    found = track(rows, "checking", len(subjects), console=Console(stderr=True), transient=True)
     table = _table("every adapter on every model and precision", *conformance.COLUMNS)
     broken: list[str] = []
     for row in found:

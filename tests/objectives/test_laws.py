@@ -18,6 +18,8 @@ from earnest.signals import Batch, FullLogits, Reference, Teacher
 from tests.objectives.support import D, Policy, V, examples, full_batch
 
 TERMS = examples()
+# Every example is all terms at once: a fifth of the profile's number, so that nightly draws more of them too.
+FEW = settings(max_examples=max(8, settings().max_examples // 5))
 
 
 @st.composite
@@ -89,7 +91,7 @@ def split_gradient(
     return total, {next(iter(objective.terms)).term.label: merge(found)}
 
 
-@settings(max_examples=8)
+@FEW
 @given(batches(), st.randoms(use_true_random=False))
 def test_an_uneven_split_gives_the_whole_batchs_gradient_and_metrics(drawn: tuple[Batch, Policy], random: Any) -> None:
     """SE and MR, for every term.
@@ -121,7 +123,7 @@ def test_bnpo_does_depend_on_the_split() -> None:
     assert (split - policy.gradient(batch, objective)).abs().max() > 1e-3
 
 
-@settings(max_examples=8)
+@FEW
 @given(batches(), st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_matter(drawn: tuple[Batch, Policy], random: Any) -> None:
     batch, policy = drawn
@@ -136,7 +138,7 @@ def test_the_order_of_rows_does_not_matter(drawn: tuple[Batch, Policy], random: 
         torch.testing.assert_close(a, b, msg=lambda m, kind=kind: f"{kind}: {m}")
 
 
-@settings(max_examples=8)
+@FEW
 @given(batches())
 def test_masked_tokens_and_padding_do_not_matter(drawn: tuple[Batch, Policy]) -> None:
     """MI: other token ids where the weight is 0 (holes, padding), and more padding, leave loss and gradient alone."""
@@ -151,7 +153,7 @@ def test_masked_tokens_and_padding_do_not_matter(drawn: tuple[Batch, Policy]) ->
             torch.testing.assert_close(policy.gradient(other, term), wanted, msg=lambda m, kind=kind: f"{kind}: {m}")
 
 
-@settings(max_examples=8)
+@FEW
 @given(batches())
 def test_every_token_that_a_term_reads_matters(drawn: tuple[Batch, Policy]) -> None:
     """CV: each token of its roles has a gradient, the terminal one and one-token completions too.
@@ -171,7 +173,7 @@ def test_every_token_that_a_term_reads_matters(drawn: tuple[Batch, Policy]) -> N
             assert bool(reached[reads].all()), kind
 
 
-@settings(max_examples=8)
+@FEW
 @given(batches())
 def test_a_duplicated_batch_has_the_same_loss(drawn: tuple[Batch, Policy]) -> None:
     """Every normaliser is a mean over something: twice the same rows change nothing (a sum would double)."""

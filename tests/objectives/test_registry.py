@@ -227,7 +227,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         "gamma": [{"gamma": 0.0}, {"gamma": 1.0}],
         "smoothing": [{"smoothing": 0.0}, {"smoothing": 0.3}],
         "tau": [{"tau": 0.0}, {"tau": 50.0}],
-        "weight": [{"tau": 0.0, "weight": 1.0}, {"tau": 0.0, "weight": 2.0}],
+        "strength": [{"tau": 0.0, "strength": 1.0}, {"tau": 0.0, "strength": 2.0}],
         "growth": [],  # acts from the second round on; tested in test_trust
         "cap": [{"cap": 0.0}, {"cap": 1.0}],
         "iterations": [],  # the engine's; it is in the need (tested below)
@@ -501,6 +501,8 @@ def test_describe_lists_every_term_and_field() -> None:
         assert [f.name for f in info.fields] == [f.name for f in fields(cls) if f.name != "name"]
         assert all(f.doc and f.allowed for f in info.fields)
         assert getattr(objectives, info.cls) is cls, "public by its class name too"
+    assert dict(listed["grpo"].more_signals)["proximal"] == "correction=TruncatedIS(…)"
+    assert "correct" in dict(listed["sdpo"].more_signals) and "correct" not in listed["sdpo"].signals
 
 
 @pytest.mark.parametrize("cls", [*OBJECTIVES.values(), TruncatedIS])

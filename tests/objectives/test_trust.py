@@ -60,7 +60,7 @@ def test_slopes_by_hand() -> None:
     x = torch.tensor([3.0, 4.0], dtype=torch.float64)
     root = 12.5**0.5
     for over, slope in {"mean": [0.5, 0.5], "rmse": [1.5 / root, 2 / root], "p95": [0.05, 0.95], "max": [0, 1]}.items():
-        loss, grad = run(KLBarrier(tau=1.0, over=over, weight=2.0), x)
+        loss, grad = run(KLBarrier(tau=1.0, over=over, strength=2.0), x)
         assert grad.tolist() == pytest.approx([2 * s for s in slope])
         assert float(loss) == pytest.approx(2 * (float(aggregate(x, over)) - 1))
 

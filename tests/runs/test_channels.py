@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from earnest.config import load_file
+from earnest.config import from_mapping, load_file
 from earnest.errors import ConfigError
 from earnest.runs import resume, start
+from earnest.runs.collect import Source
+from earnest.runs.enrich import told_prompts, with_signals
+from earnest.runs.setup import build
 from tests.runs.tiny import recipe, tiny_folder
 
 
@@ -45,6 +49,33 @@ def test_all_channels_run_with_every_teacher(tmp_path: Path, model: Path, teache
     assert "full_gjs" in first["terms"]["sdpo"]["ran"] and 0 < first["terms"]["sdpo"]["metrics"]["coverage"] <= 1
     assert last["terms"]["sdpo"]["loss"] > 0
     assert ("outer/ema_residual" in last["metrics"]) == (teacher["kind"] == "ema")
+
+
+def test_a_teacher_is_told_what_the_grader_said_of_this_very_attempt() -> None:
+    """On nano, from grader to loss: where no sibling succeeded the feedback alone teaches, each row its own."""
+    settings = {
+        "model": "nano",
+        "task": "sort",
+        "objective": [{"kind": "sdpo"}],
+        "adapter": {"kind": "lora"},
+        "steps": 1,
+    }
+    sampling = {"prompts_per_step": 3, "completions_per_prompt": 4, "max_new_tokens": 16, "temperature": 1.5}
+    setup = build(from_mapping({**settings, "sampling": sampling}), lambda _: None)
+    collected = Source(setup).next(0)
+    alone = [replace(a, grade=replace(a.grade, correct=False)) for a in collected.attempts]
+    collected = replace(collected, attempts=tuple(alone))  # nobody succeeded
+    failed = [i for i, a in enumerate(alone) if a.grade.feedback]
+    told = told_prompts(setup, collected)
+    texts = [None if t is None else setup.policy.tokenizer.decode(t) for t in told]
+    assert failed and [i for i, t in enumerate(texts) if t is not None] == failed
+    for i in failed:
+        assert alone[i].grade.feedback in (texts[i] or "") and "correct solution" not in (texts[i] or "")
+    assert len({alone[i].grade.feedback for i in failed}) > 1, "all were told the same"
+    batch = with_signals(setup, collected)
+    report = setup.engine.step(batch, setup.objective)
+    assert report.terms["sdpo"].value > 0 and report.update.gradient_norm > 0
+    assert report.terms["sdpo"].metrics["rows_left_out"] == len(alone) - len(failed)
 
 
 def test_an_ema_teacher_resumes_bit_for_bit(tmp_path: Path, model: Path) -> None:

@@ -20,6 +20,7 @@ from trl.experimental.sdpo import loss_utils
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from earnest.engines.vocabulary import fused
+from earnest.engines.vocabulary.support import compare
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need
 from earnest.signals.distributions import Hidden
 from tests.vocabulary.cases import ALPHAS, make_batch, make_head, normal, with_sources
@@ -103,7 +104,11 @@ def test_trl_clamps_a_small_tail_and_we_do_not() -> None:
     theirs_tail = loss_utils.add_tail_bucket(kept)[0, -1]
     exact = z.log_softmax(-1)[0, 2:].logsumexp(0)
     assert float(theirs_tail) == pytest.approx(math.log(1e-7), abs=1e-3)
-    assert float(exact) == pytest.approx(-40 + math.log1p(math.exp(-1)) - math.log1p(math.exp(-1)), abs=1e-6)
+    need = Divergence("teacher", 1.0, support="student", top_k=2)
+    found = compare(z, torch.tensor([[0.0, -0.5, -3.0, -4.0]], dtype=torch.float64), need, slope=True)
+    assert found.student_tail is not None and found.categories is not None
+    assert float(found.student_tail - z.logsumexp(-1)) == pytest.approx(float(exact), abs=1e-12)
+    assert float(found.categories[0, -1]) != 0  # and it has a gradient
 
 
 def test_trl_log_probs_and_entropy() -> None:

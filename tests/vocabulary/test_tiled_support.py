@@ -150,6 +150,22 @@ def test_a_thin_tail_of_one_side_in_float32(gap: float, alpha: float) -> None:
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("need", NEEDS, ids=str)
+def test_the_same_states_cost_exactly_nothing(need: Divergence, dtype: torch.dtype, ways: list[Divergence]) -> None:
+    head, states = make_head(V, d, dtype=dtype), normal(1, N, d, dtype=dtype)
+    other = states.clone()
+    other[::2] += 1  # in the same tile as rows that differ
+    batch = make_batch(N, V).with_signals(teacher=Teacher(Hidden(other)))
+    hidden = states.clone().requires_grad_()
+    field = fused.scalars(hidden, head, batch, [need])[need]
+    field.values.sum().backward()
+    assert hidden.grad is not None and ways == [need]
+    assert (field.values[1::2] == 0).all() and (hidden.grad[1::2] == 0).all()
+    assert (field.values[::2] > 0).all() and (hidden.grad[::2] != 0).any(1).all()
+
+
 def test_what_goes_by_rows(ways: list[Divergence]) -> None:
     head, states = make_head(V, d), normal(1, N, d)
     batch = make_batch(N, V).with_signals(teacher=Teacher(Hidden(normal(2, N, d))))

@@ -338,7 +338,12 @@ class RunConfig(Strict):
 
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
-        self.build_objective()
+        for weighted in self.build_objective().terms:
+            for name in weighted.term.of_rounds():
+                raise ConfigError(
+                    f"objective: {weighted.term.label}.{name} acts from round to round, and a run has one round; "
+                    "leave it out, or use `earnest run heal`, whose loop has rounds"
+                )
         if self.sampler is not None and self.sampling.workers:
             raise ConfigError("sampler: sampling.workers sample already; leave one of the two out")
         if self.sampler is not None and self.engine.kind != "local":

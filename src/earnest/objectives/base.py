@@ -19,7 +19,7 @@ from torch import Tensor
 
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives import settings
-from earnest.objectives.metrics import Metric
+from earnest.objectives.metrics import Max, Metric
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars, View
 from earnest.signals.batch import ROLES, Batch, Counts, Role
@@ -32,11 +32,14 @@ Signal = Literal[
 
 @dataclass(frozen=True)
 class Value:
-    """What a term came to: the loss as a graph on the scalars, what ran (said by what ran), and metrics."""
+    """What a term came to: the loss as a graph on the scalars, what ran (said by what ran), and metrics; and, of a term
+    that reads divergences, their names and how they were computed."""
 
     loss: Tensor
     ran: str
     metrics: Mapping[str, Metric]
+    divergence: str | None = None
+    estimator: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,10 @@ class Term:
     def evaluate(self, view: View) -> Value:
         """The loss of this term on its tokens."""
         raise NotImplementedError  # abstract: every concrete term defines it (tested over the registry)
+
+    def of_rounds(self) -> tuple[str, ...]:
+        """The settings of this instance that only a loop of several rounds obeys (``steering``)."""
+        return ()
 
     @classmethod
     def example(cls) -> Self:
@@ -322,7 +329,9 @@ class Objective:
                 idle[label] = w.term.idle(batch) or "this part of the batch has none of its rows"
                 continue
             whole = counts[label] if counts is not None else w.term.counts(batch)
-            value = w.term.evaluate(View.of(batch, scalars, tokens, whole, state.get(label, {}), label))
+            view = View.of(batch, scalars, tokens, whole, state.get(label, {}), label)
+            divergence, estimator = view.computed(w.term.needs(batch, view.state))
+            value = replace(w.term.evaluate(view), divergence=divergence, estimator=estimator)
             if value.loss.ndim != 0:
                 raise ObjectiveError(f"{label}: a term's loss is one number, got shape {tuple(value.loss.shape)}.")
             if not bool(torch.isfinite(value.loss)):
@@ -332,7 +341,8 @@ class Objective:
                     "mask): "
                     f"{shown}."
                 )
-            values[label] = value
+            said: dict[str, Metric] = {"coverage": Max(whole.coverage), "rows_left_out": Max(float(whole.left_out))}
+            values[label] = replace(value, metrics={**value.metrics, **said})
             part = value.loss * w.weight
             total = part if total is None else total + part
         if total is None:  # a micro-batch in which no live term has a row: 0, as a graph, so that its backward is 0 too

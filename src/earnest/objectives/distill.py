@@ -70,7 +70,7 @@ class Distill(TeacherTerm):
         need = self.need(view.batch)
         found = plain(need, view) if self.wrap is None else self.wrap.wrap_values(need, view)
         metrics: dict[str, Metric] = {"divergence": Mean.of(found.values), "divergence_max": Max.of(found.values)}
-        return replace(found, metrics=found.metrics | metrics | self.coverage(view))
+        return replace(found, metrics=found.metrics | metrics)
 
     def evaluate(self, view: View) -> Value:
         found = self.per_token(view)

@@ -55,5 +55,5 @@ class EntropyAware(TeacherTerm):
 
     def evaluate(self, view: View) -> Value:
         found = self.wrap_values(self.divergence(view.batch, alpha=1.0), view)
-        metrics = found.metrics | {"divergence": Mean.of(found.values)} | self.coverage(view)
+        metrics = found.metrics | {"divergence": Mean.of(found.values)}
         return Value(view.token_mean(found.values), found.ran, metrics)

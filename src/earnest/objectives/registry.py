@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from earnest.errors import ObjectiveError, nearest
@@ -94,6 +94,7 @@ class TermInfo:
     equation: str
     roles: tuple[str, ...]
     signals: tuple[str, ...]
+    more_signals: tuple[tuple[str, str], ...]  # (signal, the setting with which it is read, too)
     laws: tuple[str, ...]
     fields: tuple[FieldInfo, ...]
 
@@ -116,6 +117,26 @@ def _describe(term: type[Term]) -> TermInfo:
         equation=term.equation,
         roles=term.roles,
         signals=tuple(sorted(term.example().signals())),
+        more_signals=tuple(sorted(_conditional(term).items())),
         laws=tuple(sorted(term.laws)),
         fields=tuple(rows),
     )
+
+
+def _conditional(term: type[Term]) -> dict[str, str]:
+    """Signals that one setting other than the default asks for, with that setting."""
+    plain = term.example()
+    found: dict[str, str] = {}
+    catalogue = importlib.import_module("earnest.objectives")
+    for name, _, what in settings.settings(term):
+        values: list[Any] = [*what.choices, *([True, False] if what.boolean else [])]
+        values += [getattr(catalogue, cls)() for cls in (what.nested or {}).values()]
+        for value in values:
+            try:
+                wanted = replace(plain, **{name: value}).signals()
+            except ObjectiveError:  # it contradicts another default
+                continue
+            said = value if isinstance(value, str | bool) else f"{type(value).__name__}(…)"
+            for signal in wanted - plain.signals():
+                found.setdefault(signal, f"{name}={said}")
+    return found

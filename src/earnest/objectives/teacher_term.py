@@ -12,7 +12,7 @@ from torch import Tensor
 
 from earnest.errors import ObjectiveError
 from earnest.objectives.base import Signal, Term
-from earnest.objectives.metrics import Max, Metric
+from earnest.objectives.metrics import Metric
 from earnest.objectives.needs import Divergence, Need
 from earnest.objectives.settings import setting
 from earnest.objectives.view import View
@@ -92,10 +92,6 @@ class TeacherTerm(Term):
         if self.tail == "unnormalised" and alpha != 1:
             raise ObjectiveError(f"{self.label}: tail 'unnormalised' is a reverse KL; set alpha=1, or another tail.")
         return Divergence("teacher", alpha, normalised, self.support, k, self.tail, self.temperature)  # type: ignore[arg-type]
-
-    def coverage(self, view: View) -> dict[str, Metric]:
-        """The share of its roles' tokens that has a teacher, and the rows that were left out for want of one."""
-        return {"coverage": Max(view.counts.coverage), "rows_left_out": Max(float(view.counts.left_out))}
 
     def demand_bare(self, owner: str) -> None:
         """As a wrapper a term has no support of its own: refuse fields that would be ignored."""

@@ -1,7 +1,8 @@
 """Barriers and bonuses on the policy as a whole.
 
-    KLBarrier      λ·(1+round)^p · relu(D - τ),   D = mean, rmse, p95 or max over all target positions of KL(π‖π₀) (or
-    KL(π₀‖π)) SpectralCap    mean over adapted modules of relu(σ_max(ΔW) - cap) EntropyBonus   -mean H(π)
+    KLBarrier      λ·(1+round)^p · relu(D - τ),   D = mean, rmse, p95 or max over all targets of KL(π‖π₀) or KL(π₀‖π)
+    SpectralCap    mean over adapted modules of relu(σ_max(ΔW) - cap)
+    EntropyBonus   -mean H(π)
 
 A mean hides a few looping tokens among many good ones; the rmse does not. τ means something else for each, so
 ``calibrate_tau`` reads it off a healthy batch.
@@ -100,7 +101,7 @@ class KLBarrier(Term):
     reference: str = setting(
         "base", "against which policy: the untouched base, or the previous round", choices=("base", "previous")
     )
-    weight: float = setting(1.0, "λ: KLBarrier(weight=0.5) is 0.5 * KLBarrier()", above=0.0)
+    strength: float = setting(1.0, "λ: how steep the wall is", above=0.0)
     growth: float = setting(0.0, "p: λ is multiplied by (1+round)^p; negative decays, positive grows")
 
     @property
@@ -131,6 +132,9 @@ class KLBarrier(Term):
                 f"supply that one, or set reference={batch.reference.kind!r}."
             )
 
+    def of_rounds(self) -> tuple[str, ...]:
+        return (*(["growth"] if self.growth else []), *(["reference"] if self.reference == "previous" else []))
+
     def initial_state(self) -> dict[str, Any]:
         return {"round": 0}
 
@@ -140,7 +144,7 @@ class KLBarrier(Term):
     def evaluate(self, view: View) -> Value:
         divergence = view.scalar(self.need)
         drift = aggregate(divergence, self.over)
-        strength = self.weight * (1 + int(view.state.get("round", 0))) ** self.growth
+        strength = self.strength * (1 + int(view.state.get("round", 0))) ** self.growth
         loss = strength * torch.relu(drift - self.tau)
         metrics: dict[str, Metric] = {
             "divergence": Mean.of(divergence),

@@ -6,10 +6,10 @@ Shapes: N active tokens of the batch, n of the view, S sequences (rows with a to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,12 +23,17 @@ from earnest.signals.distributions import check_logprobs
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """A scalar's values for the active tokens ``at`` (None: for all N, in order), and what computed them."""
+    """A scalar's values for the active tokens ``at`` (None: for all N, in order), and what computed them.
+
+    A function that computes a divergence also names it, and says whether it is exact or sampled.
+    """
 
     values: Tensor
     at: Int[Tensor, " M"] | None = None
     ran: str = ""
     metrics: Mapping[str, Any] | None = None
+    divergence: str | None = None
+    estimator: Literal["exact", "sampled"] | None = None
 
 
 Scalars = Mapping[Need, Field]
@@ -118,6 +123,12 @@ class View:
             )
         if isinstance(need, LogProb):
             check_logprobs(f"{self.label}: {need}", values)
+
+    def computed(self, needs: Iterable[Need]) -> tuple[str | None, str | None]:
+        """(the divergences among these needs, how they were computed), in the words of what computed them."""
+        found = [f for need in needs if (f := self.scalars.get(need)) is not None and f.divergence is not None]
+        names = dict.fromkeys(f.divergence or "" for f in found)
+        return " + ".join(names) or None, " + ".join(dict.fromkeys(f.estimator or "" for f in found)) or None
 
     def ran(self, need: Need) -> str:
         """What computed this scalar, in its own words."""

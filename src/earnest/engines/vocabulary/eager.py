@@ -62,7 +62,7 @@ def _field(need: TokenNeed, z: Float[Tensor, "N V"], head: Head, batch: Batch, t
         mine = z if covered.at is None else z[covered.at]
         found = compare(_heated(mine, need.temperature), source, need)
         metrics = todo.metrics(need, found.student_mass, found.teacher_mass)
-        return Field(found.value, covered.at, f"{found.ran} [eager]", metrics)
+        return Field(found.value, covered.at, f"{found.ran} [eager]", metrics, found.ran, "exact")
     values, ran = source_entropy(source, need.temperature)
     return Field(values, covered.at, f"{ran} [eager]", {})
 

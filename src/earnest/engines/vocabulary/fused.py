@@ -16,6 +16,7 @@ Shapes: N tokens, M covered ones, n rows of a chunk, d width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,12 +28,12 @@ from earnest.engines.vocabulary import plan, product
 from earnest.engines.vocabulary.plan import Head, TokenNeed
 from earnest.engines.vocabulary.product import Product
 from earnest.engines.vocabulary.sweep import Found, Sweep
-from earnest.objectives.needs import LogProb, Need, SourceEntropy
+from earnest.objectives.needs import Divergence, LogProb, Need, SourceEntropy
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Hidden
 
-BUDGET_BYTES = 320 * 2**20
+BUDGET_BYTES = 640 * 2**20
 
 Path = Literal["values", "forward-derivative", "recompute"]
 
@@ -42,7 +43,7 @@ def scalars(
 ) -> dict[Need, Field]:
     """Every need's field, differentiable by ``hidden`` and by what the head wants a gradient for.
 
-    ``budget_bytes`` bounds the logits that exist at one time; more than some 150 MiB a block of them gains no speed.
+    ``budget_bytes`` bounds the logits that exist at one time; more than some 300 MiB a block of them gains no speed.
     """
     todo = plan.make(needs, batch, head, hidden)
     if not todo.needs:
@@ -105,7 +106,8 @@ def choose(todo: plan.Plan, tokens: int, factor: Product, *, many_targets: bool,
 
 def _field(need: TokenNeed, values: Tensor, found: Found, todo: plan.Plan, path: Path) -> Field:
     metrics = todo.metrics(need, found.student_mass, found.teacher_mass)
-    return Field(values, todo.at(need), f"{found.ran} [{path}]", metrics)
+    field = Field(values, todo.at(need), f"{found.ran} [{path}]", metrics)
+    return replace(field, divergence=found.ran, estimator="exact") if isinstance(need, Divergence) else field
 
 
 class _Run:

@@ -51,7 +51,7 @@ def exact(need: Divergence, student: Float[Tensor, "M K"], source: TopK, at: Int
     weights = sampled.target_weights(ours, theirs, need)
     found = _compare(ours, theirs, need)
     moved = (weights * (student - student.detach())).sum(-1)
-    return Field(found.value - moved, at, f"{found.ran} [(N,K) weights]", _metrics(found))
+    return Field(found.value - moved, at, f"{found.ran} [(N,K) weights]", _metrics(found), found.ran, "exact")
 
 
 def tail_floor() -> float:
@@ -109,7 +109,8 @@ def estimate(need: Divergence, logprob: Float[Tensor, " M"], sides: AtToken, at:
         metrics = {"inside_support": Mean.of(sides.inside)}
     name = "unnormalised_reverse_kl" if where and need.tail == "unnormalised" else _name(need)
     values = value - advantage * (logprob - logprob.detach())
-    return Field(values, at, f"sampled {name}{where} [one advantage a token]", metrics)
+    said = f"{name}{where}"
+    return Field(values, at, f"sampled {said} [one advantage a token]", metrics, said, "sampled")
 
 
 def _metrics(found: Comparison) -> dict[str, Metric]:

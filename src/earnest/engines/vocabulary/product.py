@@ -22,6 +22,10 @@ from earnest.engines.vocabulary.eager import wide
 from earnest.engines.vocabulary.plan import Head
 
 SLICE_BYTES = 16 * 2**20
+CPU_COLUMNS = 992
+"""Columns of one forward product on a CPU: a slice of the head is packed anew for each, so it had better stay in the
+cache. Measured at 512 rows × 1,024: 158 GFLOP/s against 120 with the whole head at once.
+"""
 
 
 class Product(Protocol):
@@ -62,7 +66,7 @@ class PlainHead:
 
     def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
         states = self.scaled(states)
-        for part, weight in self.slices():
+        for part, weight in self.slices(CPU_COLUMNS if states.device.type == "cpu" else None):
             self.tile(states, part, weight, out[:, part])
 
     def tile(self, states: Float[Tensor, "n d"], part: slice, weight: Tensor, out: Float[Tensor, "n v"]) -> None:

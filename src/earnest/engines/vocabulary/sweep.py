@@ -23,7 +23,7 @@ from earnest.engines.vocabulary.scratch import Scratch
 from earnest.objectives.needs import Divergence, LogProb, Source, SourceEntropy
 from earnest.signals.distributions import FullLogits, Hidden, TopK
 
-CHUNK_BYTES = 160 * 2**20  # more rows than this holds do not make a product faster
+CHUNK_BYTES = 320 * 2**20  # more rows than this holds do not make a product faster
 BLOCK_BYTES = 2**20  # a processor's cache
 ACCELERATOR_BLOCK_BYTES = 32 * 2**20  # few large launches instead
 
@@ -186,7 +186,11 @@ class Sweep:
         N, row = hidden.shape[0], self.V * self.dtype.itemsize
         most = max(1, min(self.budget_bytes // (blocks * row), CHUNK_BYTES // row))
         size = -(-N // -(-N // most))
-        block_rows = max(1, (BLOCK_BYTES if hidden.device.type == "cpu" else ACCELERATOR_BLOCK_BYTES) // row)
+        on_cpu = hidden.device.type == "cpu"
+        # A sum over a row is one thread's work: fewer rows than threads would leave some idle.
+        block_rows = max(
+            torch.get_num_threads() if on_cpu else 1, (BLOCK_BYTES if on_cpu else ACCELERATOR_BLOCK_BYTES) // row
+        )
         self._block_rows = block_rows
         self._scratch = Scratch(min(block_rows, size) * self.V, self.dtype, hidden.device)
         z = torch.empty(size, self.V, dtype=self.dtype, device=hidden.device)

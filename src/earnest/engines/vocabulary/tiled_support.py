@@ -79,17 +79,21 @@ def _rows(
     if isinstance(source, TopK):
         ids, teacher = cut_to(source, need.top_k)
         own = _known(states, head, ids, tau, columns, pulls=pulls)
-        teacher = teacher.to(states.dtype).log_softmax(-1)
-    elif need.support == "student":
-        assert need.top_k is not None
-        own = _chosen(states, head, need.top_k, tau, columns, pulls=pulls)
-        ids, teacher = own.ids, _known(source, head, own.ids, tau, columns, pulls=False).grouped().log_softmax(-1)
+        grouped = own.grouped()
     else:
         assert need.top_k is not None
-        theirs = _chosen(source, head, need.top_k, tau, columns, pulls=False)
-        ids, teacher = theirs.ids, theirs.grouped().log_softmax(-1)
-        own = _known(states, head, ids, tau, columns, pulls=pulls)
-    found = on_support(own.grouped(), teacher, ids, need, slope=slope, received=isinstance(source, TopK))
+        if need.support == "student":
+            own = _chosen(states, head, need.top_k, tau, columns, pulls=pulls)
+            theirs = _known(source, head, own.ids, tau, columns, pulls=False)
+        else:
+            theirs = _chosen(source, head, need.top_k, tau, columns, pulls=False)
+            own = _known(states, head, theirs.ids, tau, columns, pulls=pulls)
+        ids, grouped = own.ids, own.grouped()
+        # The two ways add the rest in another order; where the states are the same, so are the numbers: 0 is exactly 0.
+        same = (states == source).all(1, keepdim=True)
+        teacher = torch.where(same, grouped, theirs.grouped())
+    teacher = teacher.to(states.dtype).log_softmax(-1)
+    found = on_support(grouped, teacher, ids, need, slope=slope, received=isinstance(source, TopK))
     if not slope:
         return found, None
     assert found.categories is not None
