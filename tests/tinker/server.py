@@ -10,6 +10,8 @@ from pathlib import Path
 
 import uvicorn
 
+import earnest.serve.learner
+import earnest.serve.tinker.service  # noqa: F401 (before any thread: see tests/serve/conftest.py)
 from earnest.serve.app import create_app
 from earnest.serve.host import Host
 from earnest.serve.settings import ServeSettings

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, assert_never
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 import earnest as en
 from earnest.engines import AtIdsWanted, LogitsWanted, LogProbsWanted, TopKWanted
 from earnest.engines.tinker import Sample, batch_of
+from earnest.engines.tinker.teachers import TOLERANCE
+from earnest.engines.vocabulary import known
 from earnest.engines.vocabulary.known import tail_of
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
 from earnest.models import SampleSpec
@@ -145,6 +149,7 @@ def test_top_k_divergences_are_the_local_ones_step_by_step(pair: Pair, form: str
         for label, term in ours.terms.items():
             local = theirs.terms[label]
             assert term.ran.split(" [")[0] == local.ran.split(" [")[0]
+            assert (term.divergence, term.estimator) == (local.divergence, local.estimator)
             assert term.value == pytest.approx(local.value, rel=2e-3, abs=2e-4)
             for name in ("ratio", "ratio_max", "clip_high", "covered_mass"):
                 if name in term.metrics:
@@ -154,6 +159,32 @@ def test_top_k_divergences_are_the_local_ones_step_by_step(pair: Pair, form: str
         assert ours.update.version == step + 1
         pair.same_weights()
     assert "(N,K) weights" in ours.terms["sdpo"].ran
+    assert ours.terms["sdpo"].estimator == "exact" and ours.terms["sdpo"].ran.startswith(
+        ours.terms["sdpo"].divergence or "?"
+    )
+    assert ours.terms["grpo"].divergence is None and ours.terms["grpo"].estimator is None
+
+
+def test_divergence_and_estimator_are_said_by_what_computed_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change with the settings; and where another function had run, they would be its words, not the settings'."""
+    batch = _batch(pair)
+    batch = batch.with_signals(teacher=_teacher(pair, batch, 16, "teacher"))
+    forms: list[dict[str, Any]] = [{}, {"alpha": 1.0}, {"top_k": 7}, {"tail": "renormalise"}, {"normalised": True}]
+    for engine in (pair.remote, pair.local):
+        seen = [_said(engine, batch, **form) for form in forms]
+        assert len(set(seen)) == len(forms) and {estimator for _, estimator in seen} == {"exact"}
+        engine.estimator = "sampled"
+        assert _said(engine, batch)[1] == "sampled"
+        engine.estimator = "exact"
+    real = known.exact
+    monkeypatch.setattr(known, "exact", lambda *a: replace(real(*a), divergence="another", estimator="sampled"))
+    assert _said(pair.remote, batch) == ("another", "sampled")
+
+
+def _said(engine: Any, batch: en.Batch, **form: Any) -> tuple[str | None, str | None]:
+    settings = {"alpha": 0.5, "support": "teacher", "top_k": 16, "importance_clip": 1.5, **form}
+    term = engine.step(batch, en.SDPO(**settings)).terms["sdpo"]
+    return term.divergence, term.estimator
 
 
 def test_any_objective_of_log_probs_is_the_local_one(pair: Pair) -> None:
@@ -193,6 +224,8 @@ def test_the_sampled_form_is_the_local_engines_sampled_form(pair: Pair, form: st
         ours, theirs = pair.remote.step(batch, objective), pair.local.step(batch, objective)
         assert ours.terms["sdpo"].ran == theirs.terms["sdpo"].ran
         assert ours.terms["sdpo"].ran.startswith("sampled ")
+        assert ours.terms["sdpo"].estimator == theirs.terms["sdpo"].estimator == "sampled"
+        assert ours.terms["sdpo"].divergence == theirs.terms["sdpo"].divergence is not None
         assert ours.loss == pytest.approx(theirs.loss, rel=2e-3, abs=2e-4)
         pair.same_weights()
     with pytest.raises(ObjectiveError, match="biased off-policy"):
@@ -302,13 +335,17 @@ def test_an_average_of_distributions_follows_its_recursion(served: Served) -> No
 
     average = live()
     frozen = en.RemoteTeacher("base").logprobs(engine, batch)
-    for step in range(2):
-        report = engine.step(batch, en.SFT())
+    off = []
+    for step in range(1, 8):
+        said = engine.step(batch, en.SFT()).update.outer
         average = 0.7 * average + 0.3 * live()
-        torch.testing.assert_close(ema.logprobs(engine, batch).double().exp(), average, atol=1e-5, rtol=1e-3)
-        assert sum(ema.weights) == pytest.approx(1.0) and report.update.outer["ema_samplers"] == step + 2
-    assert report.update.outer["ema_merged_share"] == 0.0
-    assert engine.step(batch, en.SFT()).update.outer["ema_merged_share"] == pytest.approx(0.7**3 + 0.3 * 0.7**2)
+        found = ema.logprobs(engine, batch).double().exp()
+        assert sum(ema.weights) == pytest.approx(1.0) and said["ema_samplers"] == min(step + 1, 3)
+        # Exact while the window has room for all; then off by no more than the share that it says was merged.
+        assert said["ema_merged_share"] == pytest.approx(0.0 if step < 3 else 0.7**3)
+        off.append(float((found - average).abs().max()))
+        assert off[-1] < 1e-5 + said["ema_merged_share"]
+    assert max(off[:2]) < 1e-5 and max(off[2:]) > 1e-3  # the merge does something, and the metric says how much
     assert torch.equal(en.RemoteTeacher("base").logprobs(engine, batch), frozen)
     ids = torch.tensor([[1, 2]] * 4)
     assert ema.at(engine, batch, ids).shape == (4, 2)
@@ -322,6 +359,19 @@ def test_an_average_of_distributions_follows_its_recursion(served: Served) -> No
     assert torch.equal(kept.logprobs(engine, batch), before)
     with pytest.raises(CheckpointError, match="cannot be continued"):
         engine.load("nowhere")
+
+
+@pytest.mark.parametrize(("rate", "window"), [(0.05, 59), (0.5, 5), (1.0, 2)])
+def test_the_window_of_an_average_follows_from_its_rate(rate: float, window: int) -> None:
+    ema = en.RemoteEMA(rate)
+    assert ema.window == window and (1 - rate) ** window <= TOLERANCE
+    engine: Any = SimpleNamespace(sampler=lambda _: object())
+    ema.start(engine)
+    for _ in range(3 * window):
+        said = ema.after_update(engine)
+    assert said["ema_samplers"] == window and said["ema_merged_share"] == pytest.approx((1 - rate) ** window)
+    with pytest.raises(SignalError, match="window ≥ 2 or none"):
+        en.RemoteEMA(rate, window=1)
 
 
 def test_a_checkpoint_resumes(served: Served, tmp_path: Path) -> None:

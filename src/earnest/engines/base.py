@@ -76,7 +76,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class TermReport:
-    """One channel in a step. ``value`` is before the weight; ``share``, on request, its part of all gradient norms."""
+    """One channel in a step. ``value`` is before the weight; ``share``, on request, its part of all gradient norms.
+
+    ``divergence`` and ``estimator`` ("exact" or "sampled") are what the function that computed the term's divergence
+    returned, never the settings that asked for it; None where a term reads none.
+    """
 
     kind: str
     ran: str
@@ -85,6 +89,8 @@ class TermReport:
     metrics: Mapping[str, float]
     gradient_norm: float | None = None
     share: float | None = None
+    divergence: str | None = None
+    estimator: str | None = None
 
 
 @dataclass(frozen=True)

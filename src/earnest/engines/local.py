@@ -223,7 +223,10 @@ class LocalEngine:
             worth = float(value.loss.detach())
             numbers = {name: metric.value for name, metric in value.metrics.items()}
             norm, share = measured.get(label, (None, None))
-            terms[label] = TermReport(weighted.term.kind, value.ran, weighted.weight, worth, numbers, norm, share)
+            computed = (value.divergence, value.estimator)
+            terms[label] = TermReport(
+                weighted.term.kind, value.ran, weighted.weight, worth, numbers, norm, share, *computed
+            )
             self.objective_state[label] = weighted.term.advance(self.objective_state[label], worth, numbers)
         return StepReport(
             loss=loss,
@@ -411,7 +414,6 @@ def _merge(found: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
                 continue
             first = whole[label]
             ran = first.ran if first.ran == value.ran else f"{first.ran} | {value.ran}"
-            whole[label] = Value(
-                first.loss.detach() + value.loss.detach(), ran, metrics.merge([first.metrics, value.metrics])
-            )
+            loss = first.loss.detach() + value.loss.detach()
+            whole[label] = replace(first, loss=loss, ran=ran, metrics=metrics.merge([first.metrics, value.metrics]))
     return whole

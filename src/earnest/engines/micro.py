@@ -7,7 +7,7 @@ from it is not (the objectives divide by the whole batch's counts).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -65,7 +65,7 @@ def join(parts: Sequence[tuple[Micro, Mapping[Need, Field]]], total: int) -> dic
         order = torch.argsort(place)
         at = None if all(f[need].at is None for _, f in parts) and len(place) == total else place[order]
         metrics = merge([fields[need].metrics or {} for _, fields in parts])
-        whole[need] = Field(values[order], at, first.ran, metrics)
+        whole[need] = replace(first, values=values[order], at=at, metrics=metrics)
     return whole
 
 

@@ -76,9 +76,10 @@ def check(config: RunConfig, objective: Objective) -> None:
             "adapter: a Tinker service trains a LoRA on all linear layers; take kind lora, without targets and layers."
         )
     variant = adapter.build()
-    if variant.alpha != ALPHA or variant.rslora:
+    if variant != type(variant)(rank=variant.rank, alpha=ALPHA):
         raise ConfigError(
-            f"adapter: a Tinker service's LoRA has alpha {ALPHA:g} and no rslora; set adapter.alpha={ALPHA:g}."
+            f"adapter: a Tinker service's LoRA has a rank, alpha {ALPHA:g} and nothing else to set, not {variant!r}; "
+            f"set adapter.alpha={ALPHA:g} and leave the rest out."
         )
     if config.optimizer.kind != "adamw":
         raise ConfigError(f"optimizer.kind: a Tinker service steps with adamw, not {config.optimizer.kind}.")
@@ -102,6 +103,8 @@ def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[st
             f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
         )
     ema = RemoteEMA(rate=config.teacher.mix or 0.05) if config.teacher.kind == "ema" else None
+    if ema is not None:
+        say("teacher ema: its past weights live as long as this process, so this run cannot be resumed")
     say(f"a LoRA on {served_name(config.model)} at {config.engine.base_url or 'TINKER_BASE_URL'}")
     variant = config.adapter.build()
     engine = TinkerEngine(

@@ -217,7 +217,15 @@ class TinkerEngine:
             value = result.values[label]
             worth = float(value.loss.detach())
             numbers = {name: metric.value for name, metric in value.metrics.items()}
-            terms[label] = TermReport(weighted.term.kind, value.ran, weighted.weight, worth, numbers)
+            terms[label] = TermReport(
+                weighted.term.kind,
+                value.ran,
+                weighted.weight,
+                worth,
+                numbers,
+                divergence=value.divergence,
+                estimator=value.estimator,
+            )
             self.objective_state[label] = weighted.term.advance(self.objective_state[label], worth, numbers)
         return StepReport(
             loss=float(result.loss.detach()),
@@ -257,7 +265,8 @@ class TinkerEngine:
         """Continue from ``folder``, in a new training run there."""
         if self.outer is not None:
             raise CheckpointError(
-                "an average of past weights cannot be continued: its samplers are gone. Start it anew."
+                "an average of past weights cannot be continued: its samplers ended with the process that made them. "
+                "Start it anew, or take a live, base or frozen teacher."
             )
         _, meta = checkpoint.read(folder)
         if meta["base_model"] != self.base_model:

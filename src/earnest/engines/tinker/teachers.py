@@ -6,12 +6,17 @@
     ema       T_t = (1-r)·T_{t-1} + r·p_t over the student's weights after each update, T_0 = p_0
 
 The average of ``ema`` is one of probabilities, not of weights: no wire lets a client average weights. Each update's
-weights stay a sampler of their own, and each is asked; beyond ``window`` of them the oldest two become one, whose share
-of the average is reported.
+weights stay a sampler of their own, and each is asked; beyond ``window`` of them the oldest hands its share to the next
+one. The share that was handed on bounds how far the average is off the recursion, in total variation:
+
+    ema_merged_share = (1-r)^window once the window is full,   |T̂ - T|₁/2 ≤ ema_merged_share
+
+It is reported after every update, and without a ``window`` of your own the window is as long as keeps it ≤ TOLERANCE.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +30,9 @@ from earnest.signals.distributions import TopK
 
 if TYPE_CHECKING:
     from earnest.engines.tinker.engine import TinkerEngine
+
+
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -61,20 +69,25 @@ class RemoteTeacher:
 
 @dataclass
 class RemoteEMA:
-    """The moving average over the student's past weights: an engine's ``outer``, asked after every update."""
+    """The moving average over the student's past weights: an engine's ``outer``, asked after every update.
+
+    ``window``: how many past weights are kept apart, each a pass of the teacher; None: by the rate (59 for 0.05).
+    """
 
     rate: float = 0.05
-    window: int = 16
+    window: int | None = None
     kind: Literal["ema"] = "ema"
     _samplers: list[Any] = field(default_factory=list)
     _weights: list[float] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
+    _merged: float = 0.0  # share that stands with newer weights than its own
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1 or self.window < 2:
+        if not 0 < self.rate <= 1 or (self.window is not None and self.window < 2):
             raise SignalError(
-                f"RemoteEMA: rate is {self.rate} and window {self.window}; give 0 < rate ≤ 1, window ≥ 2."
+                f"RemoteEMA: rate is {self.rate} and window {self.window}; give 0 < rate ≤ 1, window ≥ 2 or none."
             )
+        if self.window is None:
+            self.window = 2 if self.rate == 1 else max(2, math.ceil(math.log(TOLERANCE) / math.log1p(-self.rate)))
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -84,22 +97,22 @@ class RemoteEMA:
     def start(self, engine: TinkerEngine) -> None:
         """T_0: the student's weights now. An engine that is given this average as ``outer`` does it."""
         if not self._samplers:
-            self._samplers, self._weights, self._versions = [engine.sampler("live")], [1.0], [engine.version]
+            self._samplers, self._weights = [engine.sampler("live")], [1.0]
 
     def after_update(self, engine: TinkerEngine) -> dict[str, float]:
         """Take the student's present weights into the average."""
         if not self._samplers:
             raise SignalError("RemoteEMA: it was not started before this update; give it to the engine as outer=….")
+        assert self.window is not None
         self._weights = [w * (1 - self.rate) for w in self._weights]
+        self._merged *= 1 - self.rate
         self._samplers.append(engine.sampler("live"))
         self._weights.append(self.rate)
-        self._versions.append(engine.version)
-        merged = 0.0
-        while len(self._samplers) > self.window:
-            merged = self._weights[0] + self._weights[1]
-            self._weights[1] = merged
-            del self._samplers[0], self._weights[0], self._versions[0]
-        return {"ema_rate": self.rate, "ema_samplers": float(len(self._samplers)), "ema_merged_share": merged}
+        if len(self._samplers) > self.window:
+            self._merged = self._weights[0]  # its own share, and what it was handed before
+            self._weights[1] += self._weights[0]
+            del self._samplers[0], self._weights[0]
+        return {"ema_rate": self.rate, "ema_samplers": float(len(self._samplers)), "ema_merged_share": self._merged}
 
     def logprobs(self, engine: TinkerEngine, batch: Batch) -> Tensor:
         self.start(engine)
