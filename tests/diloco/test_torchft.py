@@ -20,8 +20,10 @@ CASES = {
     "sgd": Schedule(3, outer=OuterSGD(0.4, 0.0, False)),
 }
 ROUNDS = 4
-ULPS = 12
-"""3 terms in 4 rounds."""
+WIDE = (400, 300)
+"""So many numbers that gloo shares them out, and adds each share in another order."""
+ULPS = 32
+"""After 4 rounds of 3 terms. 11 were seen, on weights that came near to 0; most have none."""
 
 
 def replica(url: str, number: int, replicas: int, case: str, lighthouse: str | None, out: str) -> None:
@@ -39,7 +41,7 @@ def replica(url: str, number: int, replicas: int, case: str, lighthouse: str | N
     from earnest.diloco.wire import Wire
     from tests.diloco.toy import ToyEngine
 
-    engine, ledger = ToyEngine(number), Ledger(Bucket.open(url))
+    engine, ledger = ToyEngine(number, sizes=WIDE if replicas > 2 else (7, 5)), Ledger(Bucket.open(url))
     outer: Any
     if lighthouse is None:
         rules = Rules(replicas, replicas, poll=0.01)
@@ -93,8 +95,8 @@ def test_three_replicas_agree_and_are_within_ulps_of_gloo(ctx: Any, tmp_path: Pa
     gloo = run(ctx, tmp_path / "gloo", 3, "diloco", real=True)
     assert all(torch.equal(bucket[0], b) for b in bucket) and all(torch.equal(gloo[0], g) for g in gloo)
     apart = ulps(bucket[0], gloo[0])
-    print(f"ulps apart: {apart.tolist()}")
-    assert int(apart.max()) <= ULPS
+    print(f"ulps apart: at most {int(apart.max())}, none on {int((apart == 0).sum())} of {len(apart)}")
+    assert int(apart.max()) <= ULPS and int(apart.median()) == 0
 
 
 def ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,9 @@ class LighthouseOuter(Standing):
         size = 4 * sum(c.numel() for c in self.mirror.tensors()[done % self.schedule.fragments])
         self.ledger.tell(done, self.replica, {**self.meta, "members": members, "tokens": tokens, "bytes": size})
         turn = self.round // self.snapshot_every % members == self.manager.participating_rank()
+        ended = self.round >= self.rounds
         # The end is written by whoever finds it missing: the one whose turn it is may have died.
-        if (turn and self.round % self.snapshot_every == 0) or (self.over and self.round not in self.ledger.states()):
+        if (turn and self.round % self.snapshot_every == 0) or (ended and self.round not in self.ledger.states()):
             self._snapshot()
         return {"round": float(done), "members": float(members), "bytes_delta": float(size), "failed": 0.0}
 

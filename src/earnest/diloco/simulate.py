@@ -99,7 +99,7 @@ def simulate(fleet: Fleet, layout: str, shop: Shop | None = None, draws: int = 2
         return mean * np.exp(shop.spread * chance.standard_normal(size) - shop.spread**2 / 2)
 
     reads_each = group if levels == 1 else group + others
-    looks = np.mean([rules.looks(w) for w in waited])  # of a replica that came at the median
+    looks = float(np.mean([rules.looks(w) for w in waited]))  # of a replica that came at the median
     asked = looks + 3  # before its upload, at the end of the round before, and as the start of the next one
     pages = math.ceil(2 * group / shop.page)
     writes = levels * (2 * n + n / group)
@@ -120,10 +120,10 @@ def simulate(fleet: Fleet, layout: str, shop: Shop | None = None, draws: int = 2
     return Round(
         replicas=n,
         layout=layout,
-        reads=float(reads),
+        reads=reads,
         writes=writes,
-        lists=float(lists),
-        hottest=float(n * asked if levels == 1 else max(n, group * asked)),
+        lists=lists,
+        hottest=n * asked if levels == 1 else max(float(n), group * asked),
         gigabytes=reads_each * fleet.delta / 1e9,
         commit_seconds=float(np.median(commit)),
         meet_seconds=float(np.median(meet)),
