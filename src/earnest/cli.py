@@ -189,11 +189,14 @@ def adapters(
     check: Annotated[
         bool, typer.Option("--check", help="Run the conformance checks of every adapter; exit 1 on a failure.")
     ] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="The checks, and torch.compile(fullgraph=True) of every adapter.")
+    ] = False,
 ) -> None:
-    """The adapters, each with its paper."""
+    """The adapters, each with its paper and its learning rate."""
     from earnest import console
 
-    raise typer.Exit(console.adapters(check))
+    raise typer.Exit(console.adapters(check, compile))
 
 
 @app.command()

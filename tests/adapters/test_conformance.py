@@ -11,9 +11,17 @@ import pytest
 from earnest.adapters import conformance
 from earnest.adapters.conformance import CHECKS, DTYPES, MODELS, SUBJECTS, Case
 from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
+from tests.adapters.compile_worker import MUTANTS
 
 # On nano (the largest of the three) the checks that a bigger, trained model could fail where the tiny ones do not.
 NANO_CHECKS = ("identity", "gradients", "merging")
+
+
+PLACES = {
+    "ffn": ("llama", ["gate_proj", "up_proj", "down_proj"]),
+    "tied head": ("llama", ["lm_head"]),
+    "ffn with biases": ("gpt2", ["c_fc", "mlp.c_proj"]),
+}
 
 
 def subject(label: str):
@@ -50,7 +58,7 @@ def test_table_on_nano_in_full(label: str) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
     """Label -> what is wrong when compiled with fullgraph=True; one process for all of them."""
-    command = [sys.executable, "-m", "tests.adapters.compile_worker", *SUBJECTS, "whole model"]
+    command = [sys.executable, "-m", "tests.adapters.compile_worker", *SUBJECTS, "whole model", *MUTANTS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -59,6 +67,35 @@ def compiled() -> dict[str, str]:
 @pytest.mark.parametrize("label", [*SUBJECTS, "whole model"])
 def test_compiles_into_one_graph(label: str, compiled: dict[str, str]) -> None:
     assert compiled[label] == ""
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [("breaks the graph", "Broken: does not compile into one graph"), ("differs when compiled", "Broken: compiled")],
+)
+def test_what_does_not_compile_is_killed(label: str, message: str, compiled: dict[str, str]) -> None:
+    assert compiled[label].startswith(message)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_on_other_layers(label: str, where: str) -> None:
+    """The feed-forward layers (other shapes, several kinds), and a head that is tied to the embedding."""
+    model, targets = PLACES[where]
+    case = Case(subject(label), MODELS[model], targets=targets)
+    for name in ("identity", "gradients", "merging", "saving", "detaching"):
+        CHECKS[name](case)
+
+
+def test_the_slow_check_is_part_of_the_table_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Case] = []
+    monkeypatch.setitem(conformance.SLOW_CHECKS, "compiling", asked.append)
+    settings = {"models": ["llama", "gpt2"], "dtypes": ["fp32", "bf16"]}
+    monkeypatch.setattr(conformance, "CHECKS", {"identity": CHECKS["identity"]})
+    list(conformance.run(["lora"], **settings))
+    assert not asked
+    list(conformance.run(["lora", "ia3"], compile=True, **settings))
+    assert len(asked) == 2, "once a variant"
 
 
 def test_every_variant_has_a_row() -> None:

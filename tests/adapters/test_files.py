@@ -17,6 +17,10 @@ from earnest.adapters.variant import get_variant
 IDS = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
+F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
+PAIRS = [(F32, B16), (B16, F32), (F32, F16), (F16, F32), (B16, F16), (F16, B16)]
+
+
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits.float()
@@ -33,7 +37,7 @@ def saved(tmp_path: Path, label: str = "lora", dtype: torch.dtype = torch.float3
 
 
 @pytest.mark.parametrize("label", SUBJECTS)
-@pytest.mark.parametrize(("born", "loaded"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(("born", "loaded"), PAIRS, ids=lambda d: str(d).removeprefix("torch."))
 def test_attach_in_one_dtype_load_in_another(
     label: str, born: torch.dtype, loaded: torch.dtype, tmp_path: Path
 ) -> None:
@@ -45,7 +49,7 @@ def test_attach_in_one_dtype_load_in_another(
     assert all(p.dtype == torch.float32 for p in adapter.parameters())
     gap = float((logits(base) - logits(mine)).abs().max())
     assert gap < 8 * noise + 1e-3, (gap, noise)
-    assert gap < 0.5 * moved or moved < 16 * noise, (gap, moved)
+    assert gap < 0.5 * moved, (gap, moved)
 
 
 def test_another_base_is_refused_in_any_dtype(tmp_path: Path) -> None:

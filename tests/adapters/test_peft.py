@@ -73,7 +73,10 @@ PEFT_CONFIGS = {
     "dora": lambda t: peft.LoraConfig(r=4, use_dora=True, target_modules=t),
     "delora (zero)": lambda t: peft.DeloraConfig(r=4, delora_lambda=9, target_modules=t),
     "ia3": lambda t: peft.IA3Config(target_modules=t, feedforward_modules=[]),
-    "ia3_ff": lambda t: peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]),
+    "ia3_ff": lambda t: peft.IA3Config(target_modules=FFN[t[0]], feedforward_modules=FFN[t[0]]),
+    "eva": lambda t: peft.LoraConfig(
+        r=4, lora_alpha=4, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0), target_modules=t
+    ),
     "hra": lambda t: peft.HRAConfig(r=4, target_modules=t),
     "road": lambda t: peft.RoadConfig(variant="road_1", group_size=8, target_modules=t),
     "road_2": lambda t: peft.RoadConfig(variant="road_2", group_size=8, target_modules=t),
@@ -87,10 +90,21 @@ PEFT_CONFIGS = {
 }
 
 
-def theirs(kind: str, std: float = 0.1) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
+FFN = {"q_proj": ["down_proj"], "c_attn": ["mlp.c_proj"]}
+# What PEFT can put on GPT-2's Conv1D, whose weight is transposed and has a bias.
+READS = [(kind, "llama") for kind in PEFT_CONFIGS] + [
+    (kind, "gpt2") for kind in ("lora", "lora (rs)", "pissa", "dora", "ia3", "ia3_ff", "vera", "eva", "layers")
+]
+
+
+def theirs(kind: str, std: float = 0.1, base: str = "llama") -> nn.Module:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*|.*low_cpu_mem_usage.*")  # Conv1D; EVA's speed
         torch.manual_seed(1)
-        model = peft.get_peft_model(tiny_llama(), PEFT_CONFIGS[kind](["q_proj", "v_proj"]))
+        model = peft.get_peft_model(MODELS[base](), PEFT_CONFIGS[kind](TARGETS[base]))
+        if kind == "eva":
+            peft.initialize_lora_eva_weights(model, dataloader=[{"input_ids": IDS}] * 4, show_progress_bar=False)
         with torch.no_grad():
             for p in model.parameters():
                 if p.requires_grad:
@@ -98,20 +112,28 @@ def theirs(kind: str, std: float = 0.1) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", PEFT_CONFIGS)
-def test_we_read_what_peft_writes(kind: str, tmp_path: Path) -> None:
-    other = theirs(kind, std=0.005 if kind == "oft (series)" else 0.1)
+@pytest.mark.parametrize(("kind", "base"), READS)
+def test_we_read_what_peft_writes(kind: str, base: str, tmp_path: Path) -> None:
+    other = theirs(kind, std=0.005 if kind == "oft (series)" else 0.1, base=base)
     other.save_pretrained(str(tmp_path))
-    model = tiny_llama().eval()
+    model = MODELS[base]().eval()
     before = logits(model)
     adapter = load_adapter(model, tmp_path)
     close(logits(model), logits(other))
     assert not torch.allclose(logits(model), before, atol=1e-4)
     # and once more through our own files
     adapter.save(tmp_path / "again")
-    fresh = tiny_llama().eval()
+    fresh = MODELS[base]().eval()
     load_adapter(fresh, tmp_path / "again")
     assert torch.equal(logits(fresh), logits(model))
+
+
+def test_an_ia3_that_mixes_inputs_and_outputs_is_refused(tmp_path: Path) -> None:
+    """PEFT's own default for Llama: keys and values by their outputs, the second matrix of the FFN by its inputs."""
+    config = peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
+    peft.get_peft_model(tiny_llama(), config).save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterError, match="mixes feedforward and other modules; save the two groups as two"):
+        load_adapter(tiny_llama(), tmp_path)
 
 
 def test_an_unconverged_oft_series_is_refused(tmp_path: Path) -> None:
@@ -170,7 +192,10 @@ def _edit(folder: Path, **changes) -> None:
         ({"modules_to_save": ["lm_head"]}, "vllm", "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "vllm", "another base"),
         ({"rank_pattern": {"q_proj": 2}}, "vllm", "rank_pattern"),
-        ({"r": 1024}, "vllm", "max_lora_rank"),
+        ({"alpha_pattern": {"q_proj": 2}}, "tgi", "alpha_pattern"),
+        ({"r": 32}, "vllm", "r=32 exceeds max_lora_rank=16; start vLLM with --max-lora-rank 32"),
+        ({"r": 1024}, "vllm", "no vLLM holds it"),
+        ({"lora_alpha": None}, "llama.cpp", "lora_alpha is missing"),
         ({"r": 16}, "tgi", "is not r = 16"),
         ({"use_rslora": True}, "llama.cpp", "alpha/r"),
         ({"peft_type": "IA3"}, "sglang", "not LORA"),
@@ -182,6 +207,88 @@ def test_the_validator_knows_the_loaders_rules(changes, server: str, message: st
     adapter.export_lora(tmp_path)
     _edit(tmp_path, **changes)
     assert any(message in fault for fault in validate_portable(tmp_path, server))
+
+
+def _portable(tmp_path: Path, **where) -> Path:
+    return attach(tiny_llama(), get_variant("lora", rank=32), **where).export_lora(tmp_path)
+
+
+def test_the_rank_that_vllm_is_started_with(tmp_path: Path) -> None:
+    folder = _portable(tmp_path)
+    assert any("max_lora_rank=16" in fault for fault in validate_portable(folder))
+    assert validate_portable(folder, max_rank=32) == []
+    with pytest.raises(AdapterError, match=r"max_rank=24: .* one of 1, 8, 16, 32"):
+        validate_portable(folder, max_rank=24)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj"], "needs q_proj and v_proj, here only q_proj"),
+        (["k_proj", "v_proj"], "needs q_proj and v_proj, here only k_proj, v_proj"),
+        (["q_proj", "v_proj"], None),
+        (["q_proj", "k_proj", "v_proj", "o_proj"], None),
+        (["gate_proj"], "needs gate_proj and up_proj, here only gate_proj"),
+        (["up_proj", "down_proj"], "here only up_proj"),
+        (["gate_proj", "up_proj"], None),
+    ],
+)
+def test_what_sglang_stacks_must_be_there(targets: list[str], message: str | None, tmp_path: Path) -> None:
+    faults = validate_portable(_portable(tmp_path, targets=targets), "sglang")
+    assert faults == [] if message is None else len(faults) == 2 and all(message in fault for fault in faults)
+
+
+def test_where_the_modules_are_matters_to_some_servers(tmp_path: Path) -> None:
+    head = _portable(tmp_path / "head", targets=["lm_head"])
+    assert validate_portable(head, max_rank=32) == ["lm_head: vLLM serves no LoRA on lm_head in general"]
+    model = tiny_llama()
+    uneven = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj"]
+    attach(model, get_variant("lora", rank=2), targets=uneven).export_lora(tmp_path / "uneven")
+    assert validate_portable(tmp_path / "uneven", "tgi") == ["q_proj: TGI needs every layer of a type, missing [1]"]
+    assert len(validate_portable(tmp_path / "uneven", "sglang")) == 1, "block 1 has v_proj alone"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {}, "no LoRA tensors at all"),
+        (lambda t: {k.removeprefix("base_model.model."): v for k, v in t.items()}, "does not start with"),
+        (lambda t: dict(list(t.items())[1:]), "has lora_B only"),
+    ],
+)
+def test_the_validator_reads_the_tensors_names(change, message: str, tmp_path: Path) -> None:
+    _rewrite(_portable(tmp_path), change)
+    assert any(message in fault for fault in validate_portable(tmp_path, "tgi"))
+
+
+# -- the gate, on disk -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("label", ["lora", "pissa", "hra", "dora", "ia3", "vera"])
+def test_a_gate_is_written_where_the_format_can_hold_it(label: str, tmp_path: Path) -> None:
+    """Ours always; PEFT's as a plain LoRA with the scale in B, or not at all."""
+    mine, adapter = ours(label, tiny_llama)
+    adapter.scale = 0.5
+    adapter.save(tmp_path / "own")
+    exact = label not in ("dora", "ia3")
+    assert (tmp_path / "own" / "adapter_config.json").exists() is exact
+    if exact:
+        close(logits(peft_load(tiny_llama, tmp_path / "own")), logits(mine))
+        adapter.export_lora(tmp_path / "export")
+        close(logits(peft_load(tiny_llama, tmp_path / "export")), logits(mine))
+    else:
+        assert "at scale 0.5" in json.loads((tmp_path / "own" / "earnest_adapter.json").read_text())["peft"]
+
+
+def test_an_adapter_that_is_off_is_not_exported(tmp_path: Path) -> None:
+    _, adapter = ours("lora", tiny_llama)
+    with adapter.off():
+        with pytest.raises(AdapterError, match=r"is off .scale 0."):
+            adapter.export_lora(tmp_path)
+        adapter.save(tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists()
+    model = tiny_llama().eval()
+    before = logits(model)
+    again = load_adapter(model, tmp_path)
+    assert again.scale == 0.0 and torch.equal(logits(model), before)
 
 
 def test_the_validator_sees_tensors_that_servers_refuse(tmp_path: Path) -> None:

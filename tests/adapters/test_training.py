@@ -1,4 +1,4 @@
-"""Each variant overfits a fixed batch, and on held-out data beats a control whose adapter is frozen."""
+"""Each variant overfits a fixed batch from its birth, and on held-out data beats a control whose adapter is frozen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.adapters import attach
+from earnest.adapters import Adapter, attach
 from earnest.adapters.conformance import SUBJECTS, tiny_llama
 from earnest.adapters.variant import get_variant
 
@@ -20,6 +20,10 @@ LR = {
     "vera": 3e-2,
     "antipasto": 3e-2,
 }
+OVERFIT = 0.5
+"""Of the loss at birth, at most so much is left of a fixed batch's …"""
+FEW = {"ia3": 0.8, "ia3_ff": 0.8, "antipasto": 0.8, "vera": 0.85}
+"""… and so much with the variants that have a gain or a λ for each channel or direction and little else."""
 
 
 def rule(rows: int, seed: int) -> Tensor:
@@ -34,32 +38,48 @@ def nll(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("label", SUBJECTS)
-def test_overfits_and_generalises_beyond_a_frozen_control(label: str) -> None:
+def born(label: str) -> tuple[nn.Module, Adapter, float]:
     name, settings = SUBJECTS[label]
-    variant = get_variant(name, **settings)
-    model = tiny_llama()
-    train, held = rule(64, 1), rule(64, 2)
+    variant, model = get_variant(name, **settings), tiny_llama()
     adapter = attach(
         model, variant, targets=["q_proj", "v_proj", "o_proj", "down_proj"],
-        calibration=[train] if variant.wants_calibration() else None,
+        calibration=[rule(64, 1)] if variant.wants_calibration() else None,
     )  # fmt: skip
-    with torch.no_grad():
-        control = float(nll(model, held))  # the adapter at birth, frozen: the base
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=LR.get(name, 1e-2), weight_decay=0.0)
-    small, losses = train[:8], []
-    for _ in range(40):
+    return model, adapter, LR.get(name, 1e-2)
+
+
+def train(model: nn.Module, adapter: Adapter, lr: float, ids: Tensor, steps: int) -> list[float]:
+    """The loss before each step and after the last. A frozen adapter goes through the same loop."""
+    optimizer = torch.optim.AdamW(
+        [t for t in adapter.named_tensors().values() if isinstance(t, nn.Parameter)], lr=lr, weight_decay=0.0
+    )
+    losses = []
+    for _ in range(steps):
         optimizer.zero_grad()
-        loss = nll(model, train)
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        trained = float(nll(model, held))
-    assert trained < control - 0.1, (trained, control)
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss = nll(model, small)
-        loss.backward()
+        loss = nll(model, ids)
+        if loss.requires_grad:
+            loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert min(losses[-3:]) < losses[0] - 0.05, losses
+    with torch.no_grad():
+        return [*losses, float(nll(model, ids))]
+
+
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_overfits_a_fixed_batch_from_birth(label: str) -> None:
+    model, adapter, lr = born(label)
+    losses = train(model, adapter, lr, rule(64, 1)[:8], 60)
+    assert losses[-1] < FEW.get(SUBJECTS[label][0], OVERFIT) * losses[0], (losses[0], losses[-1])
+
+
+@pytest.mark.parametrize("label", SUBJECTS)
+def test_generalises_beyond_a_frozen_control(label: str) -> None:
+    ends = {}
+    for frozen in (False, True):
+        model, adapter, lr = born(label)
+        adapter.freeze(frozen)
+        losses = train(model, adapter, lr, rule(64, 1), 10 if frozen else 40)  # it stands still: a few steps show it
+        with torch.no_grad():
+            ends[frozen] = float(nll(model, rule(64, 2)))
+        assert (losses[-1] == losses[0]) is frozen, "nothing but the adapter learns"
+    assert ends[False] < ends[True] - 0.1, ends

@@ -113,6 +113,20 @@ class Adapter:
         return self.scaled(0.0)
 
     # -- weight space --------------------------------------------------------------------------------------------------
+    @property
+    def mergeable(self) -> bool:
+        """Whether merge() would work: every layer has a dense weight of its own, none is quantised."""
+        return all(slot.layer.mergeable for slot in self.slots.values())
+
+    def merging_pays(self, tokens: int) -> bool:
+        """Whether merging once is less work than ``tokens`` (rows × new tokens) through the unmerged adapter.
+
+        At inner rank r a merge costs Σ m·n·r products and a token Σ (m + n)·r, so r cancels: it pays from
+        Σ m·n / Σ (m + n) tokens on, half the width of a square layer.
+        """
+        layers = [slot.layer for slot in self.slots.values()]
+        return tokens * sum(x.m + x.n for x in layers) >= sum(x.m * x.n for x in layers)
+
     def merge(self) -> None:
         """Write W' = what the layer computes now (every open adapter on it), in fp32 with one rounding.
 

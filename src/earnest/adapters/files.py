@@ -86,7 +86,9 @@ def shared_tensors(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path:
-    """Write both pairs of files. Where PEFT has no exact form, its pair is left out and the reason is in our JSON."""
+    """Write both pairs of files, at the adapter's present scale.
+
+    Where PEFT has no exact form, its pair is left out and the reason is in our JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     if base_model is None:
         base_model = getattr(getattr(adapter.model, "config", None), "_name_or_path", None) or None
@@ -106,6 +108,7 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
         "settings": adapter.variant.settings(),
         "targets": list(adapter.targets),
         "modules": list(adapter.slots),
+        "scale": adapter.scale,
         "base": adapter.base_fingerprint,
         "tensors_sha256": _sha(folder / OWN_MODEL),
         "peft_sha256": _sha(folder / MODEL) if peft is not None else None,
@@ -170,7 +173,9 @@ def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) 
             key: shared[key][tuple(slice(0, s) for s in spec.shape)] if key in shared else tensors[f"{module}.{key}"]
             for key, spec in variant.specs(view).items()
         }
-    return _mount(model, variant, per_module, meta["targets"], name)
+    adapter = _mount(model, variant, per_module, meta["targets"], name)
+    adapter.scale = float(meta.get("scale", 1.0))
+    return adapter
 
 
 def _mount(

@@ -61,8 +61,9 @@ class Layer:
 
     @property
     def mergeable(self) -> bool:
-        """Whether a dense weight can be written: not for quantised weights (requantising would lose silently)."""
-        return self.kind != "opaque"
+        """Whether a dense weight can be written: not for quantised weights (requantising would lose silently), nor
+        where the weight is not the module's own parameter (a parametrisation)."""
+        return self.kind != "opaque" and self.module._parameters.get("weight") is not None
 
     def base(self, *args: Any, **kwargs: Any) -> Tensor:
         """The untouched forward of the module."""

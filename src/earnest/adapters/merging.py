@@ -26,7 +26,7 @@ def merge_layer(layer: Layer) -> None:
     if layer.stash is not None:
         raise AdapterError(f"{layer.name} is merged by another adapter; unmerge it first")
     params = layer.module._parameters
-    if not layer.mergeable or params.get("weight") is None:
+    if not layer.mergeable:
         raise AdapterError(
             f"{layer.name} is a {layer.base_class.__name__} whose weight is quantised or not its own: merging would "
             "round the update away silently; run it unmerged, or merge into the unquantised model"

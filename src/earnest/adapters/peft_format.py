@@ -59,7 +59,7 @@ def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
         if adapter.variant.portable_rank(slot.layer) is None:
             return None
         with torch.no_grad():
-            f = slot.variant.factors(slot.tensors, slot.layer, 1.0)
+            f = slot.variant.factors(slot.tensors, slot.layer, adapter.scale)
             out[path] = (f.A.float(), f.left() * f.scale)
     return out
 
@@ -67,9 +67,14 @@ def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
 def peft_files(
     adapter: Adapter, shared: Mapping[str, Tensor], base_model: str | None
 ) -> tuple[tuple[dict[str, Any], dict[str, Tensor]] | None, str]:
-    """((config, tensors), how) in PEFT's own form for the variant, as an exact LoRA otherwise, or (None, why not)."""
+    """((config, tensors), how) in PEFT's own form for the variant, as an exact LoRA otherwise, or (None, why not).
+
+    PEFT's forms have no gate: at a scale other than 1 only a LoRA can hold it, folded into B.
+    """
+    if adapter.scale == 0.0:
+        return None, "the gate is at 0, where the adapter is the base: set its scale, and save again"
     config, own = common_config(adapter, base_model), adapter.variant.peft_config()
-    if own is not None:
+    if own is not None and adapter.scale == 1.0:
         tensors = {f"base_model.{k}": v for k, v in adapter.variant.shared_to_peft(shared).items()}
         for path, slot in adapter.slots.items():
             for suffix, value in adapter.variant.to_peft(slot.tensors, slot.layer).items():
@@ -79,7 +84,8 @@ def peft_files(
         return (config | own, tensors), f"as PEFT's {own['peft_type']}"
     factors = lora_factors(adapter)
     if factors is None:
-        return None, f"{adapter.variant.export_note()}: PEFT has no exact form; merge it instead"
+        gated = "" if adapter.scale == 1.0 else f" at scale {adapter.scale:g}"
+        return None, f"{adapter.variant.export_note()}: PEFT has no exact form{gated}; merge it instead"
     return lora_files(config, factors, max(a.shape[0] for a, _ in factors.values())), "as an exact LoRA"
 
 

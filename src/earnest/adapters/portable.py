@@ -17,14 +17,25 @@ from earnest.adapters.peft_format import CONFIG, MODEL, PREFIX, common_config, l
 if TYPE_CHECKING:
     from earnest.adapters.adapter import Adapter
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: allowed values of max_lora_rank
-_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # one kernel each in the servers
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: allowed values of max_lora_rank …
+VLLM_DEFAULT_RANK = 16  # … and the one that it has unless told
+# SGLang stacks these (srt/lora/lora.py): any of the first in a block needs all of the second. A missing k_proj is
+# filled with zeros (the first versions wanted it too); a missing up_proj only under some backends.
+_STACKED = (
+    ({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}),
+    ({"gate_proj", "up_proj"}, {"gate_proj", "up_proj"}),
+)
 
 
 def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, rank: int | None = None) -> Path:
-    """Write the portable pair of files; ``rank`` pads to a larger one (default: the smallest that vLLM can hold)."""
+    """Write the portable pair of files at the adapter's present scale; ``rank`` pads to a larger one (default: the
+    smallest that vLLM can hold)."""
     from earnest.adapters.files import OWN_CONFIG, OWN_MODEL, write_json, write_tensors
 
+    if adapter.scale == 0.0:
+        raise AdapterError(
+            f"adapter {adapter.name!r} is off (scale 0), and the export would be the base; set its scale"
+        )
     factors = lora_factors(adapter)
     if factors is None:
         raise AdapterError(
@@ -50,11 +61,16 @@ def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, r
 
 
 def validate_portable(folder: str | Path, server: str = "vllm", max_rank: int | None = None) -> list[str]:
-    """What the server's loader would refuse or read wrongly; empty: nothing. Servers: vllm, sglang, tgi, llama.cpp."""
+    """What the server's loader would refuse or read wrongly; empty: nothing. Servers: vllm, sglang, tgi, llama.cpp.
+
+    ``max_rank``: what vLLM is started with as --max-lora-rank; None: its default, 16.
+    """
     from earnest.adapters.files import read_json, read_tensors
 
     if server not in ("vllm", "sglang", "tgi", "llama.cpp"):
         raise AdapterError(f"unknown server {server!r}; known: vllm, sglang, tgi, llama.cpp")
+    if max_rank is not None and max_rank not in VLLM_RANKS:
+        raise AdapterError(f"max_rank={max_rank}: vLLM's --max-lora-rank is one of {', '.join(map(str, VLLM_RANKS))}")
     config, tensors = read_json(Path(folder) / CONFIG), read_tensors(Path(folder) / MODEL)
     faults = _config_faults(config, server, max_rank)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -78,12 +94,7 @@ def validate_portable(folder: str | Path, server: str = "vllm", max_rank: int | 
     if not shapes:
         faults.append("no LoRA tensors at all")
     if server == "sglang":
-        names = {p.rsplit(".", 1)[-1] for p in shapes}
-        faults += [
-            f"SGLang fuses {sorted(g)}: older versions need all of them, here {sorted(g & names)}"
-            for g in _FUSED
-            if 0 < len(g & names) < len(g) and g == _FUSED[1]
-        ]
+        faults += _half_stacks(shapes)
     if server == "tgi":
         faults += _uneven_blocks(shapes)
     return faults
@@ -109,12 +120,28 @@ def _config_faults(config: dict[str, Any], server: str, max_rank: int | None) ->
         faults.append("config: llama.cpp scales by alpha/r also under use_rslora")
     rank = config.get("r")
     if server == "vllm" and isinstance(rank, int):
-        limit = max_rank or VLLM_RANKS[-1]
+        limit = max_rank or VLLM_DEFAULT_RANK
         if rank > limit:
-            faults.append(f"config: r={rank} exceeds max_lora_rank={limit}")
+            needed = next((r for r in VLLM_RANKS if r >= rank), None)
+            way = "no vLLM holds it" if needed is None else f"start vLLM with --max-lora-rank {needed}"
+            faults.append(f"config: r={rank} exceeds max_lora_rank={limit}; {way}")
     if not isinstance(config.get("target_modules"), (list, type(None))):
         faults.append("config: target_modules must be a list of names")
     return faults
+
+
+def _half_stacks(shapes: dict[str, Any]) -> list[str]:
+    by_parent: dict[str, set[str]] = {}
+    for path in shapes:
+        parent, _, name = path.rpartition(".")
+        by_parent.setdefault(parent, set()).add(name)
+    return [
+        f"{parent}: SGLang stacks {', '.join(sorted(group))} and needs {' and '.join(sorted(needed))}, here only "
+        f"{', '.join(sorted(group & names))}"
+        for parent, names in by_parent.items()
+        for group, needed in _STACKED
+        if group & names and not needed <= names
+    ]
 
 
 def _uneven_blocks(shapes: dict[str, Any]) -> list[str]:

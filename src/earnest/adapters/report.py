@@ -24,7 +24,6 @@ class AttachReport:
     kinds: tuple[str, ...]  # linear, conv1d, opaque
     dormant: tuple[str, ...]
     calibration_tokens: int
-    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
@@ -43,4 +42,4 @@ class AttachReport:
             lines.append(f"  no gradient at step 1, by design: {', '.join(self.dormant)}")
         if self.calibration_tokens:
             lines.append(f"  calibrated on {self.calibration_tokens:,} tokens")
-        return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
+        return "\n".join(lines)

@@ -55,6 +55,7 @@ from earnest.signals.distributions import Distribution, Hidden
 class LocalEngine:
     """A policy, an adapter on it and an optimizer of exactly the adapter's parameters.
 
+    Without ``optimizer`` it is AdamW at the learning rate that the adapter's variant declares (``variant.lr``).
     ``version`` counts updates; every rollout and every checkpoint carries it. ``tokens`` counts what was trained on
     since the engine was made: a replica's weight among others. ``micro_tokens`` bounds the padded tokens of one forward
     pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard. ``estimator``: divergences
@@ -85,7 +86,7 @@ class LocalEngine:
         named = adapter.named_parameters()
         self.names, self.parameters = list(named), list(named.values())
         decayed = {id(p) for p in adapter.decay_parameters()}
-        self.optimizer_spec = optimizer or AdamW()
+        self.optimizer_spec = optimizer or AdamW(lr=adapter.variant.lr)
         self.optimizer = self.optimizer_spec.build(
             [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
         )
@@ -104,8 +105,13 @@ class LocalEngine:
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
         # Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
-        # policy than the one that is trained, so there the adapter stays beside its layer.
-        merge = self.policy.dtype == torch.float32
+        # policy than the one that is trained, and a quantised layer has no dense weight: there the adapter stays
+        # beside its layer, as it does where so few tokens are asked for that the merge would cost more.
+        merge = (
+            self.policy.dtype == torch.float32
+            and self.adapter.mergeable
+            and self.adapter.merging_pays(len(prompts) * n * spec.max_new_tokens)
+        )
         with self.adapter.merged() if merge else nullcontext():
             completions = sample(self.policy, prompts, n, spec)
         return [
