@@ -75,7 +75,7 @@ def serving(folder: Path, key: str | None = None, **settings: Any) -> Iterator[L
     app = create_app(ServeSettings(**given))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, timeout_keep_alive=300))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     live = Live(app.state.earnest, f"http://127.0.0.1:{listener.getsockname()[1]}", server, key)

@@ -159,8 +159,12 @@ def test_refusals(host: Host) -> None:
         host.decoder.submit(Request((1,) * 600, SampleSpec()))
     with pytest.raises(SamplingError, match="token id 99999"):
         host.decoder.submit(Request((99999,), SampleSpec()))
-    with pytest.raises(Full, match="at most 2 may"):
-        Decoder(host, 4, 2).submit(Request((1,), SampleSpec(), n=3))
+    decoder = Decoder(host, 4, 2)  # not started: what is submitted waits
+    with pytest.raises(SamplingError, match="at most 2 sequences may wait"):
+        decoder.submit(Request((1,), SampleSpec(), n=3))
+    decoder.submit(Request((1,), SampleSpec(), n=2))
+    with pytest.raises(Full, match="2 sequences wait already, at most 2 may"):
+        decoder.submit(Request((1,), SampleSpec()))
 
 
 def test_at_rest_the_model_is_the_base(host: Host) -> None:

@@ -79,7 +79,7 @@ def _fuzz(operation: Any, known: dict[str, Any]) -> set[int]:
         if isinstance(case.body, dict) and ({"messages", "prompt"} & set(case.body)):
             case.body |= {"max_tokens": 2, "n": 1}  # long answers would find nothing more
         response = case.call_and_validate(checks=CHECKS, timeout=60)
-        if aimed:
+        if aimed and mode == schemathesis.GenerationMode.POSITIVE:  # what a well-formed request about something gets
             codes.add(response.status_code)
 
     one()
@@ -92,7 +92,7 @@ def test_every_operation(schema, known: dict[str, Any]) -> None:
     assert len(operations) >= 18
     aimed = {name: found for name, found in codes.items() if found}
     through = {name for name, found in aimed.items() if found & {200, 201, 202, 409}}
-    # Without a body to get right, an aimed request must get through; of the others most do, depending on the draws.
+    # Without a body to get right, such a request must get through; of the others many do, depending on the draws.
     missed = {name for name in aimed if name.startswith("GET") and "/v1/runs" not in name} - through
     assert not missed, {name: codes[name] for name in missed}
     assert len(through) >= 10, codes

@@ -52,6 +52,7 @@ def run(settings: ServeSettings) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=75,  # a client that asks again just as its connection is closed would see an error
             timeout_graceful_shutdown=settings.shutdown_wait,
         )
     )
