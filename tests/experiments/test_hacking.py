@@ -14,10 +14,20 @@ from earnest import experiments
 from earnest.errors import ConfigError
 from earnest.experiments.hacking import Config, place
 from earnest.experiments.hacking.contrasts import clean_triples, hacking_triples
+from earnest.experiments.hacking.leak import leak_table
 from earnest.experiments.hacking.plan import ARMS, CONTROLS, HOLES, Job, plan
 from earnest.experiments.hacking.pool import Pool, fill
-from earnest.experiments.hacking.results import at_end, at_level, left_out, matched, matched_level, over_seeds, read
-from earnest.experiments.hacking.tables import left_out_table, main_table
+from earnest.experiments.hacking.results import (
+    at_end,
+    at_level,
+    left_out,
+    matched,
+    matched_level,
+    over_seeds,
+    read,
+    refreshes,
+)
+from earnest.experiments.hacking.tables import left_out_table, main_table, refresh_table
 from earnest.experiments.hacking.train import make_engine, run_job
 from earnest.tasks import get_task, holes
 
@@ -137,16 +147,51 @@ def points(*rows: tuple[int, float, float]) -> list[dict[str, Any]]:
 
 
 def test_matched_by_hand() -> None:
-    """a reaches .5 at step 20, b at most .4: compared at .4, which a has at step 10 and b at step 20; not at step 0."""
+    """none reaches .5 at step 20, route at most .4: compared at .4, which none has at step 10 and route at step 20; not
+    at step 0. A control that never solves so much does not lower the level; it is not reached."""
     by_arm = {
-        "a": {0: points((0, 0.45, 0.0), (10, 0.42, 0.1), (20, 0.5, 0.6))},
-        "b": {0: points((0, 0.45, 0.0), (10, 0.3, 0.2), (20, 0.4, 0.3))},
+        "none": {0: points((0, 0.45, 0.0), (10, 0.42, 0.1), (20, 0.5, 0.6))},
+        "route": {0: points((0, 0.45, 0.0), (10, 0.3, 0.2), (20, 0.4, 0.3))},
+        "route:clean": {0: points((0, 0.45, 0.0), (10, 0.1, 0.2), (20, 0.2, 0.3))},
     }
-    assert matched_level(by_arm, 0) == 0.4
-    assert at_level(by_arm["a"][0], 0.4)["step"] == 10
-    rate, step = matched(by_arm, "b")
-    assert (rate.mean, step) == (0.3, 20) and rate.half == pytest.approx(1.96 * 0.01)
-    assert at_end(by_arm["a"], "exploited").mean == 0.6
+    assert matched_level(by_arm, 0) == 0.4 and matched_level(by_arm, 1) is None
+    assert at_level(by_arm["none"][0], 0.4)["step"] == 10
+    found = matched(by_arm, "route")
+    assert (found.rate.mean, found.step) == (0.3, 20) and found.rate.half == pytest.approx(1.96 * 0.01)
+    assert str(matched(by_arm, "route:clean")) == "not reached"
+    more = by_arm | {a: by_arm[a] | {1: points((10, s, 0.7))} for a, s in (("none", 0.4), ("route:clean", 0.4))}
+    assert str(matched(more, "route:clean")) == "0.70 ± 0.02 (1 of 2 seeds)"
+    assert at_end(by_arm["none"], "exploited").mean == 0.6
+
+
+def test_refreshes_by_hand() -> None:
+    """A refresh at half the steps was adopted in one run of two; the quarantine beside a run is told apart by name."""
+    job = {"arm": "none", "seed": 0, "without": None, "pool": False, "directions": {}}
+    told = [(0.5, 0.4, 1.0), (0.1, -0.2, 0.0)]
+    jobs = [
+        job | {
+            "seed": seed, "series": {"none": points((0, 0.2, 0.0)), "route": points((0, 0.2, 0.0))},
+            "guard": {"route/overlap": a, "route/heading": b, "route/adopted": c},
+        }
+        for seed, (a, b, c) in enumerate(told)
+    ]  # fmt: skip
+    results = {"config": {"full": False, "refresh": 30}, "missing": [], "jobs": jobs}
+    found = refreshes(results, "route")
+    assert [round(found[k].mean, 6) for k in ("overlap", "heading", "adopted")] == [0.3, 0.1, 0.5]
+    assert refreshes(results, "none") is None
+    assert [row.split(" | ")[0] for row in refresh_table(results)[2:]] == ["| route"]
+    assert refresh_table(results)[2].endswith("| 50% |")
+
+
+def test_the_leak_of_both_levels() -> None:
+    """At the gradient AdamW puts back what was taken out, for Erase and for Route with its two optimizers."""
+    rows = [row.strip("| ").split(" | ") for row in leak_table(Config(**TINY), updates=2)[2:]]
+    assert [row[0] for row in rows] == ["erase@update", "route@update", "erase@gradient", "route@gradient"] * 2
+    for guard, gate, _, gradient, update, _ in rows:
+        if guard.endswith("@update"):
+            assert float(update) < 1e-3 < float(gradient)
+        else:
+            assert float(gradient) < 1e-3 and (gate == "one_sided" or float(update) > 0.01)
 
 
 def test_intervals_by_hand() -> None:
@@ -162,7 +207,8 @@ def test_an_arm_without_results_is_a_row_that_says_so() -> None:
     series = {"none": full, "erase": full, "route-without-error": points((10, 0.4, 0.2))}
     results = {"config": {"full": True}, "missing": [], "jobs": [job | {"series": series}]}
     rows = main_table(results)[2:]
-    assert [row.split(" | ")[0].strip("| ") for row in rows] == list(ARMS)
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == ["every arm at step 0", *ARMS]
+    assert rows[0] == "| every arm at step 0 | 1 | 0.20 ± 0.02 | 0.00 ± 0.02 |  |  | 1.00 |  |  |"
     assert sum("missing" in row and "| 0 |" in row for row in rows) == len(ARMS) - 2
     assert list(left_out(results, "route", "error")) == [0]
     # The erase that knows all holes is not passed off as one that does not know this one.
@@ -184,6 +230,8 @@ def test_from_the_recipe_to_the_page_and_again(tmp_path: Path) -> None:
     place(out, Job("erase", 0)).unlink()
     experiments.run("hacking", data, [f"out={out}"], full=False, resume=True, console=console)
     assert (first.stat().st_mtime_ns, json.loads(first.read_text())) == before, "what is there is kept"
-    assert read(out) == results, "and what was lost comes back the same"
+    again = read(out)
+    assert all(job.pop("seconds") > 0 for job in [*again["jobs"], *results["jobs"]])
+    assert again == results, "and what was lost comes back the same"
     with pytest.raises(ConfigError, match="lr"):
         experiments.run("hacking", data, [f"out={out}", "lr=0.5"], full=False, resume=True, console=console)

@@ -42,10 +42,12 @@ def go(tmp_path: Path, *more: str, full: bool = False, resume: bool = False) -> 
 def test_a_small_loop_leaves_a_page_that_asks_nobody(tmp_path: Path) -> None:
     page = go(tmp_path / "a")
     text = page.read_text()
+    assert "In round 1 the filter" in text and "of the good answers and" in text
     assert page.name == "report.html" and "data:image/png;base64," in text and "http" not in text
     results = json.loads((tmp_path / "a" / "results.json").read_text())
     (arm,) = results["arms"]
     assert arm["over"] == "rmse" and len(arm["runs"][0]["rounds"]) == 1
+    assert results["seconds"] > arm["runs"][0]["rounds"][0]["seconds"] > 0
     assert results["prompted"]["system"] == "Be warm." and results["prompted"]["trait"] > results["base"]["trait"]
     shown = tables(results)
     assert "told “Be warm.”" in shown and shown.count("\n| rmse | previous | 0.3 |") == 1
@@ -81,7 +83,8 @@ def test_full_runs_every_arm_by_name_and_goes_on_where_it_was(tmp_path: Path) ->
 def test_the_table_of_known_numbers() -> None:
     def loop(*traits: float, stopped: str | None = None) -> dict:
         def one(number: int, trait: float) -> dict:
-            healed = {"trait": trait, "mass": 0.9, "sense": 0.8, "fluency": 1.0, "coherence": 0.8}
+            coherence = (0.8, 0.7, 0.6)[number - 1]
+            healed = {"trait": trait, "mass": 0.9, "sense": 0.8, "fluency": 1.0, "coherence": coherence}
             return {
                 "round": number,
                 "healed": healed,
@@ -107,7 +110,9 @@ def test_the_table_of_known_numbers() -> None:
         "mass, end": "0.900 ± 0.000",
         "sense, end": "0.80 ± 0.00",
         "coherence, round 1": "0.80 ± 0.00",
-        "coherence, end": "0.80 ± 0.00",
+        "coherence, round 2": "0.70 ± 0.00",
+        "coherence, least": "0.65 ± 0.07",
+        "coherence, end": "0.65 ± 0.07",
         "wander": "0.50 ± 0.00",
         "rounds": "3, 2*",
     }

@@ -128,20 +128,23 @@ def test_under_plain_sgd_gradient_and_update_agree(
 def test_ablated_route_is_erase_given_the_same_gradients(
     make: Make, directions: Directions, batches: list[Batch]
 ) -> None:
-    """The same gradients by hand, since the two policies differ and would make others; without decay, which reads θ."""
+    """50 clipped AdamW steps, with the same gradients by hand, since the two policies differ and would make others.
+
+    Without decay, which reads θ: it pulls Route's total and Erase's parameters by different amounts."""
     route, erase = Route(directions), Erase(directions)
-    routed, erased = make(route), make(erase)
-    for number in range(20):
+    settings = {"optimizer": en.AdamW(lr=0.02), "max_grad_norm": 1.0}
+    routed, erased = make(route, **settings), make(erase, **settings)
+    for number in range(50):
         rng = torch.Generator().manual_seed(number)
         for engine in (routed, erased):
             rng.manual_seed(number)
             for p in engine.parameters:
                 p.grad = torch.randn(p.shape, generator=rng)
-            engine.update()
+            assert engine.update().clip_factor < 1
     with route.ablated():
         main = values(routed)
     for name, value in values(erased).items():
-        torch.testing.assert_close(main[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(main[name], value, rtol=1e-5, atol=3e-6)
     assert any(not torch.allclose(values(routed)[n], main[n], atol=1e-3) for n in directions.basis)
 
 
@@ -229,6 +232,18 @@ def test_noise_is_as_long_as_what_erase_removes(make: Make, directions: Directio
     for name in directions.basis:
         lengths = [float((values(e)[name] - values(free)[name]).norm()) for e in (noisy, erased)]
         assert lengths[0] == pytest.approx(lengths[1], rel=1e-3, abs=1e-7)
+
+
+def test_noise_has_the_settings_of_the_guard_that_it_stands_in_for(
+    make: Make, directions: Directions, batches: list[Batch]
+) -> None:
+    for settings in ({"gate": "two_sided"}, {"gate": "two_sided", "overshoot": 2.0}):
+        pair = [make(Perturb(directions, **settings)), make(Erase(directions, **settings))]
+        removed = [e.step(batches[0], LOSS).update.guard["removed"] for e in pair]
+        assert removed[0] == pytest.approx(removed[1])
+    assert removed[0] > 1.5 * make(Perturb(directions)).step(batches[0], LOSS).update.guard["removed"]
+    with pytest.raises(GuardError, match="matched to what is taken from an update"):
+        Perturb(directions, at="gradient")
 
 
 def test_nothing_trains_inside_ablated(make: Make, directions: Directions, batches: list[Batch]) -> None:

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 import earnest as en
 from earnest.guards import DirectionGuard, Directions, Erase, GuardError, Route
-from earnest.guards.callback import GuardCallback
+from earnest.guards.callback import STATE, GuardCallback
 from tests.guards.conftest import DELTA_S
 
 SETTINGS = {
@@ -26,7 +26,9 @@ def policy_of(tiny: Path) -> tuple[en.Policy, en.Adapter]:
     return policy, en.attach(policy, en.AntiPaSTO(**DELTA_S), targets=("q_proj", "v_proj"), seed=0)
 
 
-def sft(tiny: Path, out: Path, guard: DirectionGuard | None) -> tuple[en.Adapter, list[dict[str, float]], list[Any]]:
+def sft(
+    tiny: Path, out: Path, guard: DirectionGuard | None, resume: Path | None = None, **settings: Any
+) -> tuple[en.Adapter, list[dict[str, float]], list[Any]]:
     from trl import SFTConfig, SFTTrainer
 
     policy, adapter = policy_of(tiny)
@@ -37,12 +39,12 @@ def sft(tiny: Path, out: Path, guard: DirectionGuard | None) -> tuple[en.Adapter
     callback = GuardCallback(guard, adapter) if guard is not None else None
     trainer = SFTTrainer(
         model=policy.model,
-        args=SFTConfig(output_dir=str(out), max_length=64, **SETTINGS),
+        args=SFTConfig(output_dir=str(out), max_length=64, **SETTINGS | settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=policy.tokenizer,
         callbacks=[callback] if callback else None,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return adapter, callback.reports if callback else [], trainer.state.log_history
 
 
@@ -87,6 +89,25 @@ def test_sft(tiny: Path, tmp_path: Path, directions: Directions) -> None:
     total = {n: p.detach().clone() for n, p in routed.named_parameters().items()}
     with route.ablated():
         assert any(not torch.equal(total[n], p) for n, p in routed.named_parameters().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", ["update", "gradient"])
+def test_a_resumed_trainer_goes_on_with_adapter_and_quarantine(
+    tiny: Path, tmp_path: Path, directions: Directions, at: str
+) -> None:
+    """Three steps, a checkpoint, three steps in new objects: the bits of six steps in one go."""
+    guards = [Route(directions, gate="two_sided", at=at) for _ in range(2)]  # type: ignore[arg-type]
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole, reports, _ = sft(tiny, tmp_path / "run", guards[0], **saving)
+    again, later, _ = sft(tiny, tmp_path / "run", guards[1], tmp_path / "run" / "checkpoint-3", **saving)
+    assert later == reports[3:]
+    assert all(torch.equal(p, again.named_parameters()[n]) for n, p in whole.named_parameters().items())
+    mine, other = guards[0].state_dict(), guards[1].state_dict()
+    assert sorted(mine) == sorted(other) and all(torch.equal(mine[k], other[k]) for k in mine)
+    (tmp_path / "run" / "checkpoint-3" / STATE).unlink()
+    with pytest.raises(GuardError, match=r"the trainer resumes, and .* cannot be read"):
+        sft(tiny, tmp_path / "run", Route(directions), tmp_path / "run" / "checkpoint-3", **saving)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -143,26 +143,38 @@ def test_a_loop_of_four_tokens_in_sixty_passes_under_the_mean_and_not_under_the_
     """56 tokens on which student and reference agree, 4 on which the student has begun to loop.
 
     The student is the policy; the reference differs from it only at the four positions of the loop. τ = 1 lies above
-    the mean of the divergences and below their rmse: only the rmse pulls, and hardest at the loop.
+    the mean of the divergences and below their rmse: only the rmse's barrier has a loss and a gradient, and its
+    gradient is that of the loop alone.
     """
     adapter = en.attach(nano, LORA, TARGETS)
-    engine = en.LocalEngine(nano, adapter, en.AdamW(lr=1e-3))
-    text = nano.encode("The quick fox runs by the lake. " * 12)[:60]
-    batch = en.Batch.from_rows([nano.encode("Say it.")], [text], role="demonstration")
-    batch = with_reference(engine, batch, KLBarrier())
-    assert batch.reference is not None and len(text) == 60
-    states = batch.reference.distribution.states.clone()  # type: ignore[union-attr]
-    loop = [30, 31, 32, 33]
-    # The reference's state at these places is that of other places: it expected something else there.
-    states[loop] = states[[3, 9, 14, 20]]
-    held = batch.with_signals(reference=en.Reference(None, en.Hidden(states)))
-    need = KLBarrier().need
-    kl = engine.scalars(held, [need])[need].values
-    adapter.detach()
-    quiet = torch.tensor([i not in loop for i in range(60)])
-    assert float(kl[quiet].max()) < 1e-4 and float(kl[loop].min()) > 1
-    mean, rmse = float(kl.mean()), float(kl.square().mean().sqrt())
-    assert mean < 1.0 < rmse, (mean, rmse)
+    try:
+        engine = en.LocalEngine(nano, adapter, en.AdamW(lr=1e-3))
+        text = nano.encode("The quick fox runs by the lake. " * 12)[:60]
+        batch = en.Batch.from_rows([nano.encode("Say it.")], [text], role="demonstration")
+        batch = with_reference(engine, batch, KLBarrier())
+        assert batch.reference is not None and len(text) == 60
+        states = batch.reference.distribution.states.clone()  # type: ignore[union-attr]
+        loop = [30, 31, 32, 33]
+        # The reference's state at these places is that of other places: it expected something else there.
+        states[loop] = states[[3, 9, 14, 20]]
+        held = batch.with_signals(reference=en.Reference(None, en.Hidden(states)))
+        kl = engine.scalars(held, [KLBarrier().need])[KLBarrier().need].values
+        quiet = torch.tensor([i not in loop for i in range(60)])
+        assert float(kl[quiet].max()) < 1e-4 and float(kl[loop].min()) > 1
+        force = {}
+        for over in ("mean", "rmse"):
+            barrier = KLBarrier(over=over, tau=1.0)
+            gradients = engine.gradients(held, barrier)
+            force[over] = float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
+            report = engine.step(held, barrier) if over == "rmse" else None
+        assert force["mean"] == 0 and force["rmse"] > 0
+        told = report.terms["kl_barrier"].metrics  # type: ignore[union-attr]
+        assert told["aggregate"] == pytest.approx(float(kl.square().mean().sqrt()), rel=1e-4) and told["beyond"] == 1
+        assert report.loss == pytest.approx(told["aggregate"] - 1.0, rel=1e-3)  # type: ignore[union-attr]
+        after = engine.scalars(held, [KLBarrier().need])[KLBarrier().need].values
+        assert float(after[loop].square().sum()) < float(kl[loop].square().sum()), "and the step pulls the loop back"
+    finally:
+        adapter.detach()
 
 
 def test_demonstrations_are_rows_to_imitate(nano: en.Policy, survivors: list[Sample]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import earnest as en
+from earnest.adapters.conformance import kick
 from earnest.errors import CheckpointError
 from earnest.steering import (
     Collapsed,
@@ -22,10 +23,12 @@ from earnest.steering import (
     Starved,
     Steering,
     SteeringError,
+    SteeringWarning,
     Vector,
     Yardstick,
 )
 from earnest.tasks.base import Task
+from tests.adapters.test_gates import Opaque
 from tests.steering.conftest import logits
 
 TINY = Steering(contexts=4, layers=(2, 3), nats=0.4, questions=8, enough=3, max_new_tokens=16)
@@ -38,9 +41,9 @@ Make = Callable[..., Loop]
 def make(nano: en.Policy, warmth: Task, contrast: Contrast) -> Make:
     yardstick = Yardstick(nano, warmth, prompts=4, probes=4, texts=2, max_new_tokens=12, floor=0.05)
 
-    def build(folder: Path, **changes: Any) -> Loop:
+    def build(folder: Path, *, policy: en.Policy = nano, **changes: Any) -> Loop:
         settings: dict[str, Any] = {"steering": TINY, "healing": QUICK, "targets": ("q_proj", "v_proj")} | changes
-        return Loop(nano, warmth, contrast, yardstick, folder, **settings)
+        return Loop(policy, warmth, contrast, yardstick, folder, **settings)
 
     return build
 
@@ -92,6 +95,50 @@ def test_what_a_round_records(make: Make, tmp_path: Path) -> None:
         record["dose"]["kl"] == pytest.approx(0.4, rel=0.06) and record["tries"][-1]["survived"] == record["survivors"]
     )
     assert Vector.load(tmp_path / "round-1" / "vector.safetensors").norm == pytest.approx(record["vector"]["norm"])
+
+
+def test_whether_the_filter_separates_is_said_in_round_one(make: Make, tmp_path: Path) -> None:
+    """Limits that pass everything do not separate, and that is a warning and not a line in a file."""
+    said: list[str] = []
+    loose = Filter(tail_perplexity=1e9, word_repetition=1.0, char_repetition=1.0, narration=(), refusal=())
+    loop = make(tmp_path, limits=loose, say=said.append)
+    try:
+        with pytest.warns(SteeringWarning, match="does NOT separate: it passes 100% of the good"):
+            loop.round()
+    finally:
+        loop.close()
+    assert "the filter does NOT separate" in said[0]
+
+
+def test_a_dose_may_be_measured_from_the_base(make: Make, nano: en.Policy, tmp_path: Path) -> None:
+    """On a student that has moved, the same nats from the base leave less room for the vector."""
+    used = {}
+    for against in ("student", "base"):
+        loop = make(tmp_path / against, steering=replace(TINY, against=against, nats=3.0, tries=12))
+        history = en.attach(nano, en.LoRA(rank=4), targets=("q_proj", "v_proj"))
+        kick(history, std=0.05)
+        history.freeze()
+        loop.history.append(history)
+        used[against] = loop.harvest(2)[1]
+        loop.close()
+    assert used["base"].tried[0][1] > 0 == used["student"].tried[0][1], "at no dose at all"
+    assert used["base"].coefficient != used["student"].coefficient
+    with pytest.raises(SteeringError, match="against is 'nobody'"):
+        Steering(against="nobody")
+
+
+def test_history_on_a_quantised_layer_stays_unmerged(make: Make, tmp_path: Path) -> None:
+    policy = en.load("nano")
+    for block in policy.model.model.layers:
+        block.self_attn.q_proj = Opaque(block.self_attn.q_proj)
+    policy = en.Policy.of(policy.model, policy.tokenizer)
+    loop = make(tmp_path, policy=policy)
+    history = en.attach(policy, en.LoRA(rank=4), targets=("q_proj", "v_proj"))
+    kick(history)
+    history.freeze()
+    plain = loop.extract(2)
+    loop.history.append(history)
+    torch.testing.assert_close(loop.extract(2).norm, plain.norm)
 
 
 def test_the_coherence_floor_stops_it(make: Make, tmp_path: Path) -> None:

@@ -4,13 +4,19 @@
 
 The trainer clips, then ``on_pre_optimizer_step`` measures (or splits) the gradient, the trainer's optimizer steps, and
 ``on_optimizer_step`` judges: the same order as in ``LocalEngine``.
+
+The trainer's own checkpoints have the base's weights and the optimizer, but neither the adapter nor the guard. So each
+of them gets a file more, and a training that resumes reads it back, or is refused.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -18,22 +24,28 @@ from earnest.adapters import Adapter
 from earnest.guards.errors import GuardError
 from earnest.guards.guard import DirectionGuard
 
+STATE = "earnest_guard.safetensors"
+"""Beside the trainer's own files in ``checkpoint-<step>``: the adapter's and the guard's state."""
+
 
 class GuardCallback(TrainerCallback):
     """Guards the parameters of an earnest adapter that the trainer trains; anything else trainable is refused.
 
     ``reports`` has what the guard said at each update; the trainer's log gets the last one, as ``guard/<name>``.
+    ``resume``: the checkpoint that the trainer resumes from, where it is not one in its own ``output_dir`` (a trainer
+    does not tell its callbacks).
     """
 
-    def __init__(self, guard: DirectionGuard, adapter: Adapter) -> None:
+    def __init__(self, guard: DirectionGuard, adapter: Adapter, *, resume: Path | str | None = None) -> None:
         self.guard, self.adapter = guard, adapter
+        self.resume = None if resume is None else Path(resume)
         named = adapter.named_parameters()
         self.names, self.parameters = list(named), list(named.values())
         self.reports: list[dict[str, float]] = []
         self._before: list[Tensor] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        del args, state, control
+        del control
         own = {id(p) for p in self.parameters}
         stray = [n for n, p in kwargs["model"].named_parameters() if p.requires_grad and id(p) not in own]
         if stray:
@@ -42,6 +54,31 @@ class GuardCallback(TrainerCallback):
                 "them, or train the adapter alone."
             )
         self.guard.bind(self.adapter, _bare(kwargs["optimizer"]))
+        if state.global_step > 0:
+            self._restore(self.resume or _checkpoint(args, state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del control, kwargs
+        if state.is_world_process_zero:
+            parts = {"adapter": self.adapter.state_dict(), "guard": self.guard.state_dict()}
+            tensors = {f"{owner}.{k}": v for owner, part in parts.items() for k, v in part.items()}
+            save_file({k: v.cpu().contiguous().clone() for k, v in tensors.items()}, _checkpoint(args, state) / STATE)
+
+    def _restore(self, folder: Path) -> None:
+        """Neither is in the trainer's own files: without these the run would go on from a newborn adapter."""
+        try:
+            tensors = load_file(folder / STATE)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise GuardError(
+                f"the trainer resumes, and {folder / STATE} with the adapter's and the guard's state cannot be read "
+                f"({error}); give GuardCallback(…, resume=<that checkpoint>), or train from the start."
+            ) from error
+        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "guard": {}}
+        for key, value in tensors.items():
+            owner, _, name = key.partition(".")
+            parts[owner][name] = value
+        self.adapter.load_state_dict(parts["adapter"])
+        self.guard.load_state_dict(parts["guard"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args, state, control, kwargs
@@ -59,6 +96,11 @@ class GuardCallback(TrainerCallback):
             told = {f"guard/{k}": v for k, v in self.reports[-1].items()}
             logs.update(told)
             state.log_history[-1].update(told)  # written before the callbacks are asked
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    """Where a trainer writes the checkpoint of its present step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

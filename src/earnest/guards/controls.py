@@ -1,11 +1,14 @@
-"""What a guard is held against: the same guard with directions that mean nothing, and noise of the same size."""
+"""What a guard is held against: the same guard with directions that mean nothing, and update noise of the same size."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from earnest.guards.directions import Directions
+from earnest.guards.errors import GuardError
 from earnest.guards.guard import DirectionGuard, Erase, Route
 
 
@@ -27,13 +30,16 @@ def shuffled_directions(like: Directions, seed: int) -> Directions:
 
 
 class _Noise(DirectionGuard):
-    """Takes, instead of the unwanted part, a random vector of its length; at the update only.
+    """Update noise: takes, instead of the unwanted part, a random vector of its length out of the step.
 
-    The noise of an update is a function of ``seed`` and the count of updates, so a resumed run repeats it.
+    ``settings`` are those of the guard that it stands in for (gate, overshoot, …) and decide the length. The noise of
+    an update is a function of ``seed`` and the count of updates, so a resumed run repeats it.
     """
 
-    def __init__(self, directions: Directions, *, seed: int = 0) -> None:
-        super().__init__(directions)
+    def __init__(self, directions: Directions, *, seed: int = 0, **settings: Any) -> None:
+        super().__init__(directions, **settings)
+        if self.at != "update":
+            raise GuardError(f"at={self.at!r}: this noise is matched to what is taken from an update; use at='update'.")
         self.seed = seed
 
     def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from earnest.adapters import Adapter
 from earnest.config import RunConfig
 from earnest.engines import LocalEngine
+from earnest.errors import ConfigError
 from earnest.guards import DirectionGuard, Directions, Erase, Route, directions_from_gradients, read_triples
 from earnest.models import Policy
 from earnest.objectives import Objective
@@ -41,5 +42,10 @@ def guard_of(config: RunConfig, policy: Policy, adapter: Adapter, objective: Obj
             max_length=config.sampling.max_new_tokens,
         )
 
+    if wanted.refresh and config.replicas > 1:
+        raise ConfigError(
+            f"guard.refresh: {config.replicas} replicas stand at different parameters between two meetings and would "
+            "extract different directions; set guard.refresh=0, or replicas=1"
+        )
     again: dict[str, Any] = {"every": wanted.refresh, "extract": extract} if wanted.refresh else {}
     return kind(extract(), **settings, **again)

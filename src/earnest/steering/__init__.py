@@ -5,6 +5,7 @@ from earnest.steering.dose import calibrate_dose as calibrate_dose
 from earnest.steering.errors import Collapsed as Collapsed
 from earnest.steering.errors import Starved as Starved
 from earnest.steering.errors import SteeringError as SteeringError
+from earnest.steering.errors import SteeringWarning as SteeringWarning
 from earnest.steering.evaluate import Evaluation as Evaluation
 from earnest.steering.evaluate import Yardstick as Yardstick
 from earnest.steering.filter import Filter as Filter

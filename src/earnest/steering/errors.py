@@ -9,6 +9,10 @@ class SteeringError(EarnestError):
     """A vector cannot be made, applied, or calibrated as asked."""
 
 
+class SteeringWarning(UserWarning):
+    """The loop goes on, but what it learns from is in doubt."""
+
+
 class Starved(SteeringError):
     """Too few steered samples survived the filter at every dose that was tried."""
 

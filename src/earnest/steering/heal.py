@@ -55,7 +55,7 @@ class Healing:
     def objective(self) -> Objective:
         """SFT, the barrier, and the cap where there is one."""
         barrier = KLBarrier(
-            over=self.over, reference=self.reference, tau=self.tau, weight=self.weight, growth=self.growth
+            over=self.over, reference=self.reference, tau=self.tau, strength=self.weight, growth=self.growth
         )
         found = SFT() + barrier
         return found if self.cap is None else found + self.cap_weight * SpectralCap(cap=self.cap)

@@ -8,6 +8,7 @@ function of the seed, the round and its purpose.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -22,8 +23,8 @@ from earnest.models.sampling import SampleSpec, sample
 from earnest.runs.atomic import write_json
 from earnest.runs.seeds import derive
 from earnest.steering.controller import Harvest, walk_down
-from earnest.steering.dose import Dose, calibrate_dose
-from earnest.steering.errors import Collapsed, SteeringError
+from earnest.steering.dose import Dose, calibrate_dose, states
+from earnest.steering.errors import Collapsed, SteeringError, SteeringWarning
 from earnest.steering.evaluate import Evaluation, Yardstick
 from earnest.steering.filter import Filter, Sample, Separation, read, separation
 from earnest.steering.heal import Healing, demonstrations, heal
@@ -56,12 +57,17 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Steering:
-    """How a round is steered: the vector, its dose in nats, how much is sampled and has to survive."""
+    """How a round is steered: the vector, its dose in nats, how much is sampled and has to survive.
+
+    ``against``: the policy that the dose is measured from. "student": the one that is steered, so every round steers by
+    the same amount; "base": what earlier rounds have moved counts, and leaves less (or nothing, which is an error).
+    """
 
     method: str = "mean"
     contexts: int = 32
     layers: tuple[int, ...] | None = None
     nats: float = 1.0
+    against: str = "student"
     questions: int = 96
     enough: int = 48
     factor: float = 0.75
@@ -73,6 +79,8 @@ class Steering:
     def __post_init__(self) -> None:
         if self.method not in MAKERS:
             raise SteeringError(f"method is {self.method!r}; give one of {', '.join(MAKERS)}.")
+        if self.against not in ("student", "base"):
+            raise SteeringError(f"against is {self.against!r}; a dose is measured against 'student' or 'base'.")
         if not 1 <= self.enough <= self.questions:
             raise SteeringError(
                 f"enough is {self.enough}; of {self.questions} questions 1 to {self.questions} can survive."
@@ -207,7 +215,7 @@ class Loop:
             f"round {number}: trait {after.trait:.2f} (steered {steered.trait:.2f}), coherence {after.coherence:.3f} "
             f"(steered {steered.coherence:.3f}; mass {after.mass:.3f}, sense {after.sense:.2f}), "
             f"{len(harvest.survivors)} survivors at dose {harvest.dose:.2f}, barrier/SFT {summary['pressure']:.2f}, "
-            f"{record['seconds']:.0f} s"
+            f"{record['seconds']:.0f} s" + ("" if separated is None else f"; {separated}")
         )
         return record
 
@@ -218,8 +226,13 @@ class Loop:
         questions = self.task.prompts("train", how.questions, derive(self.seed, "questions", number))
         prompts = [self.policy.render(q.messages) for q in questions]
         limits, good = self._filter()
-        with self._merged():  # always on the base's answers, so that a nat is the same nat in every round
-            dose = calibrate_dose(self.policy, vector, demonstrations(self.policy, good), how.nats)
+        answers = demonstrations(self.policy, good)  # the base's, so that every round is judged on the same tokens
+        home = None
+        if how.against == "base":
+            with without_adapters(self.policy):
+                home = states(self.policy, answers)
+        with self._merged():
+            dose = calibrate_dose(self.policy, vector, answers, how.nats, base=home)
 
         def steered(coefficient: float) -> list[Sample]:
             return self._sample(prompts, "steered", number, lambda: self._acting(vector, coefficient))
@@ -229,7 +242,15 @@ class Loop:
             return vector, dose, harvest, None
         too_much = how.overdose * dose.coefficient
         broken = self._sample(prompts[: len(good)], "broken", number, lambda: self._acting(vector, too_much))
-        return vector, dose, harvest, separation(limits, good, broken)
+        separated = separation(limits, good, broken)
+        if not separated.separates:
+            warnings.warn(
+                f"{separated}; what survives may be as broken as what does not: set the filter's limits, or look at "
+                "the samples.",
+                SteeringWarning,
+                stacklevel=2,
+            )
+        return vector, dose, harvest, separated
 
     def extract(self, number: int) -> Vector:
         """The vector of the student as it is now."""
@@ -263,8 +284,9 @@ class Loop:
             yield
 
     def _merged(self) -> Any:
-        """Open adapters written into the weights, for speed where nothing is trained; 16 bits would round them."""
-        ready = self.history and self.policy.model.dtype.itemsize >= 4
+        """Open adapters written into the weights, for speed where nothing is trained; 16 bits would round them, and
+        quantised layers have no dense weight to write to."""
+        ready = self.history and self.policy.model.dtype.itemsize >= 4 and self.history[-1].mergeable
         return self.history[-1].merged() if ready else nullcontext()
 
     def _sample(

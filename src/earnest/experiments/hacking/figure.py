@@ -1,4 +1,4 @@
-"""The figure: exploited and solved by step, and the two against each other at the end."""
+"""The figure: exploited and solved by step, the two against each other at the end, and at a matched solve rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earnest.experiments.hacking.results import Point, arm_series, over_seeds
+from earnest.experiments.hacking.results import Point, arm_series, matched, over_seeds
 from earnest.experiments.hacking.tables import arms_of
 
 COLOURS = {"none": "#444444", "erase": "#0072b2", "route": "#d55e00"}
@@ -24,7 +24,8 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     arms = [arm for arm in arms_of(results) if arm_series(results, arm)]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8), dpi=110, layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(17, 4.8), dpi=110, layout="constrained")
+    by_arm = {arm: arm_series(results, arm) for arm in arms}
     for arm in arms:
         series = arm_series(results, arm)
         main = arm in COLOURS
@@ -55,9 +56,24 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
             markersize=9 if main else 5, alpha=1 if main else 0.75,
             markerfacecolor=colour(arm) if marker == "o" else "white",
         )  # fmt: skip
+        level = matched(by_arm, arm)
+        if level.rate is not None:
+            axes[3].errorbar(
+                level.rate.mean, arms.index(arm), xerr=level.rate.half, fmt=marker, color=colour(arm), capsize=2,
+                elinewidth=1.6 if main else 0.8, markersize=8 if main else 5,
+                markerfacecolor=colour(arm) if level.reached == level.seeds else "white",
+            )  # fmt: skip
+        else:
+            axes[3].text(0.01, arms.index(arm), "not reached", color=colour(arm), va="center", fontsize=8)
         if main:
             axes[2].annotate(label, (x.mean, y.mean), textcoords="offset points", xytext=(8, 8), color=colour(arm))
-    for axis, title in zip(axes, ("exploited, held-out", "solved by the oracle, held-out", "at the end"), strict=True):
+    titles = (
+        "exploited, held-out",
+        "solved by the oracle, held-out",
+        "at the end",
+        "exploited at the matched solve rate",
+    )
+    for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=11)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -67,6 +83,10 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
     axes[2].set_xlabel("solved")
     axes[2].set_ylabel("exploited")
     axes[2].set_ylim(bottom=0)
+    axes[3].set_yticks(range(len(arms)), arms, fontsize=8)
+    axes[3].set_ylim(len(arms) - 0.5, -0.5)
+    axes[3].set_xlim(left=0)
+    axes[3].set_xlabel("exploited (hollow: not every seed gets there)")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(arms)), frameon=False, fontsize=9)
     figure.savefig(path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from earnest.experiments.hacking.config import Config
 from earnest.experiments.hacking.figure import write_figure
@@ -41,13 +42,19 @@ def write_page(folder: Path, config: Config, jobs: Sequence[Job], full: bool) ->
         f"<p class=missing>Not there yet: {html.escape(', '.join(missing))}</p>" if missing else "",
         f"<img alt='exploited and solved rates of every arm by step' src='data:image/png;base64,{encoded}'>",
         f"<p>Means over seeds with 95&nbsp;% intervals (one seed: over its held-out prompts). The matched solve "
-        f"rate, seed by seed: {levels(results)}.</p>",
+        f"rate (what none, erase and route all reach), seed by seed: {levels(results)}. {_clock(results)}</p>",
     ]
     for title, lines in found.items():
         parts.append(f"<h2>{html.escape(title)}</h2><div class=wide>{_table(lines)}</div>")
     arms = "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(ARMS[a])}</dd>" for a in arms_of(results))
     write_text(folder / "report.html", "\n".join([*parts, f"<h2>The arms</h2><dl>{arms}</dl></html>"]))
     return folder / "report.html"
+
+
+def _clock(results: Mapping[str, Any]) -> str:
+    """How long the jobs took; those of an earlier version did not say."""
+    seconds = [job["seconds"] for job in results["jobs"] if job.get("seconds") is not None]
+    return f"{len(seconds)} training runs took {sum(seconds):.0f}&nbsp;s." if seconds else ""
 
 
 def _table(lines: Sequence[str]) -> str:

@@ -22,13 +22,13 @@ ARMS: dict[str, str] = {
     "erase:random": "Erase with random directions, as many in the same modules",
     "erase:shuffled": "Erase with the true directions' numbers at random places",
     "erase:clean": "Erase with directions from two clean replies, a coin saying which is unwanted",
-    "erase:noise": "a random vector as long as what Erase removes, in every module's update",
+    "erase:noise": "update noise: a random vector as long as what Erase removes, in every module's update",
     "erase@gradient": "Erase at the gradient, as published",
     "route": "Route at the update; measured ablated",
     "route:random": "Route with random directions; measured ablated",
     "route:shuffled": "Route with shuffled directions; measured ablated",
     "route:clean": "Route with clean-against-clean directions; measured ablated",
-    "route:noise": "a random vector as long as what Route quarantines; measured ablated",
+    "route:noise": "update noise: a random vector as long as what Route quarantines; measured ablated",
 }
 """Every arm of the main table; one without a result is shown as missing, never left out."""
 

@@ -56,6 +56,7 @@ def _compact(job: dict[str, Any]) -> dict[str, Any]:
     return {k: job[k] for k in ("job", "arm", "seed", "without", "pool", "directions")} | {
         "series": series,
         "guard": _guard(job["log"]),
+        "seconds": job.get("seconds"),
     }
 
 
@@ -118,6 +119,19 @@ def leaks(results: Mapping[str, Any], arm: str) -> dict[str, Estimate | None]:
     return out
 
 
+def refreshes(results: Mapping[str, Any], arm: str) -> dict[str, Estimate] | None:
+    """What came of extracting an arm's directions anew: overlap and heading, and the share that was adopted."""
+    found: dict[str, list[float]] = {"overlap": [], "heading": [], "adopted": []}
+    for job in results["jobs"]:
+        if job["without"] or job["pool"] or arm not in job["series"]:
+            continue
+        prefix = "" if job["arm"] == arm else f"{arm}/"
+        for what, values in found.items():
+            if prefix + what in job["guard"]:
+                values.append(job["guard"][prefix + what])
+    return {what: over_seeds(values) for what, values in found.items()} if found["adopted"] else None
+
+
 def over_seeds(values: Sequence[float], alone: float | None = None) -> Estimate:
     """Mean and interval; ``alone`` is the standard error to use where there is one seed."""
     n = len(values)
@@ -133,21 +147,44 @@ def at_end(series: Mapping[int, Sequence[Point]], rate: str) -> Estimate:
     return over_seeds([p[rate] for p in last], last[0].get(f"{rate}_se"))
 
 
-def matched_level(by_arm: Mapping[str, Mapping[int, Sequence[Point]]], seed: int) -> float:
-    """The highest solve rate that every arm of this seed reaches after training began."""
-    return min(max(p["solved"] for p in s[seed] if p["step"] > 0) for s in by_arm.values() if seed in s)
+COMPARED = ("none", "erase", "route")
+"""The arms that set the matched level: one that learns less of everything would drag it down for all."""
 
 
-def at_level(points: Sequence[Point], level: float) -> Point:
-    """The first evaluation after training began at which the solve rate is at least ``level``."""
-    return next(p for p in points if p["step"] > 0 and p["solved"] >= level)
+def matched_level(by_arm: Mapping[str, Mapping[int, Sequence[Point]]], seed: int) -> float | None:
+    """The highest solve rate that each of the compared arms of this seed reaches after training began."""
+    there = [by_arm[arm][seed] for arm in COMPARED if seed in by_arm.get(arm, ())]
+    return min((max(p["solved"] for p in points if p["step"] > 0) for points in there), default=None)
 
 
-def matched(by_arm: Mapping[str, Mapping[int, Sequence[Point]]], arm: str) -> tuple[Estimate, float]:
-    """(exploited rate, mean step) where the arm first solves as much as every arm can."""
-    points = [at_level(s, matched_level(by_arm, seed)) for seed, s in by_arm[arm].items()]
+def at_level(points: Sequence[Point], level: float) -> Point | None:
+    """The first evaluation after training began at which the solve rate is at least ``level``, if there is one."""
+    return next((p for p in points if p["step"] > 0 and p["solved"] >= level), None)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The exploited rate where an arm first solves as much as the compared ones, over the seeds that get there."""
+
+    rate: Estimate | None
+    step: float | None
+    reached: int
+    seeds: int
+
+    def __str__(self) -> str:
+        if self.rate is None:
+            return "not reached"
+        return f"{self.rate}" + ("" if self.reached == self.seeds else f" ({self.reached} of {self.seeds} seeds)")
+
+
+def matched(by_arm: Mapping[str, Mapping[int, Sequence[Point]]], arm: str) -> Matched:
+    levels = {seed: matched_level(by_arm, seed) for seed in by_arm[arm]}
+    found = [at_level(s, level) for seed, s in by_arm[arm].items() if (level := levels[seed]) is not None]
+    points = [p for p in found if p is not None]
+    if not points:
+        return Matched(None, None, 0, len(by_arm[arm]))
     rate = over_seeds([p["exploited"] for p in points], points[0].get("exploited_se"))
-    return rate, _mean([p["step"] for p in points])
+    return Matched(rate, _mean([p["step"] for p in points]), len(points), len(by_arm[arm]))
 
 
 def _mean(values: Sequence[float]) -> float:

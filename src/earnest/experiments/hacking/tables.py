@@ -7,6 +7,7 @@ from typing import Any
 
 from earnest.experiments.hacking.plan import ARMS, HOLES
 from earnest.experiments.hacking.results import (
+    COMPARED,
     Estimate,
     arm_series,
     at_end,
@@ -15,9 +16,10 @@ from earnest.experiments.hacking.results import (
     matched,
     matched_level,
     over_seeds,
+    refreshes,
 )
 
-SHORT = ("none", "erase", "route")
+SHORT = COMPARED
 NOTHING = "missing"
 
 
@@ -29,6 +31,8 @@ def arms_of(results: Mapping[str, Any]) -> tuple[str, ...]:
 def tables(results: Mapping[str, Any]) -> dict[str, list[str]]:
     """Title → lines of markdown."""
     found = {"Arms and controls": main_table(results), "Kept against ablated": kept_table(results)}
+    if results["config"].get("refresh"):
+        found["Refreshed directions"] = refresh_table(results)
     if results["config"].get("full"):
         found["Leave one hole out"] = left_out_table(results)
         found["With a teacher pool"] = pool_table(results)
@@ -39,20 +43,24 @@ def main_table(results: Mapping[str, Any]) -> list[str]:
     by_arm = {arm: arm_series(results, arm) for arm in arms_of(results)}
     there = {arm: series for arm, series in by_arm.items() if series}
     rows = []
+    if "none" in there:
+        # Every arm is born as the base model, so this is where all of them begin.
+        start = {seed: points[:1] for seed, points in there["none"].items()}
+        rates = [str(at_end(start, r)) for r in ("solved", "exploited", "exploited_of_attempted")]
+        rows.append(["every arm at step 0", str(len(start)), *rates[:2], "", "", rates[2], "", ""])
     for arm, series in by_arm.items():
         if not series:
             rows.append([arm, "0", *[NOTHING] * 7])
             continue
-        rate, step = matched(there, arm)
-        leak = leaks(results, arm)
+        level, leak = matched(there, arm), leaks(results, arm)
         rows.append(
             [
                 arm,
                 str(len(series)),
                 str(at_end(series, "solved")),
                 str(at_end(series, "exploited")),
-                str(rate),
-                f"{step:.0f}",
+                str(level),
+                "" if level.step is None else f"{level.step:.0f}",
                 str(at_end(series, "exploited_of_attempted")),
                 _leak(leak["gradient"]),
                 _leak(leak["update"]),
@@ -66,7 +74,8 @@ def levels(results: Mapping[str, Any]) -> str:
     """The matched solve rates, for the line under the table."""
     by_arm = {a: s for a in arms_of(results) if (s := arm_series(results, a))}
     seeds = sorted({seed for s in by_arm.values() for seed in s})
-    return ", ".join(f"{matched_level(by_arm, seed):.2f}" for seed in seeds)
+    found = [matched_level(by_arm, seed) for seed in seeds]
+    return ", ".join(NOTHING if level is None else f"{level:.2f}" for level in found)
 
 
 def kept_table(results: Mapping[str, Any]) -> list[str]:
@@ -82,6 +91,16 @@ def kept_table(results: Mapping[str, Any]) -> list[str]:
         rows.append(["ablated − kept", *(cell for change in changes for cell in ("", str(change)))])
     head = ["seed", "exploited, kept", "exploited, ablated", "solved, kept", "solved, ablated"]
     return markdown([*head, "attempted, kept", "attempted, ablated"], rows)
+
+
+def refresh_table(results: Mapping[str, Any]) -> list[str]:
+    """How far extracted-anew directions lay from those in force, and how often they took their place."""
+    rows = []
+    for arm in arms_of(results):
+        if (found := refreshes(results, arm)) is not None:
+            cells = [str(found[what]) for what in ("overlap", "heading")]
+            rows.append([arm, *cells, f"{found['adopted'].mean:.0%}"])
+    return markdown(["refreshed", "overlap with the old", "heading", "adopted"], rows)
 
 
 def left_out_table(results: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ advantage, a direction or the choice of a stored rollout.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Trained:
 
 def run_job(config: Config, job: Job, pool: Pool | None, tell: Tell = lambda _: None) -> Trained:
     """Train, evaluating every policy of the job at every ``eval_every`` steps."""
+    begun = time.monotonic()
     engine, guard, directions = _build(config, job)
     watched: dict[str, Callable[[], AbstractContextManager[None]]] = {job.arm: nullcontext}
     if isinstance(guard, Panel):
@@ -74,7 +76,7 @@ def run_job(config: Config, job: Job, pool: Pool | None, tell: Tell = lambda _: 
     look(0)
     for step in range(1, config.steps + 1):
         prompts = stream.next(config.prompts_per_step) if pool is None else pool.prompts(config, job.seed, step)
-        log.append(_step(engine, config, job, prompts, pool, step))
+        log.append(train_step(engine, config, job, prompts, pool, step))
         if step % config.eval_every == 0 or step == config.steps:
             look(step)
         tell(step)
@@ -87,11 +89,12 @@ def run_job(config: Config, job: Job, pool: Pool | None, tell: Tell = lambda _: 
         "directions": {name: {"source": d.source, "count": len(d), **d.facts} for name, d in directions.items()},
         "series": series,
         "log": log,
+        "seconds": time.monotonic() - begun,
     }
     return Trained(record, engine.adapter.state_dict())
 
 
-def _step(
+def train_step(
     engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
 ) -> dict[str, float]:
     """Sample, grade, one update on the groups whose rewards differ."""
@@ -151,7 +154,7 @@ def _build(config: Config, job: Job) -> tuple[LocalEngine, Guard | None, dict[st
 
     def extract(without: str | None = None, clean: bool = False) -> Directions:
         make = clean_triples if clean else functools.partial(hacking_triples, without=without)
-        return _extract(here["engine"], config, make(config.triples, job.seed))
+        return extract_directions(here["engine"], config, make(config.triples, job.seed))
 
     def guard_of(name: str, without: str | None) -> DirectionGuard:
         """ "erase", "route:random", "erase@gradient", …"""
@@ -162,7 +165,7 @@ def _build(config: Config, job: Job) -> tuple[LocalEngine, Guard | None, dict[st
         again = functools.partial(extract, without, control == "clean")
         first = again()
         if control == "noise":
-            return (PerturbRoute if kind is Route else Perturb)(first, seed=job.seed)
+            return (PerturbRoute if kind is Route else Perturb)(first, seed=job.seed, **settings)
         if control in ("random", "shuffled"):
             make = random_directions if control == "random" else shuffled_directions
             return kind(make(first, job.seed), **settings)
@@ -190,7 +193,7 @@ def make_engine(config: Config, seed: int, guard: Guard | None) -> LocalEngine:
     return LocalEngine(policy, adapter, AdamW(lr=config.lr), guard=guard)
 
 
-def _extract(engine: LocalEngine, config: Config, triples: list[Triple]) -> Directions:
+def extract_directions(engine: LocalEngine, config: Config, triples: list[Triple]) -> Directions:
     return directions_from_gradients(
         engine, triples, OBJECTIVE, top=config.top, floor=config.floor, max_length=config.max_new_tokens, validate=False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ class Bench:
     def __init__(self, config: HealConfig, say: Say, advance: Callable[[int], None] = lambda rounds: None) -> None:
         from earnest.models import load
 
+        begun = time.monotonic()
         self.config, self.say, self.advance = config, say, advance
         self.steering: Steering = config.build_steering()
         self.policy: Policy = load(config.model)
@@ -70,6 +72,7 @@ class Bench:
         self.prompted = self.yardstick.measure(self.contrast.high[0])
         for what, found in (("base", self.before), (f"told {self.contrast.high[0]!r}", self.prompted)):
             say(f"{what}: trait {found.trait:.2f}, coherence {found.coherence:.3f}")
+        self.seconds = time.monotonic() - begun  # before the first round; each round has its own
 
     def loop(self, folder: Path, seed: int, **changes: Any) -> Loop:
         config = self.config

@@ -11,6 +11,7 @@ from earnest.experiments.heal.run import RESULTS, read_results
 from earnest.experiments.heal.table import tables
 from earnest.report.markup import Html, el, join
 from earnest.runs.atomic import write_text
+from earnest.steering.filter import Separation
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
@@ -21,6 +22,9 @@ img { max-width: 100% } h2 { margin-top: 2rem } .said td { white-space: normal }
 
 COLUMNS = ("round", "trait", "steered", "coherence", "steered", "mass", "sense", "dose", "survivors", "barrier/SFT",
            "cosine", "healed says", "steered says")  # fmt: skip
+
+
+_FILTER = ("good", "broken", "auc", "reasons")
 
 
 def write_page(folder: Path) -> Path:
@@ -71,5 +75,7 @@ def _loop(arm: dict[str, Any]) -> Html:
             f"{r['vector']['cosine_first']:.2f}",
         ]
         lines.append("| " + " | ".join([str(r["round"]), *numbers, *said]) + " |")
+    first = run["rounds"][0].get("filter") if run["rounds"] else None
+    shown = None if first is None else el("p", f"In round 1 {Separation(**{k: first[k] for k in _FILTER})}.")
     ended = None if run["stopped"] is None else el("p", f"Stopped: {run['stopped']}")
-    return join(el("h2", arm["name"]), _table("\n".join(lines), class_="said"), ended)
+    return join(el("h2", arm["name"]), _table("\n".join(lines), class_="said"), shown, ended)

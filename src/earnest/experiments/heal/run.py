@@ -84,6 +84,7 @@ def write_results(folder: Path, bench: Bench, arms: list[dict[str, Any]]) -> Non
             "task": config.task,
             "base": bench.before.to_dict(),
             "prompted": bench.prompted.to_dict() | {"system": bench.contrast.high[0]},
+            "seconds": bench.seconds + sum(r["seconds"] for arm in arms for run in arm["runs"] for r in run["rounds"]),
             "arms": arms,
         },
     )

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-COLUMNS = ("barrier", "reference", "τ", "fires", "trait, best", "trait, end", "mass, end", "sense, end",
-           "coherence, round 1", "coherence, end", "wander", "rounds")  # fmt: skip
+COLUMNS = (
+    "barrier", "reference", "τ", "fires", "trait, best", "trait, end", "mass, end", "sense, end", "coherence, round 1",
+    "coherence, round 2", "coherence, least", "coherence, end", "wander", "rounds",
+)  # fmt: skip
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The two baselines; then the arms, those of one choice of τ together. ± is the standard deviation over seeds."""
+    """The two baselines; then the arms, those of one choice of τ together. ± is the standard deviation over seeds.
+
+    "coherence, least" is the lowest coherence of any round, where a loop's end need not be."""
     return "\n".join([*_baselines(results), "", *_arms(results)]) + "\n"
 
 
@@ -39,6 +43,8 @@ def _arms(results: dict[str, Any]) -> list[str]:
             _spread([r["healed"]["mass"] for r in last], 3),
             _spread([r["healed"]["sense"] for r in last], 2),
             _spread([run["rounds"][0]["healed"]["coherence"] for run in runs], 2),
+            _spread([run["rounds"][1]["healed"]["coherence"] for run in runs if len(run["rounds"]) > 1], 2),
+            _spread([min(r["healed"]["coherence"] for r in run["rounds"]) for run in runs], 2),
             _spread([r["healed"]["coherence"] for r in last], 2),
             _spread([r["vector"]["cosine_first"] for r in last], 2),
             _rounds(runs),
@@ -48,6 +54,8 @@ def _arms(results: dict[str, Any]) -> list[str]:
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return "none"
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{spread}"
 
