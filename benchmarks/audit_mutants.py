@@ -4,8 +4,9 @@
 
 Every single-node change (a sign, a reduction, a mask, a detach, a swapped argument, an ignored knob, …) of the
 losses of four correct steps (policy gradient, SFT, divergence, preference) is run through the audit. A mutant that
-raises is loud by itself. One that leaves the gradient bit-equal on a kicked, off-policy batch is equivalent and not
-counted. The rest is seen or missed; the misses are listed.
+raises when it is trained on is loud by itself. One that leaves every metric equal and the gradient within 1e-6 of the
+right one, as it is and on two kicked, off-policy batches, is equivalent and not counted. The rest is seen or missed,
+and the misses are listed; an audit that itself ends in an error has seen nothing.
 """
 
 from __future__ import annotations
@@ -57,26 +58,42 @@ def compiled(mutant: Mutant, name: str) -> Any:
     return scope[name]
 
 
+SAME = 1e-6  # relative distance of two gradients of one mutant and its original
+
+
 def judge(family: str, mutant: Mutant) -> tuple[str, list[str]]:
     name, make = FAMILIES[family]
-    right, wrong = make(), make(compiled(mutant, name))
     try:
-        right_probe, wrong_probe = Probe(right), Probe(wrong)
-        equal = True
-        for size in (0.0, 0.05, 0.5):
-            with right_probe.kicked(size):
-                batch = right_probe.off_policy()
-                a = right_probe.gradient(batch)
-            with wrong_probe.kicked(size):
-                b = wrong_probe.gradient(batch)
-            equal &= a.distance(b) < 1e-6
-        metrics_equal = Probe(right).look().metrics == Probe(wrong).look().metrics
-        if equal and metrics_equal:
-            return "equivalent", []
-        laws = sorted({f.law for f in audit(wrong).failures})
-    except Exception as error:
+        equal = equivalent(make(), make(compiled(mutant, name)))
+    except Exception as error:  # the mutant's own: no audit has run yet
         return "raises", [type(error).__name__]
+    if equal:
+        return "equivalent", []
+    try:
+        laws = sorted({f.law for f in audit(make(compiled(mutant, name))).failures})
+    except Exception as error:
+        return "error", [type(error).__name__]
     return ("seen" if laws else "missed"), laws
+
+
+def equivalent(right: Step, wrong: Step) -> bool:
+    """Whether both have the same gradient, as they are and in two kicked states, and the same metrics."""
+    right_probe, wrong_probe = Probe(right), Probe(wrong)
+    equal = True
+    for size in (0.0, 0.05, 0.5):
+        with right_probe.kicked(size):
+            batch = right_probe.off_policy()
+            a = right_probe.gradient(batch)
+        with wrong_probe.kicked(size):
+            b = wrong_probe.gradient(batch)
+        equal &= a.distance(b) < SAME
+    return equal and Probe(right).look().metrics == Probe(wrong).look().metrics
+
+
+def plan(family: str | None = None) -> list[tuple[str, Mutant]]:
+    """Every mutant of every family (or of one), in a fixed order."""
+    chosen = [f for f in FAMILIES if family in (None, f)]
+    return [(f, mutant) for f in chosen for mutant in mutants(source_of(FAMILIES[f][0]))]
 
 
 def main() -> None:
@@ -90,24 +107,21 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
-    for family, (name, _) in FAMILIES.items():
-        if args.family not in (None, family):
-            continue
-        for mutant in mutants(source_of(name)):
-            outcome, laws = judge(family, mutant)
-            found.append({"family": family, "line": mutant.line, "what": mutant.what, "outcome": outcome, "laws": laws})
-            if outcome == "missed":
-                print(f"missed: {family}, line {mutant.line}: {mutant.what}", flush=True)
+    for family, mutant in plan(args.family):
+        outcome, laws = judge(family, mutant)
+        found.append({"family": family, "line": mutant.line, "what": mutant.what, "outcome": outcome, "laws": laws})
+        if outcome in ("missed", "error"):
+            print(f"{outcome}: {family}, line {mutant.line}: {mutant.what} {laws}", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))
 
 
 def misses(found: list[dict[str, Any]]) -> str:
-    """Every mutant that runs, differs, and breaks no law; with the statement that it changes."""
+    """Every mutant that runs, differs, and breaks no law (or the audit); with the statement that it changes."""
     lines = ["| family | statement | what no law saw |", "|---|---|---|"]
     for f in found:
-        if f["outcome"] == "missed":
+        if f["outcome"] in ("missed", "error"):
             statement = source_of(FAMILIES[f["family"]][0]).splitlines()[f["line"] - 1].strip()
             lines.append(f"| {f['family']} | `{statement.replace('|', chr(92) + '|')}` | {f['what']} |")
     return "\n".join(lines)
@@ -115,19 +129,19 @@ def misses(found: list[dict[str, Any]]) -> str:
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| family | mutants | raise | equivalent | seen | missed | seen of those that run and differ |",
-        "|---|---|---|---|---|---|---|",
+        "| family | mutants | raise | equivalent | seen | missed | audit errs | seen of those that run and differ |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for family in [*FAMILIES, "all"]:
         mine = [f for f in found if family in (f["family"], "all")]
         if not mine:
             continue
-        count = {o: sum(f["outcome"] == o for f in mine) for o in ("raises", "equivalent", "seen", "missed")}
-        live = count["seen"] + count["missed"]
+        count = {o: sum(f["outcome"] == o for f in mine) for o in ("raises", "equivalent", "seen", "missed", "error")}
+        live = count["seen"] + count["missed"] + count["error"]
         rate = f"{count['seen'] / live:.0%}" if live else "-"
         lines.append(
             f"| {family} | {len(mine)} | {count['raises']} | {count['equivalent']} | {count['seen']} | "
-            f"{count['missed']} | {rate} |"
+            f"{count['missed']} | {count['error']} | {rate} |"
         )
     return "\n".join(lines)
 

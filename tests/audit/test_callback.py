@@ -67,7 +67,26 @@ def test_left_padding_trains_the_first_token_from_a_pad(tmp_path: Path) -> None:
     plain(tmp_path, 0, torch.float32, [callback], side="left").train()
     assert callback.audited is not None
     seen = {(f.law, f.subject) for f in callback.audited.failures}
-    assert seen == {("MI", "ids where masked"), ("CV", "every supervised position")}
+    padded = ("MI", "3 more columns of padding on the left")
+    assert seen == {("MI", "ids where masked"), padded, ("CV", "every supervised position")}
+
+
+def test_left_padding_without_that_label_raises_nothing(tmp_path: Path) -> None:
+    callback = AuditCallback(quick=True)
+    trainer = plain(tmp_path, 0, torch.float32, [callback], side="left")
+    collate = trainer.data_collator
+
+    def without(rows: Any) -> Any:
+        batch = collate(rows)
+        first = batch["attention_mask"].cumsum(-1) == 1
+        batch["labels"][first & (batch["attention_mask"] == 1)] = -100
+        return batch
+
+    trainer.data_collator = without
+    trainer.train()
+    assert callback.audited is not None and callback.audited.holds, str(callback.audited)
+    found = {f.subject: f.outcome for f in callback.audited.findings}
+    assert found["3 more columns of padding on the left"] == "holds"
 
 
 def test_a_broken_trainer_is_seen_before_the_first_update(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from earnest.audit.run import TELLERS
 from earnest.audit.script import ScriptError, audit_script
+from earnest.audit.watch import WATCHED
 from earnest.cli import main
 
 STEP = """
@@ -21,6 +23,20 @@ def wrong(model, batch, *args, **knobs):
 
 print("hello from", sys.argv[1:])
 audit(make(wrong), quick=True)
+"""
+LOOP = """
+import torch
+from earnest.audit import watch
+from tests.audit.steps import Tiny, sft_loss, sft_step
+model, batch = Tiny(0), sft_step().batch
+optimizer = torch.optim.AdamW(model.parameters(), lr={rate}, weight_decay=0.0)
+with watch(model, optimizer) as w:
+    for _ in range(6):
+        loss, metrics = sft_loss(model, batch)
+        loss.backward()
+        w.step(loss, metrics)
+        optimizer.step()
+        optimizer.zero_grad()
 """
 TRAINER = """
 import torch
@@ -61,6 +77,30 @@ def test_a_trainer_is_found(tmp_path: Path) -> None:
     assert verdict.holds, str(verdict)
     assert {"MI", "GL", "IG"} <= {f.law for f in verdict.findings if f.outcome == "holds"}
     assert Trainer.__init__ is own
+
+
+@pytest.mark.filterwarnings("ignore::earnest.audit.watch.WatchWarning")
+def test_a_bare_loop_under_watch_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = []
+    for number, rate in enumerate(("1e-3", "1e-30")):
+        place = tmp_path / str(number)
+        place.mkdir()
+        with pytest.raises(SystemExit) as end:
+            main(["audit", str(script(place, LOOP.format(rate=rate))), "--json"])
+        codes.append(end.value.code)
+        verdict = json.loads(capsys.readouterr().out)
+        assert verdict["holds"] == (number == 0), verdict
+    assert codes == [0, 1] and not WATCHED, "an update that rounds away is seen by the watch alone"
+
+
+def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
+    told: list[str] = []
+    assert audit_script(path, progress=told.append).holds
+    assert told[0].startswith("law 1/") and "liveness" in told[0] and not TELLERS
+    with pytest.raises(SystemExit):
+        main(["audit", str(path)])
+    assert "GL liveness …" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
     for every term k of the objective:        ‖w_k ∇L_k‖ > 0
     for every trainable parameter p:          ∇_p L ≠ 0 within the probe's steps, and bits(p) change within 2 steps
     for everything else:                      bits stay
+    and one set is trainable, owned by the optimizer and clipped
 
 The probe runs on the engine itself and puts it back, bit for bit. It would have seen a distillation term that is always
 0, an adapter slot that is reused with A = B = 0, a bf16 parameter whose update rounds away, a base weight that trains
@@ -38,6 +39,7 @@ def prove_alive(
     with restored(engine):
         say("terms")
         findings += _terms(engine, objective, batch)
+        findings.append(_sets(engine))
         say("parameters")
         findings += _parameters(engine, objective, batch)
     return collect(findings)
@@ -79,6 +81,22 @@ def _terms(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[
         )
     for label in objective.skipped:
         yield Finding("GL", f"term {label}", "weight 0", "computed", "not applicable", "Weight 0: not computed.")
+
+
+def _sets(engine: LocalEngine) -> Finding:
+    """``engine.parameters`` is what the engine clips and hands to its guard."""
+    clipped = {id(p) for p in engine.parameters}
+    owned = [id(p) for group in engine.optimizer.param_groups for p in group["params"]]
+    trainable = {id(p) for p in engine.policy.model.parameters() if p.requires_grad}
+    holds = clipped == set(owned) == trainable and len(owned) == len(set(owned))
+    return Finding(
+        "GL",
+        "trainable, owned and clipped",
+        f"{len(trainable)}, {len(owned)} and {len(clipped)} parameters",
+        "one set",
+        "holds" if holds else "fails",
+        "" if holds else "The optimizer or the clip was made for other parameters than the trainable ones.",
+    )
 
 
 def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:

@@ -16,11 +16,12 @@ from earnest.audit.step import Step
 Batch = dict[str, Any]
 
 # Roles whose values are log-probs of single tokens: never above 0.
-LOGPROBS = ("behaviour", "reference", "reference_chosen", "reference_rejected")
+LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
 # Roles with one value a token, which must not matter where the loss is not taken.
 PER_TOKEN = (
     "advantages",
     "behaviour",
+    "proximal",
     "reference",
     "reference_distribution",
     "teacher",
@@ -34,6 +35,7 @@ INPUTS = (
     "advantages",
     "rewards",
     "behaviour",
+    "proximal",
     "reference",
     "reference_chosen",
     "reference_rejected",
@@ -99,7 +101,7 @@ def off_policy(step: Step) -> Batch:
     seen."""
     batch: Batch = dict(step.batch)
     rng = generator(step, 5)
-    for role in ("behaviour", "reference", "reference_chosen", "reference_rejected", "reference_distribution"):
+    for role in (*LOGPROBS, "reference_distribution"):
         if role in step.roles:
             batch = perturb(step, batch, role, rng)
     if "advantages" in step.roles:
@@ -164,8 +166,8 @@ def add_silent_row(step: Step) -> Batch:
     return batch
 
 
-def pad_right(step: Step, extra: int = 3) -> Batch:
-    """``extra`` columns of padding behind every row, in every tensor that has the rows' width."""
+def pad(step: Step, side: str = "right", extra: int = 3) -> Batch:
+    """``extra`` columns of padding behind (or in front of) every row, in every tensor that has the rows' width."""
     width = _width(step)
     fill = {step.roles[r]: v for r, v in (("labels", -100), ("attention", 0), ("mask", 0)) if r in step.roles}
     batch: Batch = {}
@@ -176,12 +178,13 @@ def pad_right(step: Step, extra: int = 3) -> Batch:
             and value.shape[0] == step.rows
             and value.shape[1] in (width, width - 1)
         ):
-            tail = value[:, -1:].expand(-1, extra, *value.shape[2:]).clone()
+            edge = value[:, -1:] if side == "right" else value[:, :1]
+            tail = edge.expand(-1, extra, *value.shape[2:]).clone()
             if key in fill:
                 tail = torch.full_like(tail, fill[key])
             elif key != step.roles.get("positions") and value.is_floating_point():
                 tail = torch.zeros_like(tail)
-            batch[key] = torch.cat([value, tail], dim=1)
+            batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
         else:
             batch[key] = value
     return batch

@@ -58,14 +58,40 @@ class Gradient:
         return self.dot(other) / square if square > 0 else 0.0
 
 
-def span_residual(target: Gradient, a: Gradient, b: Gradient) -> tuple[float, float, float]:
-    """(α, β, ‖target - αa - βb‖/‖target‖) for the best α, β."""
+@dataclass(frozen=True)
+class Span:
+    """target ≈ α·a + β·b for the best α, β. ``rest`` is what is left, over the longest of the three.
+
+    ``angle`` is the sine between a and b: a relative error e of the target moves α by up to e·‖target‖/(‖a‖·angle), so
+    the nearer a and b are to parallel, the less a sign says. ``lengths`` are ‖a‖/‖target‖ and ‖b‖/‖target‖.
+    """
+
+    alpha: float
+    beta: float
+    rest: float
+    angle: float
+    lengths: tuple[float, float]
+
+    def signs(self, error: float) -> bool:
+        """Whether neither weight is below 0 by more than a relative ``error`` of the three gradients explains."""
+        room = error / max(self.angle, 1e-300)
+        parts = (self.alpha * self.lengths[0], self.beta * self.lengths[1])
+        return all(part >= -room * max(1.0, *map(abs, parts)) for part in parts)
+
+
+def span(target: Gradient, a: Gradient, b: Gradient) -> Span:
+    """The target as a combination of two gradients."""
     aa, ab, bb, ta, tb = a.dot(a), a.dot(b), b.dot(b), target.dot(a), target.dot(b)
     determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * max(aa * bb, 1e-300):  # a and b are parallel: any split of the weight is as good
-        alpha, beta = target.best_scale(a), 0.0
+    if determinant <= 1e-12 * max(aa * bb, 1e-300):  # parallel, or one of them is 0: any split of the weight is as good
+        alpha, beta, angle = (target.best_scale(a), 0.0, 0.0) if aa >= bb else (0.0, target.best_scale(b), 0.0)
     else:
         alpha, beta = (ta * bb - tb * ab) / determinant, (tb * aa - ta * ab) / determinant
-    rest = target.minus(a, alpha).minus(b, beta)
+        angle = math.sqrt(determinant / (aa * bb))
     norm = target.norm()
-    return alpha, beta, rest.norm() / norm if norm > 0 else 0.0
+    if norm == 0:
+        return Span(alpha, beta, 0.0, angle, (0.0, 0.0))
+    lengths = (math.sqrt(aa) / norm, math.sqrt(bb) / norm)
+    longest = max(1.0, abs(alpha) * lengths[0], abs(beta) * lengths[1])  # parts that cancel are as exact as they are
+    rest = target.minus(a, alpha).minus(b, beta).norm() / (norm * longest)
+    return Span(alpha, beta, rest, angle, lengths)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, Outcome
 
 
@@ -20,7 +20,7 @@ class Law:
     how: str
     traps: str
     caught: str
-    check: Callable[[Probe], Iterator[Finding]]
+    check: Callable[[Any], Iterator[Finding]]  # of a Probe; a subject's law: of the subject
     quick: bool = True  # cheap enough for --quick
 
     def finding(

@@ -21,6 +21,9 @@ _SWAPS: dict[type[ast.operator], type[ast.operator]] = {
 _COMPARES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.Gt, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
 }  # fmt: skip
+KNOBS = ("alpha", "beta", "gamma", "tau", "clip", "clip_low", "clip_high", "dual_clip", "epsilon", "epsilon_low",
+         "epsilon_high", "eps", "cap", "floor", "max_ratio", "temperature", "strength", "growth", "threshold",
+         "smoothing", "label_smoothing", "coefficient", "kl_coef", "entropy_coef")  # fmt: skip
 _METHODS = {"sum": "mean", "mean": "sum", "minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min",
             "exp": "log1p", "logsigmoid": "sigmoid", "log_softmax": "softmax", "softmax": "log_softmax"}  # fmt: skip
 
@@ -35,12 +38,14 @@ class Mutant:
 
 
 def arithmetic(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """a + b → a - b, a * b → a / b, and each side alone (a term dropped)."""
+    """a + b → a - b, a * b → a / b, and each side alone (a term dropped; of a quotient, its divisor)."""
     if isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
         other = _SWAPS[type(node.op)]
         yield f"{_name(node.op)} becomes {_name(other())}", ast.BinOp(node.left, other(), node.right)
-        if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
-            yield f"the right side of {_name(node.op)} is dropped", node.left
+        yield f"the right side of {_name(node.op)} is dropped", node.left
+        if not isinstance(node.op, ast.Div):
+            rest = ast.UnaryOp(ast.USub(), node.right) if isinstance(node.op, ast.Sub) else node.right
+            yield f"the left side of {_name(node.op)} is dropped", rest
 
 
 def sign(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -102,13 +107,15 @@ def key(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def knob(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """A setting's name → the constant 1.0: a knob is ignored."""
-    if (
-        isinstance(node, ast.Name)
-        and node.id in ("beta", "clip", "alpha", "temperature")
-        and isinstance(node.ctx, ast.Load)
-    ):
-        yield f"{node.id} is ignored", ast.Constant(0.5)
+    """A setting, by its bare name or as self.name → the constant 0.5: a knob is ignored."""
+    if isinstance(node, ast.Name):
+        name = node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "args"):
+        name = node.attr
+    else:
+        return
+    if name in KNOBS and isinstance(node.ctx, ast.Load):
+        yield f"{ast.unparse(node)} is ignored", ast.Constant(0.5)
 
 
 def constant(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

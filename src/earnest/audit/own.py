@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest.audit import own_metrics, own_settings
 from earnest.audit.alive import prove_alive
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
@@ -27,7 +28,6 @@ from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.models.policy import Policy
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.objectives.needs import LogProb, Need, SpectralNorm
-from earnest.objectives.settings import settings
 from earnest.signals.batch import Batch, Reference, Teacher
 from earnest.signals.distributions import FullLogits, Hidden
 
@@ -55,8 +55,8 @@ def prove(
     probe = Probe(step, progress)
     findings: list[Finding] = []
     with probe.open():
-        for law in LAWS:
-            probe.say(f"{law.code} {law.name}")
+        for number, law in enumerate(LAWS, 1):
+            probe.say(f"law {number}/{len(LAWS)}: {law.code} {law.name}")
             if law.name == "liveness":  # checked above on the engine's real update, guard and clipping included
                 continue
             if law.name == "paths":
@@ -67,15 +67,12 @@ def prove(
 
 
 def relevant(objective: Objective, batch: Batch) -> Batch:
-    """The rows that some live term reads: of its roles, and with a teacher where every term wants one. About the
+    """The rows that some live term reads: of its roles, with a teacher or routed to it where it wants that. About the
     others the laws have nothing to say, and a row that rightly does nothing must not look like one that is lost.
     """
-    live = [w.term for w in objective.live()]
-    read = batch.has_role(tuple({role for term in live for role in term.roles}))
-    if batch.teacher is not None and batch.teacher.at is not None and all("teacher" in t.signals() for t in live):
-        taught = torch.zeros_like(read)
-        taught[batch.row[batch.teacher.at]] = True
-        read &= taught
+    read = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+    for w in objective.live():
+        read[batch.row[w.term.tokens(batch)]] = True
     kept = read.nonzero()[:, 0]
     return batch.rows(kept) if 0 < len(kept) < len(batch) else batch
 
@@ -124,9 +121,10 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
     data, roles = _data(batch)
     state = {**objective.initial_state(), **engine.objective_state}
     read = _read(live, objective.needs(batch, state))
+    prefixes = own_metrics.named(live, all(bool(w.term.tokens(batch).all()) for w in live))
 
-    def loss(model: nn.Module, changed: Data, **knobs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        now = _rebuild(objective, knobs)
+    def loss(model: nn.Module, changed: Data, **knobs: Any) -> tuple[Tensor, dict[str, Tensor | float]]:
+        now = own_settings.rebuild(objective, knobs)
         rows = _batch(batch, changed)
         if not any(w.weight for w in now.terms):
             return sum(p.sum() for p in model.parameters() if p.requires_grad) * 0.0, {}  # type: ignore[return-value]
@@ -135,8 +133,8 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
             raise ValueError("a spectral norm is read from the engine's own adapter")
         fields = engine._parameter_fields(needs) | _fields(engine, model, rows, needs)
         result = now.evaluate(rows, fields, state)
-        metrics = {label: value.loss for label, value in result.values.items()}
-        return result.loss, metrics
+        losses = {label: value.loss for label, value in result.values.items()}
+        return result.loss, {**losses, **own_metrics.read(result.values, prefixes)}
 
     def logprobs(model: nn.Module, changed: Data) -> Tensor:
         rows = _batch(batch, changed)
@@ -154,6 +152,11 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         form = batch.teacher.distribution if batch.teacher is not None else None
         return _policy(engine, model).head.logits(states) if isinstance(form, FullLogits) else states
 
+    with torch.no_grad():
+        fields = engine._parameter_fields(objective.needs(batch, state))
+        fields |= _fields(engine, engine.policy.model, batch, objective.needs(batch, state))
+        values = objective.evaluate(batch, fields, state).values
+    ranged = own_metrics.ranges(live, values, prefixes)
     stop = any("stop_gradient" in w.term.laws for w in live) or bool(engine.adapter.variant.detached)
     plain = batch.teacher is not None and isinstance(batch.teacher.distribution, Hidden | FullLogits)
     return Step(
@@ -161,8 +164,11 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         loss=loss,
         batch=data,
         roles={role: key for role, key in roles.items() if key in read},
-        knobs=_knobs(live),
-        options=_options(live),
+        knobs=own_settings.knobs(live),
+        options=own_settings.options(live),
+        metrics=ranged,
+        still=own_metrics.still(ranged),
+        neutral=own_metrics.neutral(live, values, prefixes),
         terms={w.term.label: _weigher(w) for w in others if "stop_gradient" not in w.term.laws}
         if len(labels) > 1
         else {},
@@ -194,49 +200,6 @@ def _family(live: list[Weighted]) -> Family | None:
     return "sft"
 
 
-def _knobs(live: list[Weighted]) -> dict[str, Any]:
-    """Every numeric field of every live term, and its weight where there are several terms."""
-    knobs: dict[str, Any] = {}
-    for w in live:
-        for name, _, what in settings(w.term):
-            value = getattr(w.term, name)
-            if isinstance(value, float) and not what.choices and name not in w.term.beyond_step:
-                knobs[f"{w.term.label}.{name}"] = value
-        if len(live) > 1:
-            knobs[f"{w.term.label}.weight"] = w.weight
-    return knobs
-
-
-def _options(live: list[Weighted]) -> dict[str, tuple[Any, ...]]:
-    """Every field with choices, the present one first; modes that contradict the other fields are left out."""
-    options: dict[str, tuple[Any, ...]] = {}
-    for w in live:
-        for name, _, what in settings(w.term):
-            present = getattr(w.term, name)
-            modes = [present, *(c for c in what.choices if c != present and _legal(w.term, name, c))]
-            if what.choices and len(modes) > 1 and name not in w.term.beyond_step:
-                options[f"{w.term.label}.{name}"] = tuple(modes)
-    return options
-
-
-def _legal(term: Term, name: str, value: Any) -> bool:
-    try:
-        return replace(term, **{name: value}).signals() == term.signals()
-    except ValueError:
-        return False
-
-
-def _rebuild(objective: Objective, knobs: Mapping[str, Any]) -> Objective:
-    terms = []
-    for w in objective.terms:
-        prefix = f"{w.term.label}."
-        changed = {k.removeprefix(prefix): v for k, v in knobs.items() if k.startswith(prefix)}
-        weight = changed.pop("weight", w.weight)
-        own = {k: v for k, v in changed.items() if getattr(w.term, k) != v}
-        terms.append(Weighted(weight, replace(w.term, **own) if own else w.term))
-    return Objective(tuple(terms))
-
-
 # --- a batch as a dict of [R, T, …] tensors, and back
 # ------------------------------------------------------------------
 
@@ -252,6 +215,9 @@ def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
         "behaviour": batch.behaviour,
         "proximal": batch.proximal,
     }
+    if batch.correct is not None:
+        data["correct"] = batch.correct
+        roles["correct"] = "correct"
     if batch.reference is not None:
         flat["reference"] = batch.reference.logprobs
         if isinstance(batch.reference.distribution, Hidden):
@@ -266,8 +232,7 @@ def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
         if values_ is not None:
             whole = torch.zeros(*batch.inputs.shape, *values_.shape[1:], dtype=values_.dtype, device=values_.device)
             data[name] = whole.index_put((batch.row, batch.position), values_)
-            if name != "proximal":
-                roles[name] = name
+            roles[name] = name
     return data, roles
 
 
@@ -311,7 +276,7 @@ def _batch(original: Batch, data: Data) -> Batch:
         proximal=flat("proximal"),
         reference=reference,
         teacher=teacher,
-        correct=None if original.correct is None else original.correct[data["row"]],
+        correct=data.get("correct"),
         temperature=original.temperature,
         max_length=original.max_length,
         estimator=original.estimator,

@@ -232,9 +232,9 @@ class Probe:
 
     def _off_policy(self) -> dict[str, Any]:
         step, batch = self.step, edits.off_policy(self.step)
-        if step.logprobs is None or "behaviour" not in step.roles:
+        if step.logprobs is None or step.ratio_role not in step.roles:
             return batch
-        key = step.roles["behaviour"]
+        key = step.roles[step.ratio_role]
         now = self.now().to(batch[key].dtype).reshape(batch[key].shape)
         rng = edits.generator(step, 9)
         rows = torch.arange(len(now), device=now.device, dtype=now.dtype)

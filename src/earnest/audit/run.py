@@ -13,6 +13,8 @@ from earnest.audit.verdict import Finding, Verdict
 
 LISTENERS: list[Callable[[Verdict], None]] = []
 """Each is told every verdict; `earnest audit SCRIPT.py` listens here."""
+TELLERS: list[Callable[[str], None]] = []
+"""Each is told what an audit is about to do, where no ``progress`` is given."""
 
 
 def audit(
@@ -30,13 +32,16 @@ def audit(
 
 
 def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[str], None] | None) -> Verdict:
-    say = progress or (lambda _: None)
+    chosen = [law for law in laws if law.quick or not quick]
+
+    def say(text: str) -> None:
+        for tell in [progress] if progress is not None else TELLERS:
+            tell(text)
+
     probe = Probe(subject, say)
     findings: list[Finding] = []
     with probe.open():
-        for law in laws:
-            if quick and not law.quick:
-                continue
-            say(f"{law.code} {law.name}")
+        for number, law in enumerate(chosen, 1):
+            say(f"law {number}/{len(chosen)}: {law.code} {law.name}")
             findings += law.check(probe)
     return Verdict(tuple(findings), cost=probe.cost)

@@ -29,6 +29,7 @@ Role = Literal[
     "mask",  # 1 where the loss is taken [B, T]
     "advantages",  # [B] or [B, T]
     "behaviour",  # log-probs under the policy that sampled [B, T]
+    "proximal",  # the trainer's own at sampling time, where the ratio is to them and behaviour only corrects [B, T]
     "reference",  # log-probs (or logits) under the reference policy
     "reference_distribution",  # the reference's logits or hidden states
     "teacher",  # log-probs, probabilities or logits of a teacher
@@ -44,6 +45,7 @@ Role = Literal[
     "reference_chosen",  # reference log-probs of the preferred answers
     "reference_rejected",  # … and of the others
     "group",  # which prompt a row belongs to [B]
+    "correct",  # whether a row's answer is right, where the loss sorts rows by that [B], true or false
 ]
 ROLES: tuple[str, ...] = get_args(Role)
 Family = Literal["policy gradient", "sft", "divergence", "preference"]
@@ -70,7 +72,10 @@ class Step:
     ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form: identical must cost 0
     ``reference``  fn() -> what the reference policy says now: it must not move when the policy does
     ``paths``      other functions with the loss's signature that claim to be the same objective
-    ``metrics``    metric -> (low, high): the range that it cannot leave
+    ``metrics``    metric -> (low, high): the range that it cannot leave; it has to move unless it is in ``still``
+    ``still``      metrics that may stand still: counts, settings, shares that the batch alone decides
+    ``neutral``    metric -> what it is where behaviour = current policy (a ratio: 1); the usual names are known
+    ``clipped``    the parameters that are handed to clip_grad_norm_
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
     ``switches``   knobs that weigh a term without a metric of its own: at 0 the term is off
@@ -89,11 +94,14 @@ class Step:
     terms: Mapping[str, str | Raises] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
     max_grad_norm: float | None = None
+    clipped: Sequence[nn.Parameter] | None = None
     reference: Callable[[], Tensor] | None = None
     logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     paths: Mapping[str, Loss] = field(default_factory=dict)
     metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    still: frozenset[str] = frozenset()
+    neutral: Mapping[str, float] = field(default_factory=dict)
     family: Family | None = None
     value_is_loss: bool | None = None
     switches: Sequence[str] = ()
@@ -153,6 +161,11 @@ class Step:
         if "teacher" in self.roles:
             return "divergence"
         return "sft" if "labels" in self.roles else None
+
+    @property
+    def ratio_role(self) -> str:
+        """Whose log-probs the ratio is to."""
+        return "proximal" if "proximal" in self.roles else "behaviour"
 
     @property
     def rows(self) -> int:

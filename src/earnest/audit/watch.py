@@ -36,7 +36,11 @@ SAMPLE = 4096  # entries of a parameter that are compared across an update
 PATIENCE = 4  # looks before something that never happened is called dead
 STILL = 20  # equal values of a metric before it is called constant
 MOVES = ("kl", "entropy", "grad_norm")  # metrics that cannot stand still while a policy learns; more are declared
-TERMS_EVERY = 20  # looks between two measurements of the terms: each costs a backward a term
+TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
+
+
+WATCHED: list[list[Watch]] = []
+"""Each is handed every watch that begins; `earnest audit SCRIPT.py` listens here."""
 
 
 class WatchWarning(UserWarning):
@@ -72,6 +76,7 @@ class Watch:
         self._seen = {n: _Parameter() for n, p in self.model.named_parameters() if p.requires_grad}
         self._metrics: dict[str, tuple[float, int, int]] = {}  # the last value, how often in a row, how often at all
         self._shares: dict[str, list[float]] = {}
+        self._terms_at = 0
         self._broken: dict[tuple[str, str], Finding] = {}
         self._said: set[tuple[str, str]] = set()
         self._handles: list[Any] = []
@@ -79,6 +84,8 @@ class Watch:
     # --- the user's three calls ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
+        for seen in WATCHED:
+            seen.append(self)
         if self.optimizer is not None:
             self._handles = [
                 self.optimizer.register_step_pre_hook(lambda *_: self.before_update()),
@@ -92,8 +99,8 @@ class Watch:
         self._handles = []
 
     def terms(self, losses: Mapping[str, Tensor]) -> None:
-        """Each term's share of the gradient, now and then: one more backward a term."""
-        if not self.due or (self.looks % TERMS_EVERY and self.looks != PATIENCE - 1):
+        """Each term's share of the gradient, now and then: one more backward a term, so ⅔ % of the run at most."""
+        if not self.due or self.looks < PATIENCE - 1 or self.updates < self._terms_at:
             return
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         norms: dict[str, float] = {}
@@ -106,6 +113,8 @@ class Watch:
         for name, norm in norms.items():
             self._shares.setdefault(name, []).append(norm / total if total else 0.0)
             self._warn(self._term(name))
+        again = any(len(s) == 1 and not s[0] for s in self._shares.values())  # one 0 says little: look again soon
+        self._terms_at = self.updates + (self.every if again else TERMS_EVERY * len(losses))
 
     def step(
         self, loss: Tensor | float | None = None, metrics: Mapping[str, Any] | None = None, **signals: Any

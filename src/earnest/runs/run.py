@@ -12,6 +12,7 @@ from rich.console import Console
 
 from earnest import report
 from earnest.audit import Verdict, prove
+from earnest.audit.progress import shown
 from earnest.config import RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
 from earnest.runs import environment
@@ -84,7 +85,9 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
         raise ConfigError("engine.kind: the laws read gradients, which a service does not show; audit it with local.")
     setup = build(config, _teller(console))
     try:
-        return prove(setup.engine, setup.objective, probe_batch(setup), quick=quick)
+        batch = probe_batch(setup)
+        with shown(console) as progress:
+            return prove(setup.engine, setup.objective, batch, quick=quick, progress=progress)
     finally:
         setup.close()
 

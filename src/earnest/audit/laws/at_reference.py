@@ -17,7 +17,11 @@ from earnest.audit.verdict import Finding
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     named = {m: t for m, t in step.terms.items() if isinstance(t, str) and _about_the_reference(m)}
-    if not named or "reference" not in step.roles:
+    if "reference" not in step.roles:
+        return
+    if not named:
+        why = "no term has a metric named like a kl"
+        yield Finding("LAW", "a penalty at the reference", why, "-", "not applicable")
         return
     if step.logprobs is None:
         yield not_declared("LAW", "a penalty at the reference", "logprobs=lambda model, batch: …")
@@ -27,6 +31,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         away = probe.off_policy()
         now = probe.now()
         if now.shape != away[key].shape:
+            yield Finding("LAW", "a penalty at the reference", "other shapes than logprobs has", "-", "not applicable")
             return
         at = {**away, key: now.to(away[key].dtype)}
         for metric, knob in named.items():

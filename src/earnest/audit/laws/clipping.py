@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from earnest.audit.law import Law
+from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.on_policy import on_policy, quiet_knobs
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -36,10 +36,14 @@ HIGH = ("clip_high", "epsilon_high", "eps_high", "cliprange_high", "clip_ratio_h
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    low, high = clip_range(probe)
-    if step.kind != "policy gradient" or step.logprobs is None or "behaviour" not in step.roles:
+    if step.kind != "policy gradient" or step.ratio_role not in step.roles:
         return
+    low, high = clip_range(probe)
     if low is None or high is None:
+        yield Finding("LAW", "clip", "no knob named like a clip, with a value below 1", "-", "not applicable")
+        return
+    if step.logprobs is None:
+        yield not_declared("LAW", "clip", "logprobs=lambda model, batch: …")
         return
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
@@ -86,9 +90,10 @@ def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> list[float] | None:
     ∂L/∂lp = -∂L/∂(behaviour) wherever the ratio is differentiated, so one slope has every token's own pull.
     """
     step, quiet, base = probe.step, quiet_knobs(probe), on_policy(probe)
-    behaviour: Tensor = base[step.roles["behaviour"]]
+    role = step.ratio_role
+    behaviour: Tensor = base[step.roles[role]]
     advantages: Tensor = base[step.roles["advantages"]].abs()
-    at_one = probe.slope("behaviour", {**base, step.roles["advantages"]: advantages}, quiet)
+    at_one = probe.slope(role, {**base, step.roles["advantages"]: advantages}, quiet)
     if at_one is None or not bool((at_one != 0).any()):
         return None
     rows = len(behaviour)
@@ -102,12 +107,14 @@ def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> list[float] | None:
         sign = torch.tensor([cases[c][1] for c in chosen], dtype=advantages.dtype, device=advantages.device)
         moved = behaviour - ratio.log()
         possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
+        # The sampler's log-probs go with the trainer's, so that the gap between the two stays 0.
+        both = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
         batch = {
             **base,
-            step.roles["behaviour"]: torch.where(possible, moved, behaviour),
+            **dict.fromkeys(both, torch.where(possible, moved, behaviour)),
             step.roles["advantages"]: advantages * sign.reshape(-1, *[1] * (advantages.ndim - 1)),
         }
-        slope = probe.slope("behaviour", batch, quiet)
+        slope = probe.slope(role, batch, quiet)
         assert slope is not None
         for row, case in enumerate(chosen):
             on = possible[row] & (at_one[row] != 0)

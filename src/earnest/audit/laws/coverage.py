@@ -13,6 +13,7 @@ from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 ROWS = 2
+PEEKING = "no label is seen before it is predicted"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -124,19 +125,22 @@ def _no_peeking(probe: Probe, on: Tensor) -> Iterator[Finding]:
         return  # a term over all tokens (load balancing) reads the last input lawfully
     ids = step.value("ids")
     if ids is None or not _in_place(probe, on):
-        return  # only where labels stand at their own place; shifted ones are told apart by nothing
+        # Only where labels stand at their own place; shifted ones are told apart by nothing.
+        yield Finding("CV", PEEKING, "labels do not stand where their tokens do", "-", "not applicable")
+        return
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     last = torch.where(on, places, -1).amax(-1, keepdim=True)
     shown = step.value("attention")
     final = torch.where(shown != 0, places, -1).amax(-1, keepdim=True) if shown is not None else places[:, -1:]
     at_end = (places == last) & (last == final)
     if not bool(at_end.any()):
+        yield Finding("CV", PEEKING, "no row ends with a supervised token", "-", "not applicable")
         return
     other = ids.roll(1, dims=0) if len(ids) > 1 else ids.roll(1, dims=-1)
     changed = {**step.batch, step.roles["ids"]: torch.where(at_end, other, ids)}
     change = probe.gradient().distance(probe.gradient(changed))
     yield LAW.finding(
-        "no label is seen before it is predicted",
+        PEEKING,
         f"changing the rows' last input moved the gradient by {change:.2g}",
         f"≤ {probe.tolerance:.1g}",
         change <= probe.tolerance,

@@ -32,6 +32,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         gradient = probe.gradient(batch)
         size = gradient.norm()
         if size == 0 or not gradient.finite():
+            yield Finding("FD", step.name, f"gradient norm {size:.3g}: GL says so", "-", "not applicable")
             return
         # Along the gradient itself the slope is its norm, the best signal there is against rounding.
         room = max(0.05, 4 * probe.tolerance)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from earnest.audit import edits
+from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -20,6 +21,8 @@ def check(probe: Probe) -> Iterator[Finding]:
         for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
             changed = edits.perturb(step, base, role, edits.generator(step, 100 + salt))
             yield _must_matter(probe, role, origin.distance(probe.gradient(changed)))
+        if "correct" in step.roles:
+            yield _must_matter(probe, "correct", _largest(probe, base, origin))
         if "mask" in step.roles:
             yield _must_matter(probe, "mask", origin.distance(probe.gradient(_thin_mask(probe, base))))
         if "labels" in step.roles:
@@ -44,6 +47,22 @@ def _must_matter(probe: Probe, role: str, change: float) -> Finding:
         f"The gradient does not depend on {probe.step.roles[role]!r} at all: the value is ignored, overwritten, or "
         "only used under a detach. What is trained is another objective than the one that reads it.",
     )
+
+
+def _largest(probe: Probe, base: edits.Batch, origin: Gradient) -> float:
+    """What judging one row the other way changes, at most: a share p(1-p) of right ones is blind to single flips, and a
+    flip may leave nothing to train on, which the step may refuse."""
+    key, change = probe.step.roles["correct"], 0.0
+    for row in range(min(probe.step.rows, 4)):
+        value = base[key].clone()
+        value[row] = 1 - value[row] if value.dtype != torch.bool else ~value[row]
+        try:
+            change = max(change, origin.distance(probe.gradient({**base, key: value})))
+        except ValueError:
+            continue
+        if change > 4 * probe.noise():
+            break
+    return change
 
 
 def _thin_mask(probe: Probe, batch: edits.Batch) -> edits.Batch:

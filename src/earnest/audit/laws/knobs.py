@@ -33,7 +33,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield from _weight(probe, base, origin, metric, term.knob if isinstance(term, Raises) else term)
 
 
-def _candidates(value: Any) -> list[Any]:
+def candidates(value: Any) -> list[Any]:
     """Other legal values of a knob, from mild to strong."""
     if isinstance(value, bool):
         return [not value]
@@ -51,7 +51,7 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         if batch is None:
             continue
         present = origin if batch is base else probe.gradient(batch)
-        for other in _candidates(value):
+        for other in candidates(value):
             try:
                 gradient = probe.gradient(batch, {knob: other})
             except ValueError:

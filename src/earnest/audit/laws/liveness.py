@@ -1,5 +1,5 @@
-"""GL: every trainable parameter gets a gradient and its bits change; one set is trained, clipped and owned; nothing
-else moves."""
+"""GL: every trainable parameter gets a gradient and its bits change; the optimizer owns, and the clip bounds, what is
+trainable; nothing else moves."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def check(probe: Probe) -> Iterator[Finding]:
     )
     if not first.finite():
         return
-    yield from _sets(probe)
+    yield from _owned(probe)
+    yield _clipped(probe)
     with probe.training():
         yield from _train(probe, first)
 
 
-def _sets(probe: Probe) -> Iterator[Finding]:
+def _owned(probe: Probe) -> Iterator[Finding]:
     optimizer = probe.step.optimizer
     if optimizer is None:
         yield not_declared("GL", "the optimizer's parameters", "optimizer=…")
@@ -53,6 +54,24 @@ def _sets(probe: Probe) -> Iterator[Finding]:
         not orphans and strangers <= 0 and len(owned) == len(ids),
         f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was "
         "built before an adapter was attached or a layer replaced, or a group was forgotten.",
+    )
+
+
+def _clipped(probe: Probe) -> Finding:
+    clipped = probe.step.clipped
+    if clipped is None:
+        return not_declared("GL", "the clipped parameters", "clipped=[…], what clip_grad_norm_ is given,")
+    ids = {id(p) for p in clipped}
+    free = [n for n, p in probe.parameters.items() if id(p) not in ids]
+    mine = {id(p) for p in probe.step.model.parameters()}
+    strangers = len(ids - mine)
+    return LAW.finding(
+        "the clipped parameters",
+        f"{len(free)} trainable ones missing, {strangers} that are not the model's",
+        "every trainable parameter, and the model's only",
+        not free and not strangers,
+        f"The gradient's norm is taken and bounded over another set than what is trained: "
+        f"{some(free) or 'see the counts'}. What is left out is updated at its full length, whatever max_grad_norm is.",
     )
 
 
@@ -106,8 +125,9 @@ def _update(probe: Probe, gradient: object) -> None:
         g = gradient[name]
         p.grad = None if g is None else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
-    if step.max_grad_norm is not None and owned:
-        torch.nn.utils.clip_grad_norm_(owned, step.max_grad_norm)
+    bounded = owned if step.clipped is None else [p for p in step.clipped if p.grad is not None]
+    if step.max_grad_norm is not None and bounded:
+        torch.nn.utils.clip_grad_norm_(bounded, step.max_grad_norm)
     if step.optimizer is not None:
         for group in step.optimizer.param_groups:  # a warm-up begins at 0: step as after it
             if group.get("lr") == 0 and group.get("initial_lr"):
@@ -142,9 +162,9 @@ def some(names: list[str]) -> str:
 LAW = Law(
     code="GL",
     name="liveness",
-    sentence="Every trainable parameter gets a gradient and its bits change; the trainable, owned and clipped sets "
-    "are one; nothing else moves.",
-    needs="model and loss; optimizer for what moves",
+    sentence="Every trainable parameter gets a gradient and its bits change; the optimizer owns, and the clip bounds, "
+    "what is trainable; nothing else moves.",
+    needs="model and loss; optimizer for what moves and what it owns; clipped for what is clipped",
     how=f"{STEPS} real steps from the real state, then every bit is compared and put back.",
     traps="LoRA's A has no gradient while B = 0: it may come at step 2. Weight decay alone moves a parameter that is "
     "dead, so gradients are asked for first.",

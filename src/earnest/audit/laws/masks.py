@@ -14,6 +14,8 @@ from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
+PACKED = "another document in the packed row"
+
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
@@ -43,6 +45,7 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
     if (hidden := _under_padding(probe, base)) is not None:
         changes["ids"] = hidden
     if not changes:
+        yield Finding("MI", "signals where masked", "nothing that is declared is masked", "-", "not applicable")
         return
     whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
     together = origin.distance(probe.gradient(whole))
@@ -80,23 +83,35 @@ def _padding(probe: Probe) -> Iterator[Finding]:
     if step.value("ids") is None or (step.value("mask") is None and step.value("labels") is None):
         yield not_declared("MI", "more padding", 'roles={"ids": …} beside the mask')
         return
-    try:
-        padded = probe.gradient(edits.pad_right(step))
-    except (RuntimeError, IndexError, ValueError) as error:
-        yield Finding(
-            "MI", "more padding", f"cannot be run ({type(error).__name__})", "-", "not applicable", str(error)[:120]
-        )
-        return
-    yield _must_not_matter(
-        probe, "3 more columns of padding", probe.gradient().distance(padded),
-        "The length to which a batch happens to be padded changes what is learned: a mean over positions counts "
-        "padding, or padded positions are supervised.",
-    )  # fmt: skip
+    for side in ("right", "left"):
+        subject = f"3 more columns of padding on the {side}"
+        if side == "left" and not _pads_left(probe):
+            # A step that never sees left padding owes it nothing: absolute positions may well begin at 0.
+            yield Finding("MI", subject, "no row of this batch begins with padding", "-", "not applicable")
+            return
+        try:
+            padded = probe.gradient(edits.pad(step, side))
+        except (RuntimeError, IndexError, ValueError) as error:
+            yield Finding(
+                "MI", subject, f"cannot be run ({type(error).__name__})", "-", "not applicable", str(error)[:120]
+            )
+            return
+        yield _must_not_matter(
+            probe, subject, probe.gradient().distance(padded),
+            "The length to which a batch happens to be padded changes what is learned: a mean over positions counts "
+            "padding, padded positions are supervised, or positions are counted from the padding's first.",
+        )  # fmt: skip
+
+
+def _pads_left(probe: Probe) -> bool:
+    shown = probe.step.value("attention")
+    return shown is not None and shown.ndim == 2 and bool((shown[:, 0] == 0).any())
 
 
 def _silent_row(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.rows_interact or step.rows < 1 or "group" in step.roles:
+    if step.rows_interact or "group" in step.roles:
+        yield Finding("MI", "a fully masked row", "rows interact by declaration", "-", "not applicable")
         return
     whole = probe.gradient()
     silent = probe.gradient(edits.add_silent_row(step))
@@ -122,9 +137,11 @@ def _documents(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     documents, ids = step.value("documents"), step.value("ids")
     if documents is None or ids is None:
+        yield Finding("MI", PACKED, "rows are not packed, by declaration", "-", "not applicable")
         return
     first: Tensor = documents == documents[:, :1]
     if bool(first.all()):
+        yield Finding("MI", PACKED, "every row is one document", "-", "not applicable")
         return
     # Take the loss inside the later documents only: a document's first token is predicted from the one before it.
     edge = documents != documents.roll(1, dims=-1)
@@ -136,10 +153,11 @@ def _documents(probe: Probe) -> Iterator[Finding]:
             batch[step.roles[role]] = torch.where(quiet[:, -old.shape[1] :], torch.full_like(old, silence), old)
     before = probe.gradient(batch)
     if before.norm() == 0:
+        yield Finding("MI", PACKED, "no loss is taken inside a later document", "-", "not applicable")
         return
     changed = {**batch, step.roles["ids"]: torch.where(first, ids.roll(1, dims=-1).clamp_min(0), ids)}
     yield _must_not_matter(
-        probe, "another document in the packed row", before.distance(probe.gradient(changed)),
+        probe, PACKED, before.distance(probe.gradient(changed)),
         "Documents of one packed row attend to each other: the packing is not told to the attention (position ids, "
         "cu_seqlens), or an all-ones mask switched its detection off.",
     )  # fmt: skip
@@ -153,7 +171,7 @@ LAW = Law(
     needs="roles mask or labels; ids, attention, documents for the rest",
     how="Each is changed or added, and the gradient must stay within the step's own resolution.",
     traps="Prompt tokens do matter, through attention. A sequence mean may count a silent row, so a factor B/(B+1) "
-    "is allowed.",
+    "is allowed. Padding is added on the left only where the batch has some there.",
     caught="verl #2513 and #1440, TRL #4170, a KL barrier that is NaN on an empty mask",
     check=check,
 )

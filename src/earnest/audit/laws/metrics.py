@@ -56,7 +56,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         states.append(dict(probe.look(probe.off_policy()).metrics))
     yield from _ranges(probe, states)
     yield from _moves(probe, states)
-    if step.logprobs is not None and "behaviour" in step.roles:
+    if step.logprobs is not None and step.ratio_role in step.roles:
         with probe.kicked():
             yield from _unchanged(probe)
 
@@ -83,7 +83,7 @@ def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
 
 
 def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
-    for name in [*probe.step.terms, *probe.step.metrics]:
+    for name in [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]:
         seen = [s[name] for s in states if name in s]
         if not seen:
             yield LAW.finding(
@@ -109,7 +109,7 @@ def _unchanged(probe: Probe) -> Iterator[Finding]:
     yield from _recomputed(probe)
     found = probe.look(on_policy(probe)).metrics
     for name, value in found.items():
-        expected = UNCHANGED.get(name.lower().rsplit("/", 1)[-1])
+        expected = probe.step.neutral.get(name, UNCHANGED.get(name.lower().rsplit("/", 1)[-1]))
         if expected is None:
             continue
         room = max(1e-3, probe.tolerance)
@@ -125,14 +125,14 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     batch = probe.off_policy()
     now = probe.now().double()
-    gap = now - batch[step.roles["behaviour"]].double().reshape(now.shape)
     on = edits.fit(edits.supervised(step, batch), now)
-    mask = torch.ones_like(gap) if on is None else on.double()
-    forms = {
-        "kl": [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap],
-        "ratio": [gap.exp()],
-        "clip": _clipped(probe, gap, batch),
-    }
+    mask = torch.ones_like(now) if on is None else on.double()
+    forms: dict[str, list[Tensor]] = {"kl": [], "ratio": [], "clip": []}
+    for role in (r for r in ("behaviour", "proximal") if r in step.roles):
+        gap = now - batch[step.roles[role]].double().reshape(now.shape)
+        forms["kl"] += [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap]
+        forms["ratio"] += [gap.exp()]
+        forms["clip"] += _clipped(probe, gap, batch)
     for name, value in probe.look(batch).metrics.items():
         short = name.lower().rsplit("/", 1)[-1]
         kind = "ratio" if UNCHANGED.get(short) == 1.0 else "kl" if short.endswith("_kl") else "clip"
@@ -175,7 +175,8 @@ LAW = Law(
     "unchanged policy.",
     needs="a step that returns (loss, metrics); metrics={name: (low, high)} and terms",
     how="Metrics on the batch, on far-off states, and with behaviour = current.",
-    traps="Counts and settings are constant by nature; only declared metrics are asked to move.",
+    traps="Counts and settings are constant by nature; only declared metrics are asked to move, and those in still "
+    "are not.",
     caught="OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is "
     "always 0",
     check=check,

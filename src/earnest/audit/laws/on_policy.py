@@ -65,8 +65,7 @@ def _on_policy(probe: Probe) -> edits.Batch:
     step = probe.step
     batch = edits.off_policy(step)
     now = probe.now()
-    if "behaviour" in step.roles:
-        key = step.roles["behaviour"]
+    for key in (step.roles[role] for role in ("behaviour", "proximal") if role in step.roles):
         batch[key] = now.to(batch[key].dtype).reshape(batch[key].shape)
     if "importance" in step.roles:
         batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])

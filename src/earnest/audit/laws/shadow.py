@@ -29,18 +29,17 @@ def check(probe: Probe) -> Iterator[Finding]:
         )
         return
     for what, sharpen in (("the batch", 1.0), ("confident outputs", 12.0)):
-        finding = _compare(probe, shadow, what, sharpen)
-        if finding is not None:
-            yield finding
+        yield _compare(probe, shadow, what, sharpen)
 
 
-def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Finding | None:
+def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Finding:
     step = probe.step
     head, twin = _head(step.model), _head(shadow)
     # Given log-probs belong to the policy as it was: beside a sharpened one their ratios overflow, lawfully.
-    given = any(role in step.roles for role in ("behaviour", "reference"))
+    given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
     if sharpen != 1.0 and (head is None or twin is None or given):
-        return None
+        why = f"the {given[0]}'s log-probs belong to the policy as it is" if given else "no matrix to scale up"
+        return Finding("F64", what, why, "-", "not applicable")
     with probe.kicked(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
         own = dict(shadow.named_parameters())
         for name, p in probe.parameters.items():

@@ -2,7 +2,7 @@
 
 permuted rows     the same gradient
 every row twice   the same gradient, or exactly twice it (a sum)
-whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β > 0, for an UNEVEN cut: rows do not reach into each other
+whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows do not reach into each other
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.gradient import Gradient, span_residual
+from earnest.audit.gradient import Gradient, span
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -86,14 +86,14 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     if not all(p.finite() for p in parts):
         yield Finding("SE", "whole = parts", "a part has no finite gradient alone", "-", "not applicable", "")
         return
-    alpha, beta, rest = span_residual(probe.gradient(), *parts)
+    found = span(probe.gradient(), *parts)
     grouped = "group" in step.roles or "rewards" in step.roles
-    outcome = rest <= max(probe.tolerance, 1e-3) and (alpha >= 0 or beta >= 0)
+    outcome = found.rest <= probe.tolerance and found.signs(probe.tolerance)
     if not outcome and grouped:
         yield Finding(
             "SE",
             "whole = parts",
-            f"off by {rest:.2g}",
+            f"off by {found.rest:.2g}",
             "0",
             "not applicable",
             "Rows of a group are coupled by their rewards.",
@@ -101,11 +101,11 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         return
     yield LAW.finding(
         "whole = parts (uneven)",
-        f"{alpha:.3g}·g₁ + {beta:.3g}·g₂ is off by {rest:.2g}",
-        f"≤ {max(probe.tolerance, 1e-3):.1g}",
+        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
+        f"≤ {probe.tolerance:.1g}, no weight below 0",
         outcome,
-        "The gradient of the batch is no combination of its parts' gradients: rows reach into each other (a "
-        "broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows).",
+        "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows reach "
+        "into each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows).",
     )
 
 

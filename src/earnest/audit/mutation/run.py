@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from earnest.audit.law import Law
 from earnest.audit.mutation.operators import OPERATORS
 from earnest.audit.mutation_ops import Mutant, mutants
+from earnest.audit.verdict import Finding
 from earnest.errors import EarnestError
 
 Fate = Literal["killed", "timeout", "survived"]
@@ -69,6 +71,31 @@ class Score:
             share = 1 - alive / len(mine)
             lines.append(f"| `{file}` | {len(mine)} | {len(mine) - alive} | {alive} | {share:.0%} |")
         return "\n".join(lines)
+
+
+def findings(score: Score) -> Iterator[Finding]:
+    """The score as a row of a verdict."""
+    alive = [f"{o.file}:{o.line} ({o.what})" for o in score.survivors]
+    yield LAW.finding(
+        "the tests",
+        f"{len(score.outcomes) - len(alive)} of {len(score.outcomes)} mutants are seen",
+        "all",
+        not alive and bool(score.outcomes),
+        f"These changes of training code pass every test: {'; '.join(alive[:3])}{' …' if len(alive) > 3 else ''}.",
+    )
+
+
+LAW = Law(
+    code="MU",
+    name="test power",
+    sentence="A change that breaks the training code breaks a test.",
+    needs="`earnest audit --tests PATH --source PATH`",
+    how="Single changes (a sign, a term dropped, a mask shifted, a detach, a knob ignored, an empty state dict, a "
+    "forward that is bypassed), one at a time in a copy, under the tests and a time limit.",
+    traps="Some mutants are equivalent (a bound that no input reaches): survivors are read before they are work.",
+    caught="a test from birth that passes with everything lost, a tolerance that hides a term",
+    check=findings,
+)
 
 
 def score_tests(

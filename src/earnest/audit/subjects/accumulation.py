@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
 from earnest.audit.probe import fresh, restored, seeded
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
@@ -28,7 +29,7 @@ class Accumulation:
     batch: Mapping[str, Any]
     split: Sequence[int] | None = None
     what: str = "micro-batches"
-    tolerance: float = 1e-3
+    tolerance: float | None = None  # none: 16 times what one unit in the last place of every parameter does
     seed: int = 0
 
     def check(self) -> Iterator[Finding]:
@@ -38,9 +39,9 @@ class Accumulation:
         with restored(self.model, None):
             whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             parts = self._gradient(list(_cut(self.batch, rows, split)))
-        noise = whole.distance(again)
+            room = self._room(whole) if self.tolerance is None else self.tolerance
+        room = max(room, 8 * whole.distance(again))
         off, factor = whole.distance(parts), parts.best_scale(whole)
-        room = max(self.tolerance, 8 * noise)
         yield judged(
             "SE",
             f"{self.what} of {split} rows",
@@ -50,6 +51,17 @@ class Accumulation:
             "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or "
             "done twice, gradients cleared between the parts, or only the last part counts.",
         )
+
+    def _room(self, whole: Gradient) -> float:
+        """From the dtype and the problem, as for a ``Step``: how well this gradient is conditioned."""
+        floating = [p for p in self.model.parameters() if p.requires_grad]
+        rng = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for p in floating:
+                side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+                p.add_(p.abs() * torch.finfo(p.dtype).eps * side)
+        floor = whole.distance(self._gradient([self.batch]))
+        return min(0.5, 16 * max(floor, 4 * max(torch.finfo(p.dtype).eps for p in floating)))
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:
         for p in self.model.parameters():
@@ -62,6 +74,18 @@ class Accumulation:
             if p.requires_grad
         }
         return Gradient(found)
+
+
+LAW = Law(
+    code="SE",
+    name="accumulation (Accumulation)",
+    sentence="Many small backward passes, or many ranks, leave the whole batch's gradient.",
+    needs="accumulate(model, batches) and a batch",
+    how="The batch in one piece and cut unevenly; the tolerance is 16 times what one unit in the last place does.",
+    traps="Even cuts hide a mean of means.",
+    caught="transformers gradient accumulation (a mean of means), gradients cleared between requests",
+    check=Accumulation.check,
+)
 
 
 def _uneven(rows: int) -> list[int]:

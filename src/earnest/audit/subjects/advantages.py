@@ -16,8 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from earnest.audit.subjects.base import judged
+from earnest.audit.law import Law
+from earnest.audit.subjects.base import judged, rounding
 from earnest.audit.verdict import Finding
+
+SHIFT = 5.0
+STABILISER = 1e-4  # the largest constant that public code adds to a standard deviation
 
 
 @dataclass
@@ -41,6 +45,7 @@ class AdvantageEstimator:
             groups = groups[torch.randperm(len(groups), generator=rng)]
         rewards = torch.randn(len(groups), generator=rng)
         base = self._run(rewards, groups)
+        room = _room(rewards, groups, self.over)
         scale = float(base.abs().max())
         yield judged(
             "GL",
@@ -62,13 +67,13 @@ class AdvantageEstimator:
             )
         first = groups == groups[0]
         if self.over == "group":
-            shifted = self._run(rewards + 5.0 * first.float(), groups)
+            shifted = self._run(rewards + SHIFT * first.float(), groups)
             yield self._same(
                 "LAW",
                 "shift of one group",
                 base,
                 shifted,
-                scale,
+                (scale, room),
                 "A constant on one prompt's rewards moves advantages: they are normalised across prompts, or the "
                 "groups are cut wrongly (tiled against interleaved).",
             )
@@ -78,7 +83,7 @@ class AdvantageEstimator:
                 "group locality",
                 base[~first],
                 other[~first],
-                scale,
+                (scale, room),
                 "Another prompt's rewards reach into this one's advantages.",
             )
             sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
@@ -86,8 +91,8 @@ class AdvantageEstimator:
                 "LAW",
                 "sum over a group",
                 f"{sums:.2g}",
-                "0",
-                sums <= 1e-4 * scale * self.size,
+                f"0, up to {room * scale * self.size:.1g}",
+                sums <= room * scale * self.size,
                 "Advantages of a group do not cancel: the baseline is not the group's mean.",
             )
         elif self.over == "batch":
@@ -95,8 +100,8 @@ class AdvantageEstimator:
                 "LAW",
                 "shift of all rewards",
                 base,
-                self._run(rewards + 5.0, groups),
-                scale,
+                self._run(rewards + SHIFT, groups),
+                (scale, room),
                 "A constant on all rewards moves the advantages: they are not centred.",
             )
         doubled = self._run(rewards * 2, groups)
@@ -106,7 +111,7 @@ class AdvantageEstimator:
             f"scale ({self.scale})",
             expected,
             doubled,
-            scale,
+            (scale, room),
             "Scaling the rewards does not do what the mode says: the division by the standard deviation is in the "
             "wrong mode.",
         )
@@ -116,7 +121,7 @@ class AdvantageEstimator:
             "permuted rows",
             base[order],
             self._run(rewards[order], groups[order]),
-            scale,
+            (scale, room),
             "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
             "place.",
         )
@@ -125,6 +130,30 @@ class AdvantageEstimator:
         return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().float().reshape(-1)
 
     @staticmethod
-    def _same(code: str, subject: str, a: Tensor, b: Tensor, scale: float, meaning: str) -> Finding:
-        off = float((a - b).abs().max()) / max(scale, 1e-12)
-        return judged(code, subject, f"off by {off:.2g}", "≤ 1e-3", off <= 1e-3, meaning)
+    def _same(code: str, subject: str, a: Tensor, b: Tensor, scale: tuple[float, float], meaning: str) -> Finding:
+        """``scale``: what differences are relative to, and how large they may be."""
+        off = float((a - b).abs().max()) / max(scale[0], 1e-12)
+        return judged(code, subject, f"off by {off:.2g}", f"≤ {scale[1]:.1g}", off <= scale[1], meaning)
+
+
+def _room(rewards: Tensor, groups: Tensor, over: str) -> float:
+    """Rounding of the largest shifted reward over the smallest spread that a group (or the batch) divides by, and the
+    usual constant in that division's denominator."""
+    parts = [rewards[groups == g] for g in groups.unique()] if over == "group" else [rewards]
+    spread = min((float(p.std()) for p in parts if len(p) > 1), default=1.0)
+    return (rounding(rewards) * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
+
+
+LAW = Law(
+    code="LAW",
+    name="advantages (AdvantageEstimator)",
+    sentence="A constant on a group's rewards changes nothing, groups do not see each other, a group sums to 0, "
+    "scaling does what the mode says, order does not matter.",
+    needs="fn(rewards, groups), scale, over",
+    how="Rewards are shifted, scaled and permuted. The tolerance is rounding over the smallest spread, and the usual "
+    "constant (up to 1e-4) in a denominator.",
+    traps="Centring over the batch is no fault where it is declared; an estimator that takes rows by place declares "
+    "interleaved=False.",
+    caught="one sample a prompt (all advantages 0), statistics along the wrong axis, groups by place",
+    check=AdvantageEstimator.check,
+)

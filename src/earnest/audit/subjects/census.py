@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from earnest.audit.law import Law
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
 
@@ -30,3 +31,15 @@ class Census:
             holds,
             f"{odd}: a pattern matches too much or nothing.",
         )
+
+
+LAW = Law(
+    code="GL",
+    name="census (Census)",
+    sentence="What was asked for is what is there, no more and no less.",
+    needs="wanted and found: two collections of names",
+    how="Both sets are compared.",
+    traps="None: names that differ by a wrapper's prefix have to be brought to one form first.",
+    caught="a greedy pattern that reads an expert's index as the layer's; a target list that matches nothing",
+    check=Census.check,
+)

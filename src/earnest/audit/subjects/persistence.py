@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earnest.audit.law import Law
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
 
@@ -47,7 +48,8 @@ class RoundTrip:
         with tempfile.TemporaryDirectory() as folder:
             self.save(kicked, Path(folder))
             loaded = self.make()
-            loaded = self.load(loaded, Path(folder)) or loaded
+            given = self.load(loaded, Path(folder))
+            loaded = loaded if given is None else given
             with torch.no_grad():
                 found = self.outputs(loaded)
         off = float((found - wanted).abs().max())
@@ -82,7 +84,8 @@ class Resume:
         with tempfile.TemporaryDirectory() as folder:
             self.save(first, Path(folder))
             second = self.make()
-            second = self.load(second, Path(folder)) or second
+            given = self.load(second, Path(folder))
+            second = second if given is None else given
         seen_second = self.run(second, self.steps)
         equal = torch.equal(self.state(straight), self.state(second))
         off = float((self.state(straight).double() - self.state(second).double()).abs().max())
@@ -103,3 +106,28 @@ class Resume:
             seen_second == seen[len(seen_first) :],
             "The data stream starts again, or skips, after a resume.",
         )
+
+
+LAWS = (
+    Law(
+        code="RT",
+        name="save and load (RoundTrip)",
+        sentence="What is loaded is what was saved.",
+        needs="make, kick, save, load, outputs",
+        how="Saved from a kicked state, loaded onto a fresh object, outputs compared; that the kick moved the outputs "
+        "is checked as MU.",
+        traps="From birth a save that loses everything passes, hence the kick.",
+        caught="an empty state dict, keys that are ignored, a tensor that is made anew",
+        check=RoundTrip.check,
+    ),
+    Law(
+        code="RT",
+        name="resume (Resume)",
+        sentence="2N steps are N steps, a save, a load and N steps, bit for bit, the next data included.",
+        needs="make, run, save, load, state",
+        how="Both runs, their states and the data that they saw are compared.",
+        traps="Other thread counts sum in another order: resume on the same number.",
+        caught="moments, schedules, random states or data streams that start afresh",
+        check=Resume.check,
+    ),
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from earnest.audit.law import Law
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
 
@@ -68,3 +69,16 @@ class Schedule:
             one == many,
             "The schedule depends on the number of ranks.",
         )
+
+
+LAW = Law(
+    code="MR",
+    name="schedule (Schedule)",
+    sentence="A schedule has as many steps as there are updates, reaches its peak and, at the end, its end; for one "
+    "rank and for many.",
+    needs="rates(total, ranks), peak, final",
+    how="The learning rates of a whole run, for 1 rank and for 4.",
+    traps="Peak and end may be missed by a tenth of the peak: warm-ups that start at 1/n do.",
+    caught="a scheduler that is stepped once a process, a plan in micro-batches",
+    check=Schedule.check,
+)
