@@ -125,6 +125,7 @@ def meet(
         raise Junk(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")
     valid: dict[tuple[int, int], tuple[Vector, int]] = {}
     bad: set[tuple[int, int]] = set()
+    proposed: tuple[Commit, Vector] | None = None
 
     def read(whose: Sequence[tuple[int, int]]) -> None:
         for who, found in zip(whose, ledger.deltas(k, whose), strict=True):
@@ -170,10 +171,10 @@ def meet(
                     ids = tuple(sorted(chosen))
                     which = [(i, chosen[i]) for i in ids]
                     tokens = tuple(valid[who][1] for who in which)
-                    result = outcome(average([valid[who][0] for who in which], tokens))
+                    mean = average([valid[who][0] for who in which], tokens)
+                    proposed = Commit(k, ids, tuple(chosen[i] for i in ids), tokens, start, outcome(mean)), mean
                     yield 0.0
-                    attempts = tuple(chosen[i] for i in ids)
-                    commit = ledger.put_commit(Commit(k, ids, attempts, tokens, start, result))
+                    commit = ledger.put_commit(proposed[0])
                     yield 0.0
                     break
             elif now - began >= rules.timeout:
@@ -189,9 +190,12 @@ def meet(
     for who in decided:
         if who not in valid:
             raise Behind(f"the delta of replica {who[0]} in round {k} cannot be read any more")
-    total = average([valid[who][0] for who in decided], commit.tokens)
-    if outcome(total) != commit.result:
-        raise Junk(f"round {k} leads the others to {commit.result[:12]}")
+    if proposed is not None and proposed[0] == commit:  # one's own decision, or the same: it is worked out already
+        total = proposed[1]
+    else:
+        total = average([valid[who][0] for who in decided], commit.tokens)
+        if outcome(total) != commit.result:
+            raise Junk(f"round {k} leads the others to {commit.result[:12]}")
     sent = next((valid[who][0] for who in decided if who[0] == mine.replica), None)
     return Met(commit, total, sent, superseded, len(bad))
 
