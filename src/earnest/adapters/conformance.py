@@ -301,8 +301,9 @@ def compiling(case: Case) -> None:
     for a, p in zip(eager, adapter.parameters(), strict=True):
         assert p.grad is not None
         case.close(p.grad, a, "compiled gradient")
-    with torch.no_grad(), adapter.off():
-        case.equal(compiled(case.ids).logits, model(case.ids).logits, "compiled, off")
+    ids = case.ids[:, :-1]  # as the loss has them: another length would be compiled anew, with dynamic shapes
+    with adapter.off():
+        case.equal(compiled(ids).logits, model(ids).logits, "compiled, off")
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
