@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from earnest.audit.mutation import OPERATORS, score_tests
-from earnest.audit.mutation.run import MutationError
+from earnest.audit.mutation import OPERATORS, Outcome, Score, score_tests
+from earnest.audit.mutation.run import MutationError, findings
 from earnest.audit.mutation_ops import mutants
 
 SOURCE = """
@@ -72,6 +72,23 @@ def test_what_cannot_be_judged_says_so(project: Path) -> None:
         score_tests(project / "test_weak.py", project / "src" / "empty.py", root=project)
     with pytest.raises(MutationError, match="not inside"):
         score_tests(project / "test_weak.py", Path(__file__), root=project)
+
+
+def test_settings_of_an_object_and_both_sides_are_changed() -> None:
+    source = "class A:\n  def f(self, x, beta):\n    return self.clip * x - beta / self.width\n"
+    made = {m.what: m.source.splitlines()[-1].strip() for m in mutants(source)}
+    assert made["self.clip is ignored"] == "return 0.5 * x - beta / self.width"
+    assert made["beta is ignored"] == "return self.clip * x - 0.5 / self.width"
+    assert made["the left side of - is dropped"] == "return -(beta / self.width)"
+    assert made["the left side of * is dropped"] == "return x - beta / self.width"
+    assert made["the right side of / is dropped"] == "return self.clip * x - beta"
+    assert not any("width is ignored" in what for what in made), "not every attribute is a knob"
+
+
+def test_the_score_is_a_row_of_a_verdict() -> None:
+    killed, alive = Outcome("a.py", 1, "x", "killed", "1"), Outcome("a.py", 2, "y", "survived", "2")
+    scores = (Score((killed,)), Score((killed, alive)), Score(()))
+    assert [f.outcome for s in scores for f in findings(s)] == ["holds", "fails", "fails"]
 
 
 def test_whole_methods_stop_working() -> None:
