@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import earnest as en
+from earnest import console
 from earnest.adapters import IA3, Adapter, LoRA, attach
 from earnest.adapters.conformance import SUBJECTS, kick, tiny_llama
 from earnest.adapters.variant import get_variant, list_variants
@@ -81,6 +82,16 @@ def test_an_engine_without_an_optimizer_learns_at_the_variants_rate(label: str) 
     adapter = attach(policy, variant, calibration=[ids] if variant.wants_calibration() else None)
     assert en.LocalEngine(policy, adapter).learning_rate == variant.lr
     assert variant.lr_source, "with where it comes from"
+
+
+def test_the_command_prints_every_rate_with_its_source(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "600")
+    assert console.adapters(False) == 0
+    out = capsys.readouterr().out
+    for row in list_variants():
+        assert f"{row['lr']:g} ({row['lr_source']})" in out
 
 
 def test_rates_differ_and_a_given_one_is_obeyed() -> None:

@@ -11,7 +11,10 @@ from rich.console import Console
 from earnest import experiments
 from earnest.config import recipes
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::earnest.steering.errors.SteeringWarning"),  # four answers separate nothing
+]
 
 SMALL = [
     "rounds=1",
