@@ -56,19 +56,23 @@ class Process:
         self.log.close()
 
 
-def _talk(server: Process, chats: list[str], kill: int, accepted: list[str], stop: threading.Event) -> None:
-    """Give feedback one after the other until the server is gone; what got its 202 is noted."""
+def _talk(
+    server: Process, chats: list[str], kill: int, accepted: list[str], stop: threading.Event, pause: float
+) -> None:
+    """Give feedback one after the other until the server is gone; what got its 202 is noted. The pause keeps the queue
+    from filling up: behind a 429 there is nothing to lose."""
     number = 0
     while not stop.is_set():
         name = f"k{kill:03}-{number:03}"
         body = {"completion_id": chats[number % len(chats)], "text": "Warmer please.", "id": name}
         try:
-            if server.http.post("/v1/feedback", json=body).status_code == 202:
-                accepted.append(name)
+            answer = server.http.post("/v1/feedback", json=body)
+            assert answer.status_code == 202, answer.text
+            accepted.append(name)
         except httpx.HTTPError:
             return
         number += 1
-        stop.wait(0.02)
+        stop.wait(pause)
 
 
 def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
@@ -88,7 +92,8 @@ def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
         if kill not in learning:
             before_torch += server.http.get("/health").json()["status"] == "loading"
         stop = threading.Event()
-        talker = threading.Thread(target=_talk, args=(server, chats, kill, accepted, stop))
+        pause = 0.5 if kill in learning else 0.05
+        talker = threading.Thread(target=_talk, args=(server, chats, kill, accepted, stop, pause))
         talker.start()
         if kill in learning:
             with httpx.Client(base_url=server.http.base_url, timeout=120) as watcher:
