@@ -77,7 +77,7 @@ def test_what_does_not_compile_is_killed(label: str, message: str, compiled: dic
     assert compiled[label].startswith(message)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", ["ffn", "tied head", pytest.param("ffn with biases", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("label", SUBJECTS)
 def test_on_other_layers(label: str, where: str) -> None:
     """The feed-forward layers (other shapes, several kinds), and a head that is tied to the embedding."""
