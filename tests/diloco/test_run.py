@@ -155,10 +155,11 @@ def test_the_first_replica_of_a_lighthouse_is_killed_and_the_run_ends(tiny: Path
     folder = tmp_path / "run"
     words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), *SMALL, "steps=40", "replicas=3", f"out={folder}"]
     words += [f"sync.lighthouse={address}", "sync.quorum=2", "sync.timeout=60", "sync.snapshot_every=5"]
+    words.append(f"store=file://{tmp_path}/store")
     launcher = subprocess.Popen(
         [sys.executable, "-m", "earnest.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    ledger = Ledger(Bucket.open(f"file://{folder}/bucket"))
+    ledger = Ledger(Bucket.open(f"file://{tmp_path}/store/run"))
     while not ledger.told(1):
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.05)

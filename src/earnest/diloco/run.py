@@ -82,7 +82,7 @@ def _build(config: RunConfig, console: Console) -> Setup:
     """What the launcher measures with. It draws its few held-out samples itself: ``sampling.workers`` are each
     replica's own, and would only take the room of theirs."""
     alone = config.sampling.model_copy(update={"workers": 0})
-    return build(config.model_copy(update={"sampling": alone}), _teller(console))
+    return replace(build(config.model_copy(update={"sampling": alone}), _teller(console)), config=config)
 
 
 def _put(url: str, recipe: str, config: str) -> None:
