@@ -176,3 +176,14 @@ def test_the_documented_keys_are_the_keys() -> None:
 
     page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
     assert table() in page, "docs/runs.md has another table; write: python -m earnest.config.describe"
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("ia3", 5e-3), ("lora", 2e-4)])
+def test_without_a_rate_the_adapters_own_is_taken(kind: str, rate: float) -> None:
+    from earnest.adapters.variant import get_variant
+
+    given = {"adapter": {"kind": kind}, "task": "sort", "objective": [{"kind": "grpo"}], "steps": 1}
+    assert get_variant(kind).lr == rate
+    assert from_mapping(given).optimizer.build().lr == rate
+    assert from_mapping({**given, "optimizer": {"weight_decay": 0.1}}).optimizer.build().lr == rate
+    assert from_mapping({**given, "optimizer": {"lr": 0.5}}).optimizer.build().lr == 0.5

@@ -336,6 +336,19 @@ class RunConfig(Strict):
         """Whether this run lives in a bucket."""
         return self.replicas > 1 or self.store is not None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_the_adapter(cls, data: Any) -> Any:
+        """Without ``optimizer.lr`` AdamW takes the adapter's own rate."""
+        given = data.get("optimizer", {}) if isinstance(data, dict) else None
+        if not isinstance(given, dict) or "lr" in given or given.get("kind", "adamw") != "adamw":
+            return data
+        try:
+            rate = AdapterConfig.model_validate(data.get("adapter")).build().lr
+        except (ValueError, TypeError):  # the adapter is wrong: its own validation says how
+            return data
+        return {**data, "optimizer": {**given, "lr": rate}}
+
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
         for weighted in self.build_objective().terms:

@@ -33,7 +33,7 @@ from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Hidden
 
-BUDGET_BYTES = 640 * 2**20
+BUDGET_BYTES = 576 * 2**20
 
 Path = Literal["values", "forward-derivative", "recompute"]
 
