@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 install_import_hook("earnest", "tests.shapes.check")
 
 settings.register_profile("default", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, max_examples=40)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, max_examples=25)
 settings.register_profile(
     "nightly", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

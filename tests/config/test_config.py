@@ -178,7 +178,7 @@ def test_the_documented_keys_are_the_keys() -> None:
     assert table() in page, "docs/runs.md has another table; write: python -m earnest.config.describe"
 
 
-@pytest.mark.parametrize(("kind", "rate"), [("ia3", 5e-3), ("lora", 2e-4)])
+@pytest.mark.parametrize(("kind", "rate"), [("ia3", 5e-3), ("lora", 1e-4)])
 def test_without_a_rate_the_adapters_own_is_taken(kind: str, rate: float) -> None:
     from earnest.adapters.variant import get_variant
 

@@ -249,6 +249,7 @@ class FusedPolicy(Policy):
         return found | {n: Field(self.sigma, None, "given") for n in needs if isinstance(n, SpectralNorm)}
 
 
+@pytest.mark.slow
 def test_every_pair_through_the_fused_pass() -> None:
     """A lone need goes by tiles, several by rows: both are the eager twin for every pair of terms."""
     batch, policy = full_batch()

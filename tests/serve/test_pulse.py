@@ -41,7 +41,7 @@ def test_runs_and_health_are_announced(tmp_path: Path) -> None:
 
         _told(live, "runs", write("run.json", "{}"))
         last = _told(live, "runs", write("metrics.jsonl", '{"kind": "step"}\n'))
-        assert [r["name"] for r in live.get("/v1/runs")["data"]] == ["mine"]
+        assert "mine" in [r["name"] for r in live.get("/v1/runs")["data"]]  # beside those of the working folder
 
         def chat() -> None:
             """Somebody waits for a turn that is taken until the health was seen."""

@@ -180,6 +180,15 @@ def test_what_goes_by_rows(ways: list[Divergence]) -> None:
     assert not ways
 
 
+@pytest.mark.parametrize("need", NEEDS, ids=str)
+def test_a_teacher_of_no_row_costs_nothing_and_says_what_ran(need: Divergence, ways: list[Divergence]) -> None:
+    """A micro-batch may have none of the taught rows."""
+    nobody = torch.zeros(0, dtype=torch.long)
+    batch = make_batch(N, V).with_signals(teacher=Teacher(Hidden(normal(2, 0, d)), nobody))
+    mine, twin = both(make_head(V, d), batch, need, normal(1, N, d))
+    assert ways == [need] and mine[0].shape == (0,) and (mine[1] == 0).all() and mine[2] == twin[2]
+
+
 def test_fewer_possible_tokens_than_k() -> None:
     """-inf forbids tokens: the support is filled with impossible ones, each once."""
     head = make_head(V, d, bias=True)

@@ -74,6 +74,12 @@ def _rows(
     *,
     slope: bool,
 ) -> tuple[Comparison, Float[Tensor, "n d"] | None]:
+    if not states.shape[0]:  # nothing to compare; what ran is still said by what ran
+        K = source.ids.shape[1] if isinstance(source, TopK) and need.top_k is None else need.top_k
+        assert K is not None
+        nothing = states.new_zeros(0, K + 1)
+        ids = torch.zeros(0, K, dtype=torch.long, device=states.device)
+        return on_support(nothing, nothing, ids, need, slope=slope, received=isinstance(source, TopK)), states
     tau = need.temperature
     pulls = slope and need.tail != "renormalise"  # what is renormalised has no slope outside K
     if isinstance(source, TopK):
