@@ -224,7 +224,7 @@ def test_gradients_are_those_of_finite_differences(kind: str) -> None:
     definition ("stop_gradient") is compared with references instead. What holds the student fixed (SDPO's ratio, TAID's
     blend) is switched off; a test of its own shows that it does not train.
     """
-    held: dict[str, dict[str, Any]] = {"sdpo": {"importance_clip": None}, "taid": {"t_start": 1.0}, "spectral_cap": {}}
+    held: dict[str, dict[str, Any]] = {"sdpo": {"importance_clip": None}, "taid": {"t_start": 1.0}}
     term = replace(examples()[kind], **held.get(kind, {}))
     if "stop_gradient" in term.laws and kind not in held:
         assert kind in {"reinforce", "rloo", "cispo"}, "a new one needs a reference of its own"

@@ -230,7 +230,6 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         "strength": [{"tau": 0.0, "strength": 1.0}, {"tau": 0.0, "strength": 2.0}],
         "growth": [],  # acts from the second round on; tested in test_trust
         "cap": [{"cap": 0.0}, {"cap": 1.0}],
-        "iterations": [],  # the engine's; it is in the need (tested below)
         "top_k": [{"support": "student", "top_k": 2}, {"support": "student", "top_k": 6}],
         "temperature": [{"temperature": 1.0}, {"temperature": 2.5}],
         "alpha": [{"alpha": 0.0}, {"alpha": 0.3}, {"alpha": 1.0}],

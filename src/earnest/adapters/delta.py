@@ -9,6 +9,13 @@ from torch import Tensor
 from earnest.adapters.kernel import Factors
 from earnest.adapters.runtime import Slot
 
+BLOCK = 8
+"""Vectors that are iterated at once."""
+MOST = 200
+"""Iterations, where the block's own values are nearly equal to the next."""
+CLOSE = 1e-4
+"""The pair is found when ΔWᵀu misses σv by so much of σ."""
+
 
 class Delta:
     """ΔW = W' − W of one slot on the base weight, at its present scale; nothing dense is formed where factors exist."""
@@ -56,17 +63,33 @@ class Delta:
         return self._factors.scale * (self._factors.A.float().t() @ (self._left.t() @ u))
 
     @torch.no_grad()
-    def spectral_norm(self, iterations: int = 30) -> float:
-        """‖ΔW‖₂ by power iteration from a fixed start; a lower bound that tightens with the iterations."""
+    def leading(self) -> tuple[Float[Tensor, " m"], Float[Tensor, " n"]]:
+        """Unit vectors u, v with ΔW v = σ u and ΔWᵀ u = σ v for the largest σ; u is 0 where ΔW is.
+
+        Iterated on a block of vectors until they are found: with a single one, two nearly equal values would hold it
+        up, and σ would be too small and its derivative another one's.
+        """
         rng = torch.Generator().manual_seed(0)
-        v = torch.randn(self.shape[1], generator=rng).to(self._slot.layer.device)
-        sigma = 0.0
-        for _ in range(iterations):
-            v = v / v.norm().clamp_min(1e-30)
-            u = self.matvec(v)
-            sigma = float(u.norm())
-            v = self.rmatvec(u)
-        return sigma
+        start = torch.randn(self.shape[1], min(BLOCK, *self.shape), generator=rng).to(self._slot.layer.device)
+        basis = torch.linalg.qr(start).Q
+        for _ in range(MOST):
+            image = self.matvec(basis)
+            if not bool(torch.isfinite(image).all()):
+                return image[:, 0], basis[:, 0]  # for the loss to be refused by its own name
+            left, values, right = torch.linalg.svd(image, full_matrices=False)
+            u, v = left[:, 0], basis @ right[0]
+            if float(values[0]) <= torch.finfo(values.dtype).tiny:
+                return torch.zeros_like(u), v
+            back = self.rmatvec(left)
+            if float((back[:, 0] - values[0] * v).norm()) <= CLOSE * float(values[0]):
+                break
+            basis = torch.linalg.qr(back).Q
+        return u, v
+
+    @torch.no_grad()
+    def spectral_norm(self) -> float:
+        """‖ΔW‖₂."""
+        return float(self.matvec(self.leading()[1]).norm())
 
     @torch.no_grad()
     def frobenius_norm(self) -> float:

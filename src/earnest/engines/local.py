@@ -335,7 +335,7 @@ class LocalEngine:
     def _parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
         """Scalars of the adapter itself, which no batch enters."""
         spectral = [n for n in needs if isinstance(n, SpectralNorm)]
-        return {n: Field(spectral_norms(self.adapter, n.iterations), None, "power iteration") for n in spectral}
+        return {n: Field(spectral_norms(self.adapter), None, "subspace iteration") for n in spectral}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -58,9 +58,7 @@ class SourceEntropy:
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """σ_max(ΔW) of every adapted module, by power iteration. Shape [L], one a module; not a per-token scalar."""
-
-    iterations: int = 12
+    """σ_max(ΔW) of every adapted module. Shape [L], one a module; not a per-token scalar."""
 
 
 Need = LogProb | Entropy | Divergence | SourceEntropy | SpectralNorm

@@ -170,21 +170,19 @@ class SpectralCap(Term):
     kind: ClassVar[str] = "spectral_cap"
     paper: ClassVar[str] = "spectral norm regularisation, arXiv 1705.10941"
     equation: ClassVar[str] = "mean_m relu(σ_max(ΔW_m) - cap)"
-    # The singular vectors are held: exact where the iteration has converged, which two nearly equal values prevent.
-    laws: ClassVar[frozenset[str]] = frozenset({"dormant_at_source", "stop_gradient"})
+    laws: ClassVar[frozenset[str]] = frozenset({"dormant_at_source"})
 
     cap: float = setting(0.0, "the singular value that is free", at_least=0.0)
-    iterations: int = setting(12, "steps of power iteration", at_least=1, integer=True)
 
     @property
     def additive(self) -> bool:
         return False
 
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
-        return (SpectralNorm(self.iterations),)
+        return (SpectralNorm(),)
 
     def evaluate(self, view: View) -> Value:
-        need = SpectralNorm(self.iterations)
+        need = SpectralNorm()
         norms = view.per_module(need)
         metrics: dict[str, Metric] = {
             "sigma": Mean.of(norms),
