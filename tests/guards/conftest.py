@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,25 @@ def triples(count: int = 12) -> list[Triple]:
         )
         for i in range(count)
     ]
+
+
+@pytest.fixture
+def data(tiny: Path, tmp_path: Path) -> dict[str, Any]:
+    """A guarded recipe on the tiny model, with its triples in a file."""
+    lines = [{"prompt": list(t.prompt), "unwanted": t.unwanted, "wanted": t.wanted} for t in triples()]
+    (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {
+        "model": str(tiny),
+        "task": "style/volume",
+        "adapter": {"kind": "antipasto", **DELTA_S, "targets": ["q_proj", "v_proj"]},
+        "objective": [{"kind": "grpo"}],
+        "optimizer": {"kind": "adamw", "lr": 0.05},
+        "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 12},
+        "steps": 4,
+        "eval": {"every": 0, "prompts": 3, "samples": 2},
+        "threads": 1,
+        "guard": {"kind": "route", "triples": str(tmp_path / "triples.jsonl"), "refresh": 3},
+    }
 
 
 @pytest.fixture

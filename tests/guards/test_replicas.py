@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,20 @@ from earnest.engines.checkpoint import read
 from earnest.errors import ConfigError
 from earnest.runs.setup import build
 from tests.diloco.forked import ForkExecutor
-from tests.guards.conftest import triples
 
 
 @pytest.fixture
-def data(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def data(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The guarded recipe for two replicas, which may not refresh; decay, so that it is in what is compared."""
     monkeypatch.setitem(EXECUTORS, "fork", "tests.diloco.forked:ForkExecutor")
     monkeypatch.setattr(ForkExecutor, "kill", {})
-    lines = [{"prompt": list(t.prompt), "unwanted": t.unwanted, "wanted": t.wanted} for t in triples()]
-    (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return {
-        "model": str(tiny),
-        "task": "style/volume",
-        "adapter": {"kind": "antipasto", "rank": None, "block": 0, "gain": "delta", "targets": ["q_proj", "v_proj"]},
-        "objective": [{"kind": "grpo"}],
-        "optimizer": {"kind": "adamw", "lr": 0.05, "weight_decay": 0.1},
-        "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 6},
-        "steps": 4,
-        "eval": {"every": 0, "prompts": 3, "samples": 2},
+    return data | {
+        "optimizer": data["optimizer"] | {"weight_decay": 0.1},
+        "sampling": data["sampling"] | {"max_new_tokens": 6},
         "checkpoint": {"every": 1, "keep": 2},
-        "threads": 1,
         "replicas": 2,
         "sync": {"every": 2},
-        "guard": {"kind": "route", "triples": str(tmp_path / "triples.jsonl"), "top": 3},
+        "guard": {"kind": "route", "triples": data["guard"]["triples"], "top": 3},
     }
 
 

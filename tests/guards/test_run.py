@@ -17,27 +17,8 @@ from earnest.errors import ConfigError
 from earnest.guards import Directions
 from earnest.runs import start
 from earnest.runs.setup import build
-from tests.guards.conftest import triples
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def data(tiny: Path, tmp_path: Path) -> dict[str, object]:
-    lines = [{"prompt": list(t.prompt), "unwanted": t.unwanted, "wanted": t.wanted} for t in triples()]
-    (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return {
-        "model": str(tiny),
-        "task": "style/volume",
-        "adapter": {"kind": "antipasto", "rank": None, "block": 0, "gain": "delta", "targets": ["q_proj", "v_proj"]},
-        "objective": [{"kind": "grpo"}],
-        "optimizer": {"kind": "adamw", "lr": 0.05},
-        "sampling": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 12},
-        "steps": 4,
-        "eval": {"every": 0, "prompts": 3, "samples": 2},
-        "threads": 1,
-        "guard": {"kind": "route", "triples": str(tmp_path / "triples.jsonl"), "refresh": 3},
-    }
 
 
 def config(data: dict[str, object], **changes: object) -> RunConfig:
