@@ -26,7 +26,7 @@ def test_the_table_says_what_was_not_reached() -> None:
     lines = table(results(), 0.8).splitlines()
     assert lines[2] == "| GRPO | 3.0 ± 1.4 | 0.300 ± 0.000 | 0.800 ± 0.141 | 0.300 ± 0.141 |  |"
     assert lines[3] == "| SDPO | never | 0.300 | 0.400 | 0.100 |  |"
-    assert lines[4] == "| GRPO + barrier | 4 | 0.300 | 0.900 | 0.100 | 25% of steps |"
+    assert lines[4] == "| GRPO + barrier | 4.0 | 0.300 | 0.900 | 0.100 | 25% of steps |"
     assert "1 of 2 seeds" in table(results()[:2], 0.87).splitlines()[2]
 
 
