@@ -26,7 +26,7 @@ class Delta:
         variant = slot.variant
         plain = variant.uses("factors") and not variant.uses("weight") and slot.gate.scale != 0.0
         with torch.no_grad():
-            self._factors: Factors | None = slot.factors() if plain else None
+            self._factors: Factors | None = slot.factors().plain() if plain else None
             self._left = self._factors.left() if self._factors is not None else None
         self._dense: Tensor | None = None
 

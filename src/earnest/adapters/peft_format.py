@@ -59,7 +59,7 @@ def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
         if adapter.variant.portable_rank(slot.layer) is None:
             return None
         with torch.no_grad():
-            f = slot.variant.factors(slot.tensors, slot.layer, adapter.scale)
+            f = slot.variant.factors(slot.tensors, slot.layer, adapter.scale).plain()
             out[path] = (f.A.float(), f.left() * f.scale)
     return out
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.kernel import Factors, low_rank
+from earnest.adapters.kernel import Around, Factors, low_rank
 from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Spec, Tensors, Variant
 
@@ -60,14 +60,14 @@ class Slot(nn.Module):
         t = self.tensors
         return {n: t[n] for n, spec in self.specs.items() if spec.trainable}
 
-    def factors(self) -> Factors:
+    def factors(self) -> Factors | Around:
         """The variant's factors; while no gradient is wanted they are kept until a parameter changes."""
         t, scale = self.tensors, self.gate.scale
         if self.variant.cheap or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.variant.factors(t, self.layer, scale)
         key = (scale, state_key(self.trainable()), state_key(self._buffers, exact=False))  # type: ignore[arg-type]
         if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self.variant.factors(t, self.layer, scale).cast(self.layer.dtype))
+            self._cached = (key, self.variant.factors(t, self.layer, scale).plain().cast(self.layer.dtype))
         return self._cached[1]
 
     def run_before(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.kernel import Factors
+from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
 from earnest.errors import nearest
 
@@ -98,7 +98,7 @@ class Variant:
     def before(self, t: Tensors, x: Tensor, layer: Layer, scale: float) -> Tensor:
         return x
 
-    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors | Around:
         raise TypeError(f"variant {self.name} has no low-rank form")
 
     def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
@@ -109,7 +109,7 @@ class Variant:
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
         """(W', b') in fp32 from (W, b) in fp32: what ``merge`` writes."""
-        return w + self.factors(t, layer, scale).dense(), b
+        return w + self.factors(t, layer, scale).plain().dense(), b
 
     # -- 5 -----------------------------------------------------------------------------------------------------------
     def dormant(self) -> frozenset[str]:

@@ -25,7 +25,7 @@ def _norm(slot: Slot) -> Float[Tensor, ""]:
     u, v = Delta(slot).leading()
     scale = slot.gate.scale
     if slot.variant.uses("factors") and not slot.variant.uses("weight"):
-        factors = slot.variant.factors(slot.tensors, slot.layer, scale)
+        factors = slot.variant.factors(slot.tensors, slot.layer, scale).plain()
         return factors.scale * ((u @ factors.left()) @ (factors.A.float() @ v))
     weight, bias = slot.layer.weight(), slot.layer.bias
     merged, _ = slot.variant.weight(slot.tensors, slot.layer, weight, None if bias is None else bias.float(), scale)

@@ -128,7 +128,7 @@ def _is_low_rank(slot: Any) -> bool:
 
 def _factors(slot: Any) -> tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]:
     """ΔW = left · right of one layer at gate 1, in float32."""
-    factors = slot.variant.factors(slot.tensors, slot.layer, 1.0)
+    factors = slot.variant.factors(slot.tensors, slot.layer, 1.0).plain()
     return (factors.scale * factors.left()).detach(), factors.A.float().detach()
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from earnest.adapters.kernel import Factors
+from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
 from earnest.adapters.variants.lora import check_rank, kaiming
@@ -71,14 +71,14 @@ class DeLoRA(Variant):
             return {"A": a, "lam": torch.tensor([self.lam]), "w_norm": norm}
         return {"A0": a, "B0": kaiming((layer.m, self.rank), ctx.rng), "w_norm": norm}
 
-    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors | Around:
         if not self.copies:
             return Factors(t["A"] * t["w_norm"], _unit(t["A"], t["B"]) * (t["lam"] / self.rank), scale)
         a, b = t["A0"] + t["dA"], t["B0"] + t["dB"]
         with torch.no_grad():
             start = _unit(t["A0"], t["B0"])
-        left = torch.cat([_unit(a, b) - start, start], 1) * ((self.lam + t["dlam"]) / self.rank)
-        return Factors(torch.cat([a, t["dA"]]) * t["w_norm"], left, scale)
+        w, strength = t["w_norm"], (self.lam + t["dlam"]) / self.rank
+        return Around(t["A0"] * w, t["dA"] * w, _unit(a, b) - start, start, scale, strength)
 
     def dormant(self) -> frozenset[str]:
         return frozenset({"dlam"}) if self.copies else frozenset({"A", "lam"})

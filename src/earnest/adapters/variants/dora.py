@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.adapters.gains import gained
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import cached
 from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
@@ -63,9 +64,9 @@ class DoRA(LoRA):
         return scale * t["dm"] * log.exp() + torch.expm1(log)
 
     def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
-        e = self.gain_minus_one(t, layer, scale).to(y.dtype)
-        bias = layer.bias
-        return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), e)
+        e, bias = self.gain_minus_one(t, layer, scale), layer.bias
+        scaled = gained(y, e)
+        return scaled if bias is None else scaled - (e * bias).to(y.dtype)
 
     def weight(
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float

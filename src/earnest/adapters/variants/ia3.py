@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earnest.adapters.gains import gained
 from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Spec, Tensors, Variant, register, require
 
@@ -49,7 +50,7 @@ class IA3(Variant):
         return {"d": Spec((layer.m,))}
 
     def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
-        return torch.addcmul(y, y, t["d"].to(y.dtype), value=scale)
+        return gained(y, t["d"] if scale == 1.0 else scale * t["d"])
 
     def weight(
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
@@ -94,7 +95,7 @@ class IA3FF(Variant):
         return {"d": Spec((layer.n,))}
 
     def before(self, t: Tensors, x: Tensor, layer: Layer, scale: float) -> Tensor:
-        return torch.addcmul(x, x, t["d"].to(x.dtype), value=scale)
+        return gained(x, t["d"] if scale == 1.0 else scale * t["d"])
 
     def weight(
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float

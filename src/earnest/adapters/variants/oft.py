@@ -17,6 +17,7 @@ from torch import Tensor
 
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import cayley_minus_identity, skew
+from earnest.adapters.runtime import cached
 from earnest.adapters.variant import Spec, Tensors, Variant, register, require
 
 SERIES_TOLERANCE = 1e-4
@@ -58,18 +59,23 @@ class OFT(Variant):
     def specs(self, layer: Layer) -> dict[str, Spec]:
         return {"q": Spec((layer.n // self.block, self.block * (self.block - 1) // 2))}
 
-    def _turn(self, t: Tensors, x: Float[Tensor, "*N n"], scale: float) -> Float[Tensor, "*N n"]:
-        off = scale * cayley_minus_identity(skew(t["q"], self.block))
-        shaped = x.reshape(-1, off.shape[0], self.block)
-        return x + torch.einsum("ngk,gkc->ngc", shaped, off.to(x.dtype)).reshape(x.shape)
+    def _off(self, t: Tensors, scale: float) -> Float[Tensor, "g b b"]:
+        """c·(R − I)."""
+        return scale * cayley_minus_identity(skew(t["q"], self.block))
 
     def before(self, t: Tensors, x: Tensor, layer: Layer, scale: float) -> Tensor:
-        return self._turn(t, x, scale)
+        keep = torch.is_grad_enabled()
+        off = self._off(t, scale) if keep else cached(layer, "oft", t, scale, lambda: self._off(t, scale))
+        shaped = x.reshape(-1, off.shape[0], self.block)
+        if x.dtype == torch.float32:  # 1·x + 0·… is x, so the identity is exact here too, and there is no sum to make
+            off = off + torch.eye(self.block, device=off.device)
+            return torch.einsum("ngk,gkc->ngc", shaped, off).reshape(x.shape)
+        return x + torch.einsum("ngk,gkc->ngc", shaped, off.to(x.dtype)).reshape(x.shape)
 
     def weight(
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        off = scale * cayley_minus_identity(skew(t["q"], self.block))
+        off = self._off(t, scale)
         shaped = w.view(w.shape[0], off.shape[0], self.block)
         return w + torch.einsum("mgc,gkc->mgk", shaped, off).reshape(w.shape), b
 

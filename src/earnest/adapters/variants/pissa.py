@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from earnest.adapters.kernel import Factors
+from earnest.adapters.kernel import Around
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import top_svd
 from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
@@ -41,6 +41,7 @@ class PiSSA(Variant):
     equation = "y = Wx + b + s·(B A − B₀ A₀) x"
     lr = 1e-5
     lr_source = "a tenth of LoRA's: its sharpest direction is about ten times as curved, arXiv 2602.04998"
+    cheap = True
     examples: ClassVar = {"pissa": {"rank": 4}, "pissa (α, fast)": {"rank": 4, "alpha": 8.0, "niter": 3}}
 
     def __post_init__(self) -> None:
@@ -69,9 +70,8 @@ class PiSSA(Variant):
         a0, b0 = self.principal(layer, ctx.rng)
         return {"A0": a0, "B0": b0}
 
-    def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
-        a = torch.cat([t["A0"] + t["dA"], t["dA"]])
-        return Factors(a, torch.cat([t["dB"], t["B0"]], 1), self.s * scale)
+    def factors(self, t: Tensors, layer: Layer, scale: float) -> Around:
+        return Around(t["A0"], t["dA"], t["dB"], t["B0"], self.s * scale)
 
     def portable_rank(self, layer: Layer) -> int | None:
         return 2 * self.rank

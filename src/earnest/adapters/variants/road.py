@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.adapters.gains import turned
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import cached
 from earnest.adapters.variant import Spec, Tensors, Variant, register, require
@@ -58,39 +59,27 @@ class ROAD(Variant):
         size = int(layer.m * _SIZE[self.kind])
         return {"theta": Spec((size,)), "dalpha": Spec((size,))}
 
-    def columns(self, t: Tensors, scale: float) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-        """(e₁, e₂) in fp32, without cancellation near the identity."""
+    def columns(self, t: Tensors, scale: float) -> tuple[Float[Tensor, "G p h"], Float[Tensor, "G p h"]]:
+        """(e₁, e₂) in fp32 by group and half (p = 1: the same for both), without cancellation near the identity."""
         theta, d, half = t["theta"], t["dalpha"], self.group // 2
-        if self.kind == "road_1":
-            theta, d = (v.view(-1, half).repeat_interleave(2, dim=0).flatten() for v in (theta, d))
-        if self.kind != "road_4":
-            theta1 = theta2 = theta
-            d1 = d2 = d
+        if self.kind == "road_4":
+            (theta1, theta2), (d1, d2) = (v.view(-1, 2, 2, half).unbind(1) for v in (theta, d))
         else:
-            (theta1, theta2), (d1, d2) = (
-                [v.view(-1, 2, self.group)[:, i].flatten() for i in (0, 1)] for v in (theta, d)
-            )
+            theta1 = theta2 = theta.view(-1, 1 if self.kind == "road_1" else 2, half)
+            d1 = d2 = d.view_as(theta1)
         e1 = d1 * theta1.cos() - 2 * (theta1 / 2).sin().square()
         return scale * e1, scale * ((1 + d2) * theta2.sin())
 
-    def _rotate_half(self, y: Float[Tensor, "*N m"]) -> Float[Tensor, "*N m"]:
-        pairs = y.reshape(*y.shape[:-1], -1, 2, self.group // 2)
-        return torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2).reshape(y.shape)
-
     def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
         if torch.is_grad_enabled():
-            e1, e2 = self.columns(t, scale)
-        else:
-            e1, e2 = cached(layer, "road", t, scale, lambda: torch.stack(self.columns(t, scale)))
-        e1, e2 = e1.to(y.dtype), e2.to(y.dtype)
-        return torch.addcmul(torch.addcmul(y, y, e1), self._rotate_half(y), e2)
+            return turned(y, *self.columns(t, scale))
+        return turned(y, *cached(layer, "road", t, scale, lambda: torch.stack(self.columns(t, scale))))
 
     def weight(
         self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
         e1, e2 = self.columns(t, scale)
-        turn = lambda v: v + e1 * v + e2 * self._rotate_half(v)  # noqa: E731
-        return turn(w.t()).t().contiguous(), None if b is None else turn(b)
+        return turned(w.t(), e1, e2).t().contiguous(), None if b is None else turned(b, e1, e2)
 
     def peft_config(self) -> dict[str, Any] | None:
         return {"peft_type": "ROAD", "variant": self.kind, "group_size": self.group}

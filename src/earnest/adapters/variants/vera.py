@@ -52,7 +52,7 @@ class VeRA(Variant):
         return {"A": a[:, : layer.n], "B": b[: layer.m]}
 
     def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
-        return Factors(t["A"], t["lb"][:, None] * t["B"] * self._d(t), scale)
+        return Factors(t["A"], t["B"], scale, self._d(t), t["lb"])
 
     def _d(self, t: Tensors) -> Tensor:
         """λ_d, [r]; without a trained δ it is constant."""
