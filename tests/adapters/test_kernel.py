@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from earnest.adapters import HRA, AntiPaSTO, DoRA, LoRA, VeRA, attach
-from earnest.adapters.kernel import Factors, low_rank
+from earnest.adapters.gains import gained, turned
+from earnest.adapters.kernel import Around, Factors, low_rank
 
 
 def plain(y: Tensor, x: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
@@ -46,6 +47,62 @@ def test_value_and_gradients(lead, m, n, k, s, needs, seed) -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
 
 
+@given(
+    m=st.integers(1, 6),
+    n=st.integers(1, 6),
+    r=st.integers(1, 4),
+    strong=st.booleans(),
+    needs=st.lists(st.booleans(), min_size=5, max_size=5).filter(any),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=80)
+def test_around_a_frozen_start_equals_its_plain_factors(m, n, r, strong, needs, seed) -> None:
+    """Value with and without gradients, and every gradient, against autograd through the two cat-ed factors."""
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
+    start, frozen = draw(r, n), draw(m, r)
+    trained = [draw(3, m), draw(3, n), draw(r, n), draw(m, r), draw(1)]
+    for t, q in zip(trained, needs, strict=True):
+        t.requires_grad_(q and (strong or t is not trained[4]))
+    if not any(t.requires_grad for t in trained):
+        trained[2].requires_grad_()
+    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in trained]
+    upstream = draw(3, m)
+
+    def form(y: Tensor, x: Tensor, d: Tensor, left: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Around]:
+        return y, x, Around(start, d, left, frozen, 1.5, strength if strong else None)
+
+    got = low_rank(*form(*trained))
+    y, x, f = form(*copies)
+    want = plain(y, x, f.plain().A, f.plain().B, f.scale)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        torch.testing.assert_close(low_rank(*form(*trained)), want, rtol=1e-10, atol=1e-10)
+    got.backward(upstream)
+    want.backward(upstream)
+    for a, b in zip(trained, copies, strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("half", [1, 2])  # both halves share their numbers, or each has its own
+def test_gains_and_turns_against_autograd(half: int) -> None:
+    rng = torch.Generator().manual_seed(half)
+    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    y, e, e1, e2 = draw(2, 3, 12), draw(12), draw(2, half, 3), draw(2, half, 3)
+    assert torch.autograd.gradcheck(gained, (y, e))
+    assert torch.autograd.gradcheck(turned, (y, e1, e2))
+
+    pairs = y.view(2, 3, 2, 2, 3)
+    rotated = torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), -2)
+    want = (pairs + e1 * pairs + e2 * rotated).view(y.shape)
+    torch.testing.assert_close(turned(y, e1, e2), want)
+    with torch.no_grad():
+        torch.testing.assert_close(turned(y, e1, e2), want)
+        torch.testing.assert_close(gained(y, e), y + e * y)
+
+
 def test_hand_worked() -> None:
     # x = (1, 2), A = (3, 4): h = 11. B = (1, −1)ᵀ, s = 2: Δ = (22, −22). With g = (1, 10): u = s·g·B = −18, dA = −18·x.
     x, a = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[3.0, 4.0]], requires_grad=True)
@@ -59,15 +116,27 @@ def test_hand_worked() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("core", ["diagonal", "blocks"])
-def test_core_equals_its_dense_form(core: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("core", ["identity", "diagonal", "blocks"])
+def test_core_and_gain_equal_their_dense_form(core: str, gain: bool, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
-    middle = torch.randn((6,) if core == "diagonal" else (2, 3, 3), generator=rng)
-    f = Factors(torch.randn(6, 5, generator=rng), torch.randn(4, 6, generator=rng), 0.5, middle)
+    shape = {"identity": None, "diagonal": (6,), "blocks": (2, 3, 3)}[core]
+    middle = None if shape is None else torch.randn(shape, generator=rng)
+    outer = torch.randn(4, generator=rng) if gain else None
+    f = Factors(torch.randn(6, 5, generator=rng), torch.randn(4, 6, generator=rng), 0.5, middle, outer)
     x = torch.randn(3, 7, 5, generator=rng).to(dtype)
     got = low_rank(torch.zeros(3, 7, 4, dtype=dtype), x, f)
     tolerance = 1e-5 if dtype == torch.float32 else 0.3
     torch.testing.assert_close(got.float(), x.float() @ f.dense().T, rtol=0, atol=tolerance)
+    torch.testing.assert_close(f.cast(torch.float32).dense(), f.dense())
+
+
+def test_a_small_basis_is_folded_for_sampling_and_a_full_one_stays_shared() -> None:
+    a, b = torch.randn(2, 8), torch.randn(8, 2)
+    small = Factors(a, b, 1.0, torch.randn(2)).cast(torch.float32)
+    assert small.core is None and small.B is not b
+    full = Factors(torch.randn(8, 8), (u := torch.randn(8, 8)), 1.0, torch.randn(8)).cast(torch.float32)
+    assert full.core is not None and full.B is u
 
 
 def test_second_derivatives_raise_instead_of_being_wrong() -> None:

@@ -138,6 +138,25 @@ def test_a_fence_keeps_others_out() -> None:
     assert log.count("tinker") == 3
 
 
+def test_a_busy_chat_does_not_keep_the_fences_owner_out() -> None:
+    """A learner that lets only chat in gets its fifth of the time while chat never pauses."""
+    clock, log = Clock(), []
+    turns = Turns(clock=clock)
+    ticket = turns.acquire("learn")
+    chat = Worker(turns, clock, "chat", 200, 1.0, log)
+    chat.start()
+    while not turns.waiting()["chat"]:
+        pass
+    units = 0
+    while len(log) < 100:
+        clock.now += 1.0
+        units += 1
+        turns.breathe(ticket, to=("chat",))
+    turns.release(ticket)
+    chat.join(10)
+    assert len(log) == 200 and 20 <= units <= 30
+
+
 def test_hooks_surround_the_handing_over() -> None:
     clock, log = Clock(), []
     turns = Turns(clock=clock)

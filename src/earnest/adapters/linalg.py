@@ -28,10 +28,25 @@ def top_svd(
 
 def skew(upper: Float[Tensor, "g p"], block: int) -> Float[Tensor, "g block block"]:
     """Skew-symmetric blocks from their upper triangles, p = block(block−1)/2, row by row."""
-    rows, cols = torch.triu_indices(block, block, 1, device=upper.device)
-    full = upper.new_zeros(upper.shape[0], block, block)
-    full = full.index_put((torch.arange(upper.shape[0], device=upper.device)[:, None], rows, cols), upper)
-    return full - full.transpose(-1, -2)
+    place, sign = _places(block, upper.device)
+    return (upper.index_select(1, place) * sign.to(upper.dtype)).view(-1, block, block)
+
+
+_PLACES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each entry of a block: where its value stands in the upper triangle, and its sign (0 on the diagonal)."""
+    found = None if torch.compiler.is_compiling() else _PLACES.get((block, device))
+    if found is None:
+        i = torch.arange(block, device=device)
+        low, high = torch.minimum(i[:, None], i), torch.maximum(i[:, None], i)
+        place = low * block - low * (low + 1) // 2 + high - low - 1
+        sign = torch.sign(i - i[:, None]).float()
+        found = (place.clamp(0, block * (block - 1) // 2 - 1).flatten(), sign.flatten())
+        if not torch.compiler.is_compiling():
+            _PLACES[block, device] = found
+    return found
 
 
 def bounded(x: Float[Tensor, "g b b"], max_angle: float) -> Float[Tensor, "g b b"]:

@@ -77,7 +77,7 @@ class Turns:
         with self._changed:
             assert self._holder is ticket, "only the holder can breathe"
             self._charge(ticket)
-            others = [t for t in self._waiting if t.kind in to and (self._fence is None or t.kind in self._fence[1])]
+            others = [t for t in self._allowed() if t.kind in to]
             if not others or min([*others, ticket], key=self._rank) is ticket:
                 self._now = self._used[ticket.kind]  # a new unit begins here
                 return False
@@ -109,13 +109,17 @@ class Turns:
         self._used[ticket.kind] += (now - ticket.since) / self._shares[ticket.kind]
         ticket.since = now
 
+    def _allowed(self) -> list[Ticket]:
+        """Who may be served: behind a fence its owner and the kinds that it named."""
+        if self._fence is None:
+            return self._waiting
+        owner, kinds = self._fence
+        return [t for t in self._waiting if t is owner or t.kind in kinds]
+
     def _grant(self) -> None:
         if self._holder is not None:
             return
-        allowed = self._waiting
-        if self._fence is not None:
-            owner, kinds = self._fence
-            allowed = [t for t in self._waiting if t is owner or t.kind in kinds]
+        allowed = self._allowed()
         if not allowed:
             return
         chosen = min(allowed, key=self._rank)
