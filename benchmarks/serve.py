@@ -1,11 +1,13 @@
 """Concurrent chats, tokens per second and latency: `earnest serve`, idle and while it learns, and `transformers serve`.
 
-    python benchmarks/serve.py [--chats 8] [--seconds 10] [--rounds 3] [--threads 1]
+    python benchmarks/serve.py [--chats 8] [--seconds 24] [--rounds 3] [--threads 1]
+    python benchmarks/serve.py --table             the table of the stored result
 
 The same model (nano), the same prompts and settings, the same number of threads, one process each, one server up at a
 time. Windows of time take turns, so that a busy machine disturbs all alike: the base; an adapter while nothing is
 learned; the same adapter while feedback is always waiting, so that an update runs all the time. The first seconds of a
-window are not counted. What was sampled is counted by one tokenizer for all.
+window are not counted; a window that should learn and made no version ends the benchmark. What was sampled is counted by
+one tokenizer for all.
 """
 
 from __future__ import annotations
@@ -169,17 +171,23 @@ WINDOWS = ("earnest serve, base", "earnest serve, adapter", "earnest serve, adap
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--chats", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=24.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "serve.json")
+    parser.add_argument("--table", action="store_true", help="print the table of the stored result")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.out.read_text())))
+        return
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (THEIRS, *WINDOWS)}
 
     def window(kind: str, url: str, model: str) -> None:
         row = asyncio.run(_load(url, model, args.chats, args.seconds, "learning" in kind))
         found[kind].append(row)
         print(kind, {k: round(v, 3) for k, v in row.items()}, flush=True)
+        if "learning" in kind and not row["versions"]:
+            raise SystemExit(f"nothing was learned in {args.seconds:g} s, so this measures no learning; --seconds more")
 
     with tempfile.TemporaryDirectory() as folder:
         with _server("transformers", args.threads, Path(folder) / "data") as (url, model):
