@@ -6,8 +6,8 @@
 The same model (nano), the same prompts and settings, the same number of threads, one process each, one server up at a
 time. Windows of time take turns, so that a busy machine disturbs all alike: the base; an adapter while nothing is
 learned; the same adapter while feedback is always waiting, so that an update runs all the time. The first seconds of a
-window are not counted; a window that should learn and made no version ends the benchmark. What was sampled is counted by
-one tokenizer for all.
+window are not counted; a window that should learn and made no version ends the benchmark. What was sampled is
+counted by one tokenizer for all.
 """
 
 from __future__ import annotations

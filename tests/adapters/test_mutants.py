@@ -22,6 +22,7 @@ from earnest.adapters import files, merging, runtime
 from earnest.adapters.conformance import CHECKS, Broken, Case, tiny_llama
 from earnest.adapters.kernel import Factors
 from earnest.adapters.variant import VARIANTS, Birth, Spec
+from earnest.adapters.variants.delora import DeLoRA
 from earnest.adapters.variants.dora import DoRA
 from earnest.adapters.variants.hra import HRA
 from earnest.adapters.variants.ia3 import IA3
@@ -337,7 +338,7 @@ def test_reentrant_checkpointing_without_a_hook_is_killed(monkeypatch: pytest.Mo
 def test_a_stale_factor_cache_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "state_key", _stale_cache(runtime.state_key))
     with pytest.raises(Broken, match="does not act"):
-        CHECKS["liveness"](Case(PiSSA(rank=4), tiny_llama))
+        CHECKS["liveness"](Case(DeLoRA(rank=4), tiny_llama))
 
 
 def test_merging_without_the_stack_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

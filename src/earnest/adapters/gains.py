@@ -77,9 +77,7 @@ def _turn(y: Float[Tensor, "N G 2 h"], e1: Float[Tensor, "G p h"], e2: Float[Ten
     return out
 
 
-def turned(
-    y: Float[Tensor, "*N m"], e1: Float[Tensor, "G p h"], e2: Float[Tensor, "G p h"]
-) -> Float[Tensor, "*N m"]:
+def turned(y: Float[Tensor, "*N m"], e1: Float[Tensor, "G p h"], e2: Float[Tensor, "G p h"]) -> Float[Tensor, "*N m"]:
     """y + e₁ ∘ y + e₂ ∘ rotate_half(y) in groups of two halves; p = 1 where both halves share their numbers, or 2."""
     pairs = y.reshape(-1, e1.shape[0], 2, e1.shape[-1])
     e1, e2 = e1.to(y.dtype), e2.to(y.dtype)

@@ -10,7 +10,6 @@ both sides, so that backward costs what the trained halves need: 10 products of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class Around:
     left: Float[Tensor, "m r"]  # D
     frozen: Float[Tensor, "m r"]  # P
     scale: float = 1.0
-    strength: Float[Tensor, "1"] | None = None
+    strength: Float[Tensor, 1] | None = None
 
     def plain(self) -> Factors:
         """The same as one pair of factors."""
@@ -103,7 +102,7 @@ class _LowRank(torch.autograd.Function):
         need_y, need_x, need_a, need_b, _ = ctx.needs_input_grad
         da = db = dx = None
         if need_b:
-            db = (g.t() @ h).mul_(ctx.s)
+            db = (h.t() @ g).t().mul_(ctx.s)
         if need_a or need_x:
             u = (g @ b.to(g.dtype)).mul_(ctx.s)
             da = u.t() @ x if need_a else None
@@ -116,7 +115,14 @@ class _Around(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor, x: Tensor, start: Tensor, delta: Tensor, left: Tensor, frozen: Tensor, strength: Tensor | None, s: float
+        y: Tensor,
+        x: Tensor,
+        start: Tensor,
+        delta: Tensor,
+        left: Tensor,
+        frozen: Tensor,
+        strength: Tensor | None,
+        s: float,
     ) -> tuple[Tensor, Tensor]:
         h = x @ torch.cat([start + delta, delta]).to(x.dtype).t()
         b = torch.cat([left, frozen], 1).to(x.dtype)
@@ -138,11 +144,11 @@ class _Around(torch.autograd.Function):
         need_y, need_x, _, need_delta, need_left, _, need_strength, _ = ctx.needs_input_grad
         r = delta.shape[0]
         u = (g @ torch.cat([left, frozen], 1).to(g.dtype)).mul_(ctx.s)
-        d_strength = (u * h).sum().to(torch.float32)[None] if need_strength else None
+        d_strength = (u * h).sum().to(strength.dtype)[None] if need_strength else None
         first = h[:, :r]
         if strength is not None:
             u, first = u * strength.to(u.dtype), first * strength.to(h.dtype)
-        d_left = (g.t() @ first).mul_(ctx.s) if need_left else None
+        d_left = (first.t() @ g).t().mul_(ctx.s) if need_left else None  # half as slow again as gᵀ h
         d_delta = (u[:, :r] + u[:, r:]).t() @ x if need_delta else None
         dx = u @ torch.cat([start + delta, delta]).to(g.dtype) if need_x else None
         return g if need_y else None, dx, None, d_delta, d_left, None, d_strength, None
@@ -161,7 +167,7 @@ def low_rank(y: Float[Tensor, "*N m"], x: Float[Tensor, "*N n"], f: Factors | Ar
     y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])
     if x.dtype != dtype:
         x = x.to(dtype)  # under autocast only
-    return (_around if isinstance(f, Around) else _factored)(y, x, f).view(shape)  # type: ignore[operator]
+    return (_around(y, x, f) if isinstance(f, Around) else _factored(y, x, f)).view(shape)
 
 
 def _factored(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Factors) -> Float[Tensor, "N m"]:
