@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from earnest.adapters import HRA, AntiPaSTO, DoRA, LoRA, VeRA, attach
+from earnest.adapters import HRA, AntiPaSTO, DoRA, LoRA, VeRA, attach, kernel
 from earnest.adapters.gains import gained, turned
 from earnest.adapters.kernel import Around, Factors, low_rank
 
@@ -58,6 +58,12 @@ def test_value_and_gradients(lead, m, n, k, s, needs, seed) -> None:
 @settings(max_examples=80)
 def test_around_a_frozen_start_equals_its_plain_factors(m, n, r, strong, needs, seed) -> None:
     """Value with and without gradients, and every gradient, against autograd through the two cat-ed factors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "SMALL", 0)
+        _around_equals_plain(m, n, r, strong, needs, seed)
+
+
+def _around_equals_plain(m: int, n: int, r: int, strong: bool, needs: list[bool], seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
     start, frozen = draw(r, n), draw(m, r)
@@ -86,8 +92,10 @@ def test_around_a_frozen_start_equals_its_plain_factors(m, n, r, strong, needs, 
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("small", [0, 2**17])  # by the Functions, and by plain autograd
 @pytest.mark.parametrize("half", [1, 2])  # both halves share their numbers, or each has its own
-def test_gains_and_turns_against_autograd(half: int) -> None:
+def test_gains_and_turns_against_autograd(half: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SMALL", small)
     rng = torch.Generator().manual_seed(half)
     draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64, requires_grad=True)  # noqa: E731
     y, e, e1, e2 = draw(2, 3, 12), draw(12), draw(2, half, 3), draw(2, half, 3)

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earnest.adapters import kernel
+
 
 class _Gained(torch.autograd.Function):
     generate_vmap_rule = True
@@ -40,7 +42,7 @@ class _Gained(torch.autograd.Function):
 def gained(y: Float[Tensor, "*N m"], e: Float[Tensor, " m"]) -> Float[Tensor, "*N m"]:
     """y + e ∘ y, in y's dtype."""
     e = e.to(y.dtype)
-    if not torch.is_grad_enabled():
+    if y.numel() < kernel.SMALL or not torch.is_grad_enabled():
         return torch.addcmul(y, y, e)
     out: Tensor = _Gained.apply(y, e)
     return out
@@ -81,5 +83,11 @@ def turned(y: Float[Tensor, "*N m"], e1: Float[Tensor, "G p h"], e2: Float[Tenso
     """y + e₁ ∘ y + e₂ ∘ rotate_half(y) in groups of two halves; p = 1 where both halves share their numbers, or 2."""
     pairs = y.reshape(-1, e1.shape[0], 2, e1.shape[-1])
     e1, e2 = e1.to(y.dtype), e2.to(y.dtype)
-    out: Tensor = _Turned.apply(pairs, e1, e2) if torch.is_grad_enabled() else _turn(pairs, e1, e2)
+    if not torch.is_grad_enabled():
+        out = _turn(pairs, e1, e2)
+    elif y.numel() < kernel.SMALL:
+        rotated = torch.stack((-pairs[:, :, 1], pairs[:, :, 0]), 2)
+        out = torch.addcmul(torch.addcmul(pairs, pairs, e1), rotated, e2)
+    else:
+        out = _Turned.apply(pairs, e1, e2)
     return out.reshape(y.shape)

@@ -17,6 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+SMALL = 2**17
+"""Numbers in an output below which a call's own cost decides: then plain autograd is used, not an own Function."""
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -189,6 +192,8 @@ def _factored(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Factors) -> F
 
 def _around(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Around) -> Float[Tensor, "N m"]:
     if torch.is_grad_enabled():
+        if y.numel() < SMALL:
+            return _factored(y, x, f.plain())
         out: Tensor = _Around.apply(y, x, f.start, f.delta, f.left, f.frozen, f.strength, f.scale)[0]
         return out
     dtype = y.dtype
