@@ -111,6 +111,22 @@ def test_gains_and_turns_against_autograd(half: int, small: int, monkeypatch: py
         torch.testing.assert_close(gained(y, e), y + e * y)
 
 
+@pytest.mark.parametrize("small", [0, 2**17])
+def test_a_gain_in_bf16_is_not_swallowed_by_one(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many outputs a gain of 1e-2, near bf16's step at 1, acts as 1e-2 on the mean; and its gradients."""
+    monkeypatch.setattr(kernel, "SMALL", small)
+    rng = torch.Generator().manual_seed(0)
+    y = (1 + torch.rand(4096, 8, generator=rng)).bfloat16().requires_grad_()
+    e = torch.full((8,), 1e-2, requires_grad=True)
+    out = gained(y, e)
+    assert float((out.float() - y.float()).detach().mean() / y.detach().float().mean()) == pytest.approx(1e-2, rel=0.1)
+    upstream = torch.randn(4096, 8, generator=rng).bfloat16()
+    out.backward(upstream)
+    assert y.grad is not None and e.grad is not None
+    torch.testing.assert_close(e.grad, (upstream.float() * y.float()).sum(0).detach(), rtol=0.02, atol=0.5)
+    torch.testing.assert_close(y.grad.float(), upstream.float() * 1.01, rtol=2**-7, atol=0)
+
+
 def test_hand_worked() -> None:
     # x = (1, 2), A = (3, 4): h = 11. B = (1, −1)ᵀ, s = 2: Δ = (22, −22). With g = (1, 10): u = s·g·B = −18, dA = −18·x.
     x, a = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[3.0, 4.0]], requires_grad=True)

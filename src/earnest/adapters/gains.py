@@ -40,7 +40,9 @@ class _Gained(torch.autograd.Function):
 
 
 def gained(y: Float[Tensor, "*N m"], e: Float[Tensor, " m"]) -> Float[Tensor, "*N m"]:
-    """y + e ∘ y, in y's dtype."""
+    """y + e ∘ y, in y's dtype. In bf16 1 + e would swallow a small e; in fp32 and wider (1 + e) ∘ y is as good."""
+    if y.dtype.itemsize >= 4:
+        return y * (1 + e.to(y.dtype))
     e = e.to(y.dtype)
     if y.numel() < kernel.SMALL or not torch.is_grad_enabled():
         return torch.addcmul(y, y, e)
