@@ -1,4 +1,4 @@
-"""``python -m earnest.audit.mutation RESULTS.jsonl``: the score of a stored run, and what survived, as markdown."""
+"""``python -m earnest.audit.mutation RESULTS.jsonl …``: the scores of stored runs, and what survived, as markdown."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from earnest.audit.mutation.run import Score, stored
 
 if __name__ == "__main__":
-    score = Score(tuple(stored(Path(sys.argv[1]))))
+    score = Score(tuple(outcome for path in sys.argv[1:] for outcome in stored(Path(path))))
     print(score.table())
-    print("\n| survived at line | what was changed |\n|---|---|")
+    print("\n| survived in | line | what was changed |\n|---|---|---|")
     for outcome in score.survivors:
-        print(f"| {outcome.line} | {outcome.what} |")
+        print(f"| `{outcome.file}` | {outcome.line} | {outcome.what} |")
