@@ -363,6 +363,23 @@ def test_a_checkpoint_goes_on_bit_for_bit(wire: str) -> None:
         assert any(k.startswith("residual.") for k in saved[0])
 
 
+def test_a_checkpoint_keeps_the_tokens_that_no_delta_was_weighted_by() -> None:
+    """With a delay the last updates of a round are sent in the next: their tokens weigh there, also after a restart."""
+    schedule = Schedule(4, 2, 1)
+    engine = ToyEngine(0)
+    outer = outer_of(engine, Memory(), schedule=schedule, rounds=4)
+    while outer.round < 1:
+        engine.step(tokens=16)
+    again = ToyEngine(0)  # a new process: its engine counts from 0
+    resumed = outer_of(again, Memory(), schedule=schedule, rounds=4)
+    resumed.ledger = resumed.manager.ledger = outer.ledger
+    resumed.load_state_dict(outer.state_dict())
+    assert resumed.join(again)
+    while resumed.round < 2:
+        again.step(tokens=16)
+    assert resumed.manager.commit.tokens == (32,)  # one update of round 0, one of round 1
+
+
 def test_no_checkpoint_inside_a_round() -> None:
     engine = ToyEngine(0)
     outer = outer_of(engine, Memory())

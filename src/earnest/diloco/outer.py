@@ -198,7 +198,7 @@ class ReplicaOuter(Standing):
         self.manager = BucketManager(ledger, rules, replica, agreed, wire)
         self.inner = 0
         self.heals = 0
-        self._tokens_before = 0
+        self._seen = self._unsent = 0  # tokens: of the engine's count, and of these what no delta was weighted by yet
         self._algorithm: Any = None
         self._build()
 
@@ -258,7 +258,7 @@ class ReplicaOuter(Standing):
         self.mirror.push(engine)
         self._build()
         self.inner = 0
-        self._tokens_before = engine.tokens
+        self._seen, self._unsent = engine.tokens, 0
 
     # --- after every update -------------------------------------------------------------------------------------------
 
@@ -282,8 +282,10 @@ class ReplicaOuter(Standing):
         sends = self.inner == interval - self.schedule.delay
         if sends or last:
             self.mirror.pull(engine)
+        self._unsent += engine.tokens - self._seen
+        self._seen = engine.tokens
         if sends:  # what is sent now is weighted by what was trained on since the last time
-            self.manager.tokens, self._tokens_before = engine.tokens - self._tokens_before, engine.tokens
+            self.manager.tokens, self._unsent = self._unsent, 0
         self.tick.step()
         if not last:
             self.manager.begin()
@@ -330,7 +332,7 @@ class ReplicaOuter(Standing):
             raise CheckpointError(f"a checkpoint inside a round ({self.inner} updates in) would lose its meeting.")
         state = {f"global.{k}": v.clone() for k, v in self.globals.tensors().items()}
         state |= {f"residual.{k}": v.clone() for k, v in self.manager.residual.items()}
-        return state | {"round": torch.tensor(self.round)}
+        return state | {"round": torch.tensor(self.round), "unsent": torch.tensor(self._unsent)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint; ``join`` decides whether the run is still there."""
@@ -339,6 +341,7 @@ class ReplicaOuter(Standing):
         self.manager.residual = {
             int(k.removeprefix("residual.")): v.clone() for k, v in state.items() if k.startswith("residual.")
         }
+        self._unsent = int(state.get("unsent", torch.tensor(0)))  # with a delay the last updates are not sent yet
         self.mirror.become(self.globals)
         self._build()
         self.inner = 0

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,7 +147,9 @@ def _inside(path: Path, root: Path) -> Path:
 
 def _compiles(mutant: Mutant) -> bool:
     try:
-        compile(mutant.source, "<mutant>", "exec")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # `1 is x` is a mutant like any other
+            compile(mutant.source, "<mutant>", "exec")
     except (SyntaxError, ValueError):
         return False
     return True
