@@ -157,6 +157,33 @@ def test_a_busy_chat_does_not_keep_the_fences_owner_out() -> None:
     assert len(log) == 200 and 20 <= units <= 30
 
 
+def test_one_kind_goes_round() -> None:
+    """Three of one kind take a unit each in turn: a chat that never ends keeps no score waiting."""
+    clock, names = Clock(), []
+    turns = Turns(clock=clock)
+    first = turns.acquire("load")
+    threads = []
+
+    def work(name: str, units: int) -> None:
+        ticket = turns.acquire("chat")
+        for unit in range(units):
+            names.append(name)
+            clock.now += 1.0
+            if unit < units - 1:
+                turns.breathe(ticket)
+        turns.release(ticket)
+
+    for count, (name, units) in enumerate((("a", 6), ("b", 2), ("c", 1)), 1):
+        threads.append(threading.Thread(target=work, args=(name, units), daemon=True))
+        threads[-1].start()
+        while turns.waiting()["chat"] < count:
+            pass
+    turns.release(first)
+    for thread in threads:
+        thread.join(10)
+    assert "".join(names) == "abcabaaaa"
+
+
 def test_hooks_surround_the_handing_over() -> None:
     clock, log = Clock(), []
     turns = Turns(clock=clock)

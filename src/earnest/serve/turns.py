@@ -2,6 +2,7 @@
 
     v_k ← v_k + seconds / share_k            after every unit of work of kind k
     next = the waiting kind with the least v_k;   a kind that arrives starts at the present v (no saved-up credit)
+    within a kind: round-robin, whoever has had a unit goes to the end
 
 That is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): with chat and learning both busy, learning gets
 share_learn / (share_learn + share_chat) of the time, and chat waits at most for one unit.
@@ -77,6 +78,7 @@ class Turns:
         with self._changed:
             assert self._holder is ticket, "only the holder can breathe"
             self._charge(ticket)
+            ticket.number = next(self._numbers)  # behind those of its own kind: a long holder starves none of them
             others = [t for t in self._allowed() if t.kind in to]
             if not others or min([*others, ticket], key=self._rank) is ticket:
                 self._now = self._used[ticket.kind]  # a new unit begins here
