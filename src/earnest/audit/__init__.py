@@ -20,6 +20,7 @@ from earnest.audit.subjects import Schedule as Schedule
 from earnest.audit.subjects import Subject as Subject
 from earnest.audit.subjects import Unbiased as Unbiased
 from earnest.audit.subjects import WeightSync as WeightSync
+from earnest.audit.together import Together as Together
 from earnest.audit.verdict import Finding as Finding
 from earnest.audit.verdict import LawBroken as LawBroken
 from earnest.audit.verdict import Verdict as Verdict

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from earnest.audit.together import Together
 from earnest.errors import EarnestError, nearest
 
 Role = Literal[
@@ -75,6 +76,8 @@ class Step:
     ``metrics``    metric -> (low, high): the range that it cannot leave; it has to move unless it is in ``still``
     ``still``      metrics that may stand still: counts, settings, shares that the batch alone decides
     ``neutral``    metric -> what it is where behaviour = current policy (a ratio: 1); the usual names are known
+    ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
+    ``may_idle``   patterns of parameters that may lawfully get no gradient from a batch: ("*.experts.*",)
     ``clipped``    the parameters that are handed to clip_grad_norm_
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
@@ -95,6 +98,7 @@ class Step:
     optimizer: torch.optim.Optimizer | None = None
     max_grad_norm: float | None = None
     clipped: Sequence[nn.Parameter] | None = None
+    may_idle: Sequence[str] = ()
     reference: Callable[[], Tensor] | None = None
     logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
@@ -114,6 +118,13 @@ class Step:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        given: Any = self.optimizer
+        if isinstance(given, list | tuple):
+            self.optimizer = Together(*given) if given else None
+        if isinstance(self.may_idle, str):
+            raise StepError(
+                f"may_idle={self.may_idle!r} is one text: give a sequence of patterns, ({self.may_idle!r},)."
+            )
         if not self.batch:
             raise StepError("the batch is empty; give the dict of tensors that the loss reads.")
         for role, key in self.roles.items():

@@ -58,11 +58,14 @@ def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
     twice = probe.gradient(edits.repeat_rows(probe.step))
     factor = twice.best_scale(whole)
     rest = twice.distance(whole.times(factor))
+    outcome = rest <= probe.tolerance and (abs(factor - 1) < 0.01 or abs(factor - 2) < 0.02)
+    # An unbiased deviation over the batch, or negatives from it, lawfully sees that there are twice as many rows.
+    coupled = not outcome and probe.step.rows_interact
     yield LAW.finding(
         "every row twice",
-        f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
-        "1× or 2×",
-        rest <= probe.tolerance and (abs(factor - 1) < 0.01 or abs(factor - 2) < 0.02),
+        f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
+        "-" if coupled else "1× or 2×",
+        "not applicable" if coupled else outcome,
         "Doubling the batch changes the gradient by neither 1 nor 2: the normaliser is not a count of what is summed.",
     )
 
