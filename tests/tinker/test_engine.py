@@ -14,11 +14,12 @@ from torch import Tensor
 import earnest as en
 from earnest.engines import AtIdsWanted, LogitsWanted, LogProbsWanted, TopKWanted
 from earnest.engines.tinker import Sample, batch_of
-from earnest.engines.tinker.teachers import TOLERANCE
+from earnest.engines.tinker.teachers import MOST, SLOWEST, TOLERANCE
 from earnest.engines.vocabulary import known
 from earnest.engines.vocabulary.known import tail_of
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
 from earnest.models import SampleSpec
+from earnest.serve.tinker import samplers
 from earnest.signals.distributions import ScoredAt
 from tests.tinker.conftest import KEY, Served
 from tests.tinker.reference import close
@@ -359,6 +360,50 @@ def test_an_average_of_distributions_follows_its_recursion(served: Served) -> No
     assert torch.equal(kept.logprobs(engine, batch), before)
     with pytest.raises(CheckpointError, match="cannot be continued"):
         engine.load("nowhere")
+
+
+def test_two_averages_on_one_server_keep_their_samplers(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has as many past weights as a session may keep; neither takes the other's."""
+    monkeypatch.setattr(samplers, "SNAPSHOTS", 4)
+    batch = en.Batch.from_rows([[5, 6, 7]], [[8, 9, 10, 11]], role="demonstration")
+    engines = [
+        en.TinkerEngine(
+            "earnest/nano", ADAM, base_url=served.url, api_key=KEY, rank=2, outer=en.RemoteEMA(0.3, window=3)
+        )
+        for _ in range(2)
+    ]
+    for _ in range(5):
+        for engine in engines:
+            assert engine.outer is not None
+            engine.step(batch, en.SFT())
+            assert bool(engine.outer.logprobs(engine, batch).isfinite().all())
+    for engine in engines:
+        engine.close()
+
+
+def test_a_session_keeps_the_samplers_that_it_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "SNAPSHOTS", 3)
+    kept, copy = samplers.Samplers(), samplers.Snapshot(en.LoRA(), (), {})
+    for name in ("a:sample:0", "a:sample:1", "b:sample:0", "a:sample:2"):
+        kept.add(name, name, copy, None)
+    kept.add("a:sample:9", "base", None, None)
+    kept.get("a:sample:0")
+    kept.add("a:sample:3", "3", copy, None)
+    there = [n for n in ("a:sample:0", "a:sample:1", "a:sample:2", "a:sample:3", "b:sample:0") if n in kept]
+    assert there == ["a:sample:0", "a:sample:2", "a:sample:3", "b:sample:0"]
+    with pytest.raises(ValueError, match="the session has used 3 others since"):
+        kept.get("a:sample:1")
+    kept.end("a")
+    assert "a:sample:3" not in kept and "b:sample:0" in kept and "a:sample:9" in kept
+
+
+def test_a_window_that_no_session_has_room_for_is_refused_at_the_start() -> None:
+    assert MOST + 1 == samplers.SNAPSHOTS  # the window, and the newest before the oldest leaves
+    assert (en.RemoteEMA(SLOWEST).window, en.RemoteEMA(0.02, window=MOST).window) == (63, MOST)
+    with pytest.raises(SignalError, match=r"rate 0.02 with a window of 149 .* 63 at most, .* rate of 0.047 or more"):
+        en.RemoteEMA(0.02)
+    with pytest.raises(SignalError, match="a window of 64 past weights"):
+        en.RemoteEMA(0.5, window=64)
 
 
 @pytest.mark.parametrize(("rate", "window"), [(0.05, 59), (0.5, 5), (1.0, 2)])

@@ -99,7 +99,10 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "objective": [([SDPO],), (SDPOS, "asked once"), ([{"kind": "dpo"}],)],
     "advantages": [("leave_one_out",)],
     "teacher.kind": [("base", "teach nobody"), ("trust_region", "mixes logits"), ("live",)],
-    "teacher.mix": [(0.5, "teacher.mix")],
+    "teacher.mix": [
+        (0.5, "teacher.mix"),
+        (0.02, "teacher.mix: .* window of 149", {"objective": [SDPO], "teacher": {"kind": "ema"}}),
+    ],
     "guard": [({"kind": "erase", "directions": "d.safetensors"}, "guard: with engine.kind tinker")],
     "engine.kind": [("tinker",)],
     "engine.base_url": [("http://127.0.0.1:1",)],

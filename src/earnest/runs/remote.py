@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from earnest.config import RunConfig
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, SignalError
 from earnest.models.catalog import served_name
 from earnest.objectives import Objective
 from earnest.signals.reference import wanted_signals
@@ -102,7 +102,10 @@ def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[st
         raise ConfigError(
             f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
         )
-    ema = RemoteEMA(rate=config.teacher.mix or 0.05) if config.teacher.kind == "ema" else None
+    try:
+        ema = RemoteEMA(rate=config.teacher.mix or 0.05) if config.teacher.kind == "ema" else None
+    except SignalError as error:
+        raise ConfigError(f"teacher.mix: {error}") from None
     if ema is not None:
         say("teacher ema: its past weights live as long as this process, so this run cannot be resumed")
     say(f"a LoRA on {served_name(config.model)} at {config.engine.base_url or 'TINKER_BASE_URL'}")

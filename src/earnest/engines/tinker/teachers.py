@@ -12,6 +12,7 @@ one. The share that was handed on bounds how far the average is off the recursio
     ema_merged_share = (1-r)^window once the window is full,   |T̂ - T|₁/2 ≤ ema_merged_share
 
 It is reported after every update, and without a ``window`` of your own the window is as long as keeps it ≤ TOLERANCE.
+A window above ``MOST`` is refused: `earnest serve` keeps 64 samplers of a session, this window and the newest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 0.05
+MOST = 63
+SLOWEST = math.ceil(1000 * (1 - TOLERANCE ** (1 / MOST))) / 1000
+"""The smallest rate, to three places, whose own window is no longer than MOST."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,12 @@ class RemoteEMA:
             )
         if self.window is None:
             self.window = 2 if self.rate == 1 else max(2, math.ceil(math.log(TOLERANCE) / math.log1p(-self.rate)))
+        if self.window > MOST:
+            raise SignalError(
+                f"RemoteEMA: rate {self.rate:g} with a window of {self.window} past weights; a service is asked to keep "
+                f"{MOST} at most, so take a rate of {SLOWEST:.3f} or more, or a window of up to {MOST}, which merges "
+                f"(1-{self.rate:g})^{MOST} = {(1 - self.rate) ** MOST:.0%} of the average."
+            )
 
     @property
     def weights(self) -> tuple[float, ...]:

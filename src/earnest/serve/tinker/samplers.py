@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ATTACHED = 8
 SNAPSHOTS = 64
+"""Copies in memory for one session; ``RemoteEMA`` counts on them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,32 +86,50 @@ class Shelf:
 
 
 class Samplers:
-    """Sampling sessions by id. Copies in memory are kept for the newest ``SNAPSHOTS`` of them."""
+    """Sampling sessions by id (``<session>:sample:<number>``).
+
+    A session keeps the ``SNAPSHOTS`` copies in memory that it used last, whatever others do, and none once it ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[str, Source, str | None]] = {}
-        self._copies: OrderedDict[str, None] = OrderedDict()
+        self._copies: dict[str, OrderedDict[str, None]] = {}  # by session, the least recently used first
         self._clones: dict[str, int] = {}
 
     def add(self, sampler: str, key: str, source: Source, path: str | None) -> None:
         with self._lock:
             self._known[sampler] = (key, source, path)
             if isinstance(source, Snapshot):
-                self._copies[sampler] = None
-                while len(self._copies) > SNAPSHOTS:
-                    oldest, _ = self._copies.popitem(last=False)
-                    del self._known[oldest]
+                copies = self._copies.setdefault(_session(sampler), OrderedDict())
+                copies[sampler] = None
+                copies.move_to_end(sampler)
+                while len(copies) > SNAPSHOTS:
+                    self._forget(copies.popitem(last=False)[0])
 
     def get(self, sampler: str) -> tuple[str, Source, str | None]:
-        """(key of its weights, the weights, its path where it has one)."""
-        found = self._known.get(sampler)
-        if found is None:
-            raise NotThere(
-                f"there is no sampler {sampler!r}: the server was restarted, or {SNAPSHOTS} newer ones have replaced "
-                "this one. Save the weights under a name to keep them."
-            )
-        return found
+        """(key of its weights, the weights, its path where it has one). To ask for it is to use it."""
+        with self._lock:
+            found = self._known.get(sampler)
+            if found is not None:
+                copies = self._copies.get(_session(sampler))
+                if copies is not None and sampler in copies:
+                    copies.move_to_end(sampler)
+                return found
+        raise NotThere(
+            f"there is no sampler {sampler!r}: the server was restarted, its session ended, or the session has used "
+            f"{SNAPSHOTS} others since. Save the weights under a name to keep them."
+        )
+
+    def end(self, session: str) -> None:
+        """Forget the copies in memory of a session that is over."""
+        with self._lock:
+            for sampler in self._copies.pop(session, {}):
+                self._forget(sampler)
+
+    def _forget(self, sampler: str) -> None:
+        del self._known[sampler]
+        self._clones.pop(sampler, None)
 
     def join(self, sampler: str) -> int:
         """A number for one more client of this sampler; the first one is 0."""
@@ -121,3 +140,7 @@ class Samplers:
 
     def __contains__(self, sampler: str) -> bool:
         return sampler in self._known
+
+
+def _session(sampler: str) -> str:
+    return sampler.partition(":")[0]

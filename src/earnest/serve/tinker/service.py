@@ -78,7 +78,7 @@ class Service:
         self.sessions[id].heard = time.time()
 
     def finish_session(self, id: str) -> None:
-        """Take the session's models off the policy; what they saved stays."""
+        """Take the session's models off the policy; what was saved under a name stays."""
         session = self.session(id)
         session.finished = True
         for run in session.models:
@@ -146,6 +146,7 @@ class Service:
         model = self.models.pop(run, None)
         if model is not None:
             model.close()
+        self.samplers.end(run.partition(":")[0])  # in the thread that adds them: none comes in behind
         return Plain({"type": "unload_model", "model_id": run})
 
     def info(self, run: str) -> dict[str, Any]:
