@@ -17,9 +17,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from earnest.diloco.ledger import Ledger
+from earnest.diloco.manager import BucketManager
 from earnest.diloco.outer import ReplicaOuter, Schedule
 from earnest.diloco.protocol import Rules
-from earnest.diloco.store import AlreadyThere, Bucket, Unavailable
+from earnest.diloco.store import AlreadyThere, Bucket, Unavailable, unseal
 from earnest.diloco.wire import Wire
 from tests.diloco.toy import ToyEngine
 
@@ -39,13 +40,38 @@ class World:
     time: float = 0.0
     again: list[str] = field(default_factory=list)
     """Keys that were cleaned up and then created once more."""
+    weights: list[tuple[str, int, int]] = field(default_factory=list)
+    """Of each delta that was given to the store: its key, the tokens that it claims, the tokens it was trained on."""
+
+
+@dataclass
+class Trained:
+    """Tokens behind the weights of each fragment since it was last set to what was agreed; ``taken``: by round, those
+    at the moment at which torchft took the difference. Kept from outside, by what torchft calls."""
+
+    counts: list[int]
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def watch(self, manager: BucketManager) -> None:
+        allreduce, should_commit = manager.allreduce, manager.should_commit
+
+        def take(*args: Any, **more: Any) -> Any:
+            k = manager.globals.round
+            self.taken[k] = self.counts[k % len(self.counts)]
+            return allreduce(*args, **more)
+
+        def meet(*args: Any, **more: Any) -> bool:
+            self.counts[manager.globals.round % len(self.counts)] = 0
+            return should_commit(*args, **more)
+
+        manager.allreduce, manager.should_commit = take, meet  # type: ignore[method-assign]
 
 
 class Port:
     """One replica's way to the store, and the place where the scheduler holds it."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, trained: Trained) -> None:
+        self.world, self.trained = world, trained
         self.order: Order = "go"
         self.arrived, self.granted = threading.Semaphore(0), threading.Semaphore(0)
         self.waiting_for = ""
@@ -67,6 +93,10 @@ class Port:
         return result
 
     def create(self, key: str, data: bytes) -> None:
+        if "/delta/" in key:
+            meta = unseal(key, data).meta
+            self.world.weights.append((key, meta["tokens"], self.trained.taken[meta["round"]]))
+
         def act(tear: bool) -> None:
             if key in self.world.objects:
                 raise AlreadyThere(key)
@@ -107,6 +137,7 @@ class Disk:
     optimizer: Any = None
     outer: dict[str, Tensor] = field(default_factory=dict)
     version: int = 0
+    trained: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -142,7 +173,8 @@ class Replica:
             self.disk = Disk()
         self.lives += 1
         self.alive = True
-        self.port = Port(self.world)
+        self.trained = Trained([0] * self.job.schedule.fragments)
+        self.port = Port(self.world, self.trained)
         self.thread = threading.Thread(target=self._live, daemon=True)
         self.thread.start()
         self.port.arrived.acquire()
@@ -180,6 +212,7 @@ class Replica:
             rounds=job.rounds,
             snapshot_every=job.snapshot_every,
         )
+        self.trained.watch(outer.manager)
         outer.manager.clock, outer.manager.sleep = (lambda: self.world.time), port.sleep
         if self.disk.weights:
             for p, w in zip(engine.parameters, self.disk.weights, strict=True):
@@ -187,12 +220,16 @@ class Replica:
             engine.optimizer.load_state_dict(self.disk.optimizer)
             outer.load_state_dict(self.disk.outer)
             engine.version = self.disk.version
-        outer.join(engine)
+        if outer.join(engine) and self.disk.weights:
+            self.trained.counts[:] = self.disk.trained
         engine.outer = outer  # type: ignore[assignment]
         engine.version = outer.updates
         while not outer.over:
             before = outer.round
-            engine.step()
+            tokens = 1 + (7 * self.number + 3 * engine.version) % 11  # no two replicas and no two updates alike
+            self.trained.counts[:] = [count + tokens for count in self.trained.counts]
+            if engine.step(tokens).get("healed"):
+                self.trained.counts[:] = [0] * job.schedule.fragments
             engine.version = outer.updates
             if outer.between:
                 if outer.round == before + 1 and not outer.manager.pending:
@@ -208,4 +245,5 @@ class Replica:
             copy.deepcopy(engine.optimizer.state_dict()),
             outer.state_dict(),
             engine.version,
+            list(self.trained.counts),
         )

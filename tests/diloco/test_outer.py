@@ -363,21 +363,63 @@ def test_a_checkpoint_goes_on_bit_for_bit(wire: str) -> None:
         assert any(k.startswith("residual.") for k in saved[0])
 
 
-def test_a_checkpoint_keeps_the_tokens_that_no_delta_was_weighted_by() -> None:
-    """With a delay the last updates of a round are sent in the next: their tokens weigh there, also after a restart."""
-    schedule = Schedule(4, 2, 1)
+def weights_of(outer: ReplicaOuter) -> list[int]:
+    """The tokens by which the only replica's deltas were weighted, by round."""
+    commits = (outer.ledger.commit(k) for k in range(outer.round))
+    return [c.tokens[0] for c in commits if c is not None]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "updates"),
+    [
+        (Schedule(4), [range(1, 5), range(5, 9), range(9, 13)]),
+        (Schedule(4, outer=None), [range(1, 5), range(5, 9), range(9, 13)]),
+        (Schedule(4, 2), [range(1, 3), range(1, 5), range(3, 7)]),
+        (Schedule(4, 2, 1), [range(1, 2), range(1, 4), range(3, 6)]),
+        (Schedule(4, 1, 1), [range(1, 4), range(5, 8), range(9, 12)]),  # update 4 is overwritten: it weighs nowhere
+        (Schedule(4, 1, 1, alpha=0.5), [range(1, 4), range(4, 8), range(8, 12)]),  # half of update 4 is kept
+    ],
+    ids=["whole", "local", "fragments", "delayed fragments", "delayed", "mixed"],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_delta_weighs_what_it_was_trained_on(schedule: Schedule, updates: list[range], restarted: bool) -> None:
+    """Update n trains on 2ⁿ tokens, so a weight names its updates: those since the delta's own fragment last met,
+    also where the process was started again after the first round."""
     engine = ToyEngine(0)
-    outer = outer_of(engine, Memory(), schedule=schedule, rounds=4)
-    while outer.round < 1:
-        engine.step(tokens=16)
-    again = ToyEngine(0)  # a new process: its engine counts from 0
-    resumed = outer_of(again, Memory(), schedule=schedule, rounds=4)
-    resumed.ledger = resumed.manager.ledger = outer.ledger
-    resumed.load_state_dict(outer.state_dict())
-    assert resumed.join(again)
-    while resumed.round < 2:
-        again.step(tokens=16)
-    assert resumed.manager.commit.tokens == (32,)  # one update of round 0, one of round 1
+    engine.tokens = 1000  # trained before it came here
+    outer = outer_of(engine, Memory(), schedule=schedule, rounds=3)
+    done = 0
+    while not outer.over:
+        if restarted and outer.round == 1 and outer.between:
+            again = ToyEngine(0)  # a new process: its engine counts from 0
+            again.version = engine.version
+            with torch.no_grad():
+                for p, w in zip(again.parameters, engine.parameters, strict=True):
+                    p.copy_(w)
+            resumed = outer_of(again, Memory(), schedule=schedule, rounds=3)
+            resumed.ledger = resumed.manager.ledger = outer.ledger
+            resumed.load_state_dict(outer.state_dict())
+            assert resumed.join(again)
+            engine, outer, restarted = again, resumed, False
+        done += 1
+        engine.step(tokens=2**done)
+    assert weights_of(outer) == [sum(2**n for n in part) for part in updates]
+
+
+def test_who_is_brought_back_weighs_from_there_on() -> None:
+    engine = ToyEngine(0)
+    outer = outer_of(engine, Memory(), schedule=Schedule(4, 2), rounds=3)
+    for n in range(1, 4):
+        engine.step(tokens=2**n)
+    with torch.no_grad():
+        engine.parameters[1][0] = float("nan")
+    engine.outer = None
+    outer.after_update(engine)  # round 1 moves the second fragment: not finite, so all is as it was after round 0
+    assert outer.heals == 1 and outer.round == 1
+    engine.outer = outer  # type: ignore[assignment]
+    for n in range(4, 6):
+        engine.step(tokens=2**n)
+    assert weights_of(outer) == [2 + 4, 16 + 32]
 
 
 def test_no_checkpoint_inside_a_round() -> None:

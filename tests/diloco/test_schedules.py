@@ -121,6 +121,9 @@ class Replicas(RuleBasedStateMachine):
         for replica in self.replicas:
             for k, fingerprint in replica.finished:
                 assert fingerprint == commits[k]["result"], "agreement: whoever finished a round has its result"
+        assert self.world.weights
+        for key, told, trained in self.world.weights:
+            assert told == trained, f"weight: {key} claims {told} tokens, it was trained on {trained}"
         self._recompute(commits)
 
     def _commits(self) -> dict[int, dict[str, Any]]:
@@ -145,6 +148,7 @@ class Replicas(RuleBasedStateMachine):
                 key = f"outer/{k:08d}/delta/{replica:05d}" + (f"~{attempt}" if attempt else "")
                 delta = unseal(key, self.world.history[key])
                 assert delta.meta["start"] == commit["start"] and delta.meta["replica"] == replica
+                assert delta.meta["tokens"] == tokens, "weight: the commit has the deltas' own"
                 total += tokens * decode(delta.payload, len(total)).numpy().astype(np.float64)
             g = total / sum(commit["tokens"])
             if self.job.schedule.outer is None:

@@ -198,7 +198,8 @@ class ReplicaOuter(Standing):
         self.manager = BucketManager(ledger, rules, replica, agreed, wire)
         self.inner = 0
         self.heals = 0
-        self._seen = self._unsent = 0  # tokens: of the engine's count, and of these what no delta was weighted by yet
+        self._seen = self._sent = 0  # tokens: of the engine's count, and the weight of the delta that is under way
+        self._trained = [0] * schedule.fragments  # by fragment: tokens that made its weights what they are since it met
         self._algorithm: Any = None
         self._build()
 
@@ -239,7 +240,9 @@ class ReplicaOuter(Standing):
             first = Globals(self.mirror.tensors(), self.schedule.outer)
             self.ledger.put_state(0, first.pack(), first.fingerprint())
         kept = self.ledger.committed() - self.round in (0, 1) and self._is_true()
-        if not kept:
+        if kept:
+            self._seen = engine.tokens  # what it trained on before it came here moved nothing of this run
+        else:
             self._take(engine)
         if not self.over:
             self.ledger.hello(self.round, self.replica)
@@ -258,7 +261,8 @@ class ReplicaOuter(Standing):
         self.mirror.push(engine)
         self._build()
         self.inner = 0
-        self._seen, self._unsent = engine.tokens, 0
+        self._seen, self._sent = engine.tokens, 0
+        self._trained = [0] * self.schedule.fragments
 
     # --- after every update -------------------------------------------------------------------------------------------
 
@@ -282,16 +286,19 @@ class ReplicaOuter(Standing):
         sends = self.inner == interval - self.schedule.delay
         if sends or last:
             self.mirror.pull(engine)
-        self._unsent += engine.tokens - self._seen
+        self._trained = [count + engine.tokens - self._seen for count in self._trained]
         self._seen = engine.tokens
-        if sends:  # what is sent now is weighted by what was trained on since the last time
-            self.manager.tokens, self._unsent = self._unsent, 0
+        fragment = self.round % self.schedule.fragments
+        if sends:  # a delta's weight is what it was trained on: since its own fragment met, not since any did
+            self.manager.tokens = self._sent = self._trained[fragment]
         self.tick.step()
         if not last:
             self.manager.begin()
             return {}
         self.mirror.push(engine)
         self.inner = 0
+        # torchft has put the agreed weights in place: of what was trained during the delay, only alpha's share is left
+        self._trained[fragment] = self._trained[fragment] - self._sent if self.schedule.alpha else 0
         return {**self.manager.last, **self._after_round(), "healed": 0.0}
 
     def _after_round(self) -> dict[str, float]:
@@ -332,7 +339,7 @@ class ReplicaOuter(Standing):
             raise CheckpointError(f"a checkpoint inside a round ({self.inner} updates in) would lose its meeting.")
         state = {f"global.{k}": v.clone() for k, v in self.globals.tensors().items()}
         state |= {f"residual.{k}": v.clone() for k, v in self.manager.residual.items()}
-        return state | {"round": torch.tensor(self.round), "unsent": torch.tensor(self._unsent)}
+        return state | {"round": torch.tensor(self.round), "trained": torch.tensor(self._trained)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint; ``join`` decides whether the run is still there."""
@@ -341,7 +348,8 @@ class ReplicaOuter(Standing):
         self.manager.residual = {
             int(k.removeprefix("residual.")): v.clone() for k, v in state.items() if k.startswith("residual.")
         }
-        self._unsent = int(state.get("unsent", torch.tensor(0)))  # with a delay the last updates are not sent yet
+        none = torch.zeros(self.schedule.fragments, dtype=torch.long)
+        self._trained = state.get("trained", none).tolist()  # of fragments that did not meet in the last round
         self.mirror.become(self.globals)
         self._build()
         self.inner = 0

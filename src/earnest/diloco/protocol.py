@@ -13,6 +13,7 @@ Invariants (tests/diloco/test_schedules.py checks them under random schedules, k
     agreement     all who finish round k have the same state, and it is the fingerprint in commit k
     chain         commit k starts where commit k-1 ended; rounds are committed without gaps
     validity      only deltas that were written for this round, from its start, are averaged; each replica once
+    weight        a delta counts by the tokens that made it: those trained on since its own fragment last met
     durability    a committed round is never undone: whoever joins later arrives at the same state
     progress      with a quorum alive, some replica can always finish the round
 """
