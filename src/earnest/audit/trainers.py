@@ -37,6 +37,7 @@ ROLE_OF = {
     "ref_rejected_logps": "reference_rejected",
 }
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
+DOCUMENTS = "documents of the packed rows"  # ours, and never handed to the trainer
 APART = ("prompt_ids", "prompt_mask")  # as wide as a completion only by accident: never padded together with it
 
 
@@ -47,6 +48,9 @@ def step_of_trainer(
     """``compute_loss`` is the trainer's own; ``items`` is its num_items_in_batch."""
     pairs, taught = _is_paired(inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
     batch = _apart(_split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs))
+    documents = _documents(inputs)
+    if documents is not None:
+        batch[DOCUMENTS] = documents
     knobs = _knobs(trainer, inputs)
 
     def loss(model: nn.Module, changed: Inputs, **settings: Any) -> tuple[Tensor, dict[str, float]]:
@@ -60,6 +64,8 @@ def step_of_trainer(
     for key, role in ROLE_OF.items():
         if isinstance(batch.get(key), Tensor) and role not in roles:
             roles[role] = key
+    if documents is not None:
+        roles["documents"] = DOCUMENTS
     if getattr(trainer.args, "distillation_weight", None) == 1:
         roles.pop("advantages", None)  # TRL's SDPO makes them and, told to distil alone, rightly reads none
     if "labels" in roles:
@@ -77,6 +83,7 @@ def step_of_trainer(
         value_is_loss=False if getattr(trainer.args, "loss_type", None) == "dft" else None,
         logprobs=_logprobs(trainer) if "advantages" in roles and hasattr(trainer, LOGPROBS) else None,
         all_supervised=all_supervised,
+        rows_interact=_balances(model),
         precision=_precision(trainer),
         name=f"{kind}'s step",
         seed=int(getattr(trainer.args, "seed", 0)),
@@ -150,7 +157,29 @@ def _apart(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(batch: Inputs) -> dict[str, Any]:
-    return {k: v[:, 0] if k in APART else v for k, v in batch.items()}
+    return {k: v[:, 0] if k in APART else v for k, v in batch.items() if k != DOCUMENTS}
+
+
+# --- what the model and the batch give away ---------------------------------------------------------------------------
+
+
+def _documents(inputs: Inputs) -> Tensor | None:
+    """Which document a token of a packed row belongs to: position ids begin again inside the row, at a real token."""
+    positions, shown = inputs.get("position_ids"), inputs.get("attention_mask")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return None
+    begins = positions[:, 1:] <= positions[:, :-1]
+    if isinstance(shown, Tensor) and shown.shape == positions.shape:
+        begins = begins & (shown[:, 1:] != 0) & (shown[:, :-1] != 0)
+    if not bool(begins.any()):
+        return None
+    return torch.cat([torch.zeros_like(positions[:, :1]), begins.cumsum(-1)], dim=1)
+
+
+def _balances(model: nn.Module) -> bool:
+    """Whether a router's load-balancing loss is in the step: a product of means over all tokens couples the rows."""
+    config = getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
+    return bool(getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0))
 
 
 # --- knobs and log-probs ----------------------------------------------------------------------------------------------

@@ -14,24 +14,9 @@ import torch
 from torch import Tensor
 
 from earnest.audit.law import Law, not_declared
-from earnest.audit.laws.on_policy import on_policy, quiet_knobs
+from earnest.audit.laws.on_policy import HIGH, LOW, last, on_policy, quiet_knobs, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
-
-LOW = (
-    "clip",
-    "clip_low",
-    "eps",
-    "epsilon",
-    "epsilon_low",
-    "eps_low",
-    "clip_eps",
-    "clip_range",
-    "cliprange",
-    "eps_clip",
-    "clip_ratio",
-)
-HIGH = ("clip_high", "epsilon_high", "eps_high", "cliprange_high", "clip_ratio_high", "eps_clip_high")
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -48,6 +33,10 @@ def check(probe: Probe) -> Iterator[Finding]:
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
     with probe.kicked():
+        how = whitening(probe, on_policy(probe), quiet_knobs(probe))
+        if how is not None:  # the sign that a row is given is not the sign that its ratio meets
+            yield Finding("LAW", "clip", how, "-", "not applicable")
+            return
         pulls = _pulls(probe, cases)
     if pulls is None:
         yield Finding(
@@ -79,7 +68,7 @@ def clip_range(probe: Probe) -> tuple[float | None, float | None]:
 
 def _value(probe: Probe, names: tuple[str, ...]) -> float | None:
     for knob, value in probe.step.knobs.items():
-        if knob.lower().rsplit(".", 1)[-1] in names and isinstance(value, float) and 0 < value < 1:
+        if last(knob) in names and isinstance(value, float) and 0 < value < 1:
             return value
     return None
 

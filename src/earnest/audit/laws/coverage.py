@@ -62,11 +62,18 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     if role == "labels" and _in_place(probe, on):  # nothing stands before a row's first token to predict it from
         flat = flat.clone()
         flat[:, 0] = False
+    weighed = flat & _with_advantage(probe, role, flat)
+    idle = int((flat.any(-1) & ~weighed.any(-1)).sum())
+    aside = f"; {idle} rows without an advantage are left out" if idle else ""
+    flat = weighed
+    if not bool(flat.any()):
+        yield Finding("CV", "every supervised position", f"no position to ask{aside}", "-", "not applicable")
+        return
     silent: list[str] = []
     tried = 0
     quick = _slopes(probe, role, flat)
     if quick is not None:
-        yield LAW.finding("every supervised position", f"all {quick} matter (through {key!r})", "all", True)
+        yield LAW.finding("every supervised position", f"all {quick} matter (through {key!r}){aside}", "all", True)
         return
     for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
         places = flat[row].nonzero()[:, 0].tolist()
@@ -78,7 +85,7 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
                 silent.append(f"the {what} one of row {row}")
     yield LAW.finding(
         "every supervised position",
-        f"{tried - len(silent)} of {tried} matter (through {key!r})",
+        f"{tried - len(silent)} of {tried} matter (through {key!r}){aside}",
         "all",
         not silent,
         f"{', '.join(silent[:4])} is in the mask and not in the gradient: the last (end-of-turn) token is cut off by "
@@ -86,12 +93,14 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     )
 
 
-def _rows_with_advantage(probe: Probe, flat: Tensor) -> Tensor:
-    """Rows of a group without variance have advantage 0: nothing in them can matter to a policy gradient."""
+def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
+    """Where the advantage is 0 (a group without variance) neither labels nor behaviour can matter to a policy
+    gradient; other signals are terms of their own, and advantages themselves are given another value."""
     value = probe.step.value("advantages")
-    if value is None:
-        return torch.ones_like(flat[:, :1])
-    return (value != 0).reshape(len(value), -1).any(-1, keepdim=True)
+    if value is None or role not in ("labels", "behaviour"):
+        return torch.ones_like(flat)
+    on = value != 0
+    return on if on.shape == flat.shape else on.reshape(len(on), -1).any(-1, keepdim=True).expand_as(flat)
 
 
 def _slopes(probe: Probe, role: str, flat: Tensor) -> int | None:
@@ -188,7 +197,8 @@ LAW = Law(
     sentence="Every supervised position matters, the terminal token too, and the supervised share is neither 0 nor 1.",
     needs="roles mask or labels; ids and tokenizer to show the span",
     how="The signal of single supervised tokens is changed, and each must move the gradient.",
-    traps="A token whose ratio is clipped is silent by design under one sign of its advantage, so both are tried.",
+    traps="A token whose ratio is clipped is silent by design under one sign of its advantage, so both are tried. Rows "
+    "of advantage 0 are silent under both, and left out.",
     caught="Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos",
     check=check,
     quick=False,

@@ -3,7 +3,8 @@ trainable; nothing else moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ def _owned(probe: Probe) -> Iterator[Finding]:
         "exactly the trainable parameters, once each",
         not orphans and strangers <= 0 and len(owned) == len(ids),
         f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was "
-        "built before an adapter was attached or a layer replaced, or a group was forgotten.",
+        "built before an adapter was attached or a layer replaced, or a group was forgotten. Several optimizers "
+        "are given as a list.",
     )
 
 
@@ -79,43 +81,57 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
     """A few real steps from the real state: a parameter that starts at 0 · 0 stays there, a kick would hide it."""
     step, names = probe.step, list(probe.parameters)
     before = {n: bits(p) for n, p in probe.parameters.items()}
-    others = {n: bits(t) for n, t in _others(probe)}
+    others = {n: bits(p) for n, p in step.model.named_parameters() if n not in before and not p.requires_grad}
+    born = {n: bits(t) for n, t in step.model.named_buffers()}
+    pushed: set[str] = set()
     alive = dict.fromkeys(names, False)
     for number in range(STEPS):
         gradient = first if number == 0 else probe.gradient(dict(step.batch))
         for name, g in gradient.parts.items():
             alive[name] |= g is not None and bool((g != 0).any())
+        # A running statistic moves in the forward pass, lawfully; a buffer that an update moves is a frozen weight.
+        buffers = {n: bits(t) for n, t in step.model.named_buffers()}
         _update(probe, gradient.parts)
-    dead = [n for n in names if not alive[n]]
+        pushed |= {n for n, t in step.model.named_buffers() if buffers.get(n) != bits(t)}
+    dead = [n for n in names if not alive[n] and not idles(n, step.may_idle)]
+    idle = sum(not a for a in alive.values()) - len(dead)
     yield LAW.finding(
         f"{len(names)} trainable parameters",
-        f"{len(names) - len(dead)} got a gradient within {STEPS} steps",
-        "all",
+        f"{len(names) - len(dead) - idle} got a gradient within {STEPS} steps"
+        + (f", {idle} idle by declaration" if idle else ""),
+        "all" if not step.may_idle else "all but those that may idle",
         not dead,
         f"No gradient reaches {some(dead)}. They are detached or bypassed, a layer's checkpointing cuts the graph, "
-        "or two factors are both 0.",
+        'or two factors are both 0. Experts that get no token from one batch are declared: may_idle=("*.experts.*",).',
     )
     if step.optimizer is None:
         yield not_declared("GL", "the parameters' bits", "optimizer=…")
         return
+    live = sum(alive.values())
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and alive[n]]
     yield LAW.finding(
         f"{len(names)} trainable parameters",
-        f"{len(names) - len(still) - len(dead)} changed their bits",
-        f"all that got a gradient ({len(names) - len(dead)})",
+        f"{live - len(still)} changed their bits",
+        f"all that got a gradient ({live})",
         not still,
         f"{some(still)} get a gradient and do not move: the optimizer does not own them, or the update is lost when "
         "it is rounded to their dtype (keep trainable parameters in fp32, or raise the learning rate).",
     )
-    moved = [n for n, t in _others(probe) if others.get(n) != bits(t)]
+    moved = [n for n, p in step.model.named_parameters() if n in others and others[n] != bits(p)] + sorted(pushed)
+    running = sum(born.get(n) != bits(t) for n, t in step.model.named_buffers() if n not in pushed)
     yield LAW.finding(
-        f"{len(others)} frozen tensors",
-        f"{len(moved)} moved",
+        f"{len(others)} frozen parameters, {len(born)} buffers",
+        f"{len(moved)} moved"
+        + (f"; {running} buffers did in the forward pass, as running statistics do" * bool(running)),
         "none",
         not moved,
-        f"{some(moved)} moved although frozen: the optimizer, a hook or a running statistic reaches further than "
-        "declared.",
+        f"{some(moved)} moved although frozen: the optimizer or a hook reaches further than declared.",
     )
+
+
+def idles(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter is declared to get no gradient from some batches, as an expert without a token."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _update(probe: Probe, gradient: object) -> None:
@@ -144,13 +160,6 @@ def _update(probe: Probe, gradient: object) -> None:
             p.grad = None
 
 
-def _others(probe: Probe) -> Iterator[tuple[str, Tensor]]:
-    own = {id(p) for p in probe.parameters.values()}
-    for name, tensor in [*probe.step.model.named_parameters(), *probe.step.model.named_buffers()]:
-        if id(tensor) not in own:
-            yield name, tensor
-
-
 def bits(t: Tensor) -> bytes:
     return t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -167,7 +176,8 @@ LAW = Law(
     needs="model and loss; optimizer for what moves and what it owns; clipped for what is clipped",
     how=f"{STEPS} real steps from the real state, then every bit is compared and put back.",
     traps="LoRA's A has no gradient while B = 0: it may come at step 2. Weight decay alone moves a parameter that is "
-    "dead, so gradients are asked for first.",
+    "dead, so gradients are asked for first. Experts without a token are declared in may_idle; running statistics "
+    "move in the forward pass, so of buffers only those that an update moves are asked.",
     caught="SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move, "
     "prime-rl #1311",
     check=check,

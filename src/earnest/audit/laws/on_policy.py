@@ -20,7 +20,36 @@ from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
 
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift is far outside
-CLIPS = ("clip", "eps", "epsilon", "delta")
+# A clip's settings by their usual names, and by nothing less: smooth_eps, huber_delta, reward_clip and
+# cliprange_value are other things.
+LOW = (
+    "clip",
+    "clip_low",
+    "eps",
+    "epsilon",
+    "epsilon_low",
+    "eps_low",
+    "clip_eps",
+    "clip_epsilon",
+    "clip_range",
+    "clip_range_low",
+    "cliprange",
+    "cliprange_low",
+    "eps_clip",
+    "eps_clip_low",
+    "clip_ratio",
+    "clip_ratio_low",
+)
+HIGH = (
+    "clip_high",
+    "epsilon_high",
+    "eps_high",
+    "clip_range_high",
+    "cliprange_high",
+    "eps_clip_high",
+    "clip_ratio_high",
+)
+BEYOND = ("delta", "dual_clip", "clip_dual", "clip_ratio_c", "importance_clip")  # other bounds that are inert at 1
 MEANING = (
     "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
     "for a swapped branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are "
@@ -42,12 +71,16 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield not_declared("LAW", "on-policy gradient = REINFORCE", "logprobs=lambda model, batch: …")
             return
         batch = on_policy(probe)
-        yield from _linear(probe, batch, quiet)
+        how = whitening(probe, batch, quiet)
+        yield from _linear(probe, batch, quiet, how)
         probe.cost += 1
         with seeded(step.seed), torch.enable_grad():
             now = step.logprobs(step.model, fresh(batch))
-        yield from _reinforce(probe, batch, quiet, now)
-        yield _raises_what_was_better(probe, batch, quiet, now)
+        if how is None:
+            yield from _reinforce(probe, batch, quiet, now)
+        else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
+            yield Finding("LAW", "on-policy gradient = REINFORCE", how, "-", "not applicable")
+        yield _raises_what_was_better(probe, batch, quiet, now, centred=how is not None)
 
 
 def quiet_knobs(probe: Probe) -> dict[str, Any]:
@@ -76,6 +109,21 @@ def _advantages(probe: Probe, batch: Mapping[str, Any], values: Tensor) -> edits
     return {**batch, probe.step.roles["advantages"]: values}
 
 
+def whitening(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> str | None:
+    """How the step itself treats its advantages over the batch, where rows interact by declaration: centred ones do
+    not feel a constant, scaled ones do not feel a factor. None: they are used as they are."""
+    if not probe.step.rows_interact:
+        return None
+    a = batch[probe.step.roles["advantages"]]
+    once = probe.gradient(batch, quiet)
+    constant = a.float().abs().mean().to(a.dtype)
+    if once.distance(probe.gradient(_advantages(probe, batch, a + constant), quiet)) <= ROOM:
+        return "the step centres its advantages, rows interact by declaration"
+    if once.distance(probe.gradient(_advantages(probe, batch, 2 * a), quiet)) <= ROOM:
+        return "the step scales its advantages, rows interact by declaration"
+    return None
+
+
 def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     batch = probe.off_policy()
     key = probe.step.roles["advantages"]
@@ -99,23 +147,27 @@ def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     )
 
 
-def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str | None) -> Iterator[Finding]:
     """Twice the advantages, twice the gradient; and wider clips change nothing. Both at once, apart only if that
     fails."""
-    key = probe.step.roles["advantages"]
+    key, subject = probe.step.roles["advantages"], "linear in the advantages, on-policy"
     once, doubled = probe.gradient(batch, quiet), _advantages(probe, batch, 2 * batch[key])
     wider = {knob: float(probe.step.knobs[knob]) * 1.25 for knob in _clips(probe)}
-    bend = probe.gradient(doubled, {**quiet, **wider}).distance(once.times(2.0))
-    both = bend <= probe.tolerance
-    if not both and wider:
-        bend = probe.gradient(doubled, quiet).distance(once.times(2.0))
-    yield LAW.finding(
-        "linear in the advantages, on-policy",
-        f"g(2A) differs from 2·g(A) by {bend:.2g}",
-        f"≤ {probe.tolerance:.1g}",
-        bend <= probe.tolerance,
-        MEANING,
-    )
+    bend, both = 0.0, False
+    if how is not None:
+        yield Finding("LAW", subject, how, "-", "not applicable")
+    else:
+        bend = probe.gradient(doubled, {**quiet, **wider}).distance(once.times(2.0))
+        both = bend <= probe.tolerance
+        if not both and wider:
+            bend = probe.gradient(doubled, quiet).distance(once.times(2.0))
+        yield LAW.finding(
+            subject,
+            f"g(2A) differs from 2·g(A) by {bend:.2g}",
+            f"≤ {probe.tolerance:.1g}",
+            bend <= probe.tolerance,
+            MEANING,
+        )
     for knob, value in wider.items():
         change = bend if both else once.distance(probe.gradient(batch, {**quiet, knob: value}))
         yield LAW.finding(
@@ -179,11 +231,14 @@ def _rebuilt(probe: Probe, now: Tensor, slope: Tensor, advantages: Tensor, where
     return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 
-def _raises_what_was_better(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], now: Tensor) -> Finding:
+def _raises_what_was_better(
+    probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], now: Tensor, centred: bool
+) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise: the sign that no other law sees."""
     step = probe.step
     down = probe.gradient(batch, quiet)
     a: Tensor = batch[step.roles["advantages"]]
+    a = a - a.mean() if centred else a
     on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(now) if on is None else on.to(now.dtype)
     score = ((a[..., None] if a.ndim < now.ndim else a) * mask * now).sum()
@@ -201,7 +256,12 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, quiet: Mapping[str
 
 
 def _clips(probe: Probe) -> list[str]:
-    return [k for k, v in probe.step.knobs.items() if isinstance(v, float) and any(c in k.lower() for c in CLIPS)]
+    return [k for k, v in probe.step.knobs.items() if isinstance(v, float) and last(k) in LOW + HIGH + BEYOND]
+
+
+def last(knob: str) -> str:
+    """The setting's own name: ``grpo.clip`` is a clip."""
+    return knob.lower().rsplit(".", 1)[-1]
 
 
 LAW = Law(
@@ -211,7 +271,7 @@ LAW = Law(
     needs="roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off",
     how="The normaliser is read from ∂L/∂A; the gradient is rebuilt from it and compared; clips must be inert.",
     traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates "
-    "(−A·lp) are recognised as such.",
+    "(−A·lp) are recognised as such. A step that whitens its advantages over the batch declares rows_interact=True.",
     caught="TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283",
     check=check,
     quick=False,
