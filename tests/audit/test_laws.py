@@ -110,10 +110,10 @@ def test_every_row_that_does_not_apply_has_its_reason() -> None:
     reasons = {f.subject: f.measured for f in verdict.findings if f.outcome == "not applicable"}
     assert reasons == {
         "3 more columns of padding on the left": "no row of this batch begins with padding",
-        "another document in the packed row": "rows are not packed, by declaration",
         "no label is seen before it is predicted": "labels do not stand where their tokens do",
         "confident outputs": "the behaviour's log-probs belong to the policy as it is",
     }
+    assert outcomes(verdict.findings)["another document in the packed row"] == "not declared", "nothing was said of it"
     coupled = audit(sft_step(rows_interact=True), laws=[masks.LAW]).findings
     assert outcomes(coupled)["a fully masked row"] == "not applicable"
 

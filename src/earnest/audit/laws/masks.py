@@ -137,7 +137,7 @@ def _documents(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     documents, ids = step.value("documents"), step.value("ids")
     if documents is None or ids is None:
-        yield Finding("MI", PACKED, "rows are not packed, by declaration", "-", "not applicable")
+        yield not_declared("MI", PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,')
         return
     first: Tensor = documents == documents[:, :1]
     if bool(first.all()):
