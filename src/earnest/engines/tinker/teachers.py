@@ -94,9 +94,9 @@ class RemoteEMA:
             self.window = 2 if self.rate == 1 else max(2, math.ceil(math.log(TOLERANCE) / math.log1p(-self.rate)))
         if self.window > MOST:
             raise SignalError(
-                f"RemoteEMA: rate {self.rate:g} with a window of {self.window} past weights; a service is asked to keep "
-                f"{MOST} at most, so take a rate of {SLOWEST:.3f} or more, or a window of up to {MOST}, which merges "
-                f"(1-{self.rate:g})^{MOST} = {(1 - self.rate) ** MOST:.0%} of the average."
+                f"RemoteEMA: rate {self.rate:g} with a window of {self.window} past weights; a service is asked to "
+                f"keep {MOST} at most, so take a rate of {SLOWEST:.3f} or more, or a window of up to {MOST}, which "
+                f"merges (1-{self.rate:g})^{MOST} = {(1 - self.rate) ** MOST:.0%} of the average."
             )
 
     @property

@@ -196,6 +196,7 @@ def _session_routes(on: On) -> None:
 
         protobuf = wire.PROTOBUF in request.headers.get("accept", "")
         data, kind = await asyncio.to_thread(wire.write, result, protobuf=protobuf)
+        promise.fetched = True
         return Response(data, media_type=kind)
 
 

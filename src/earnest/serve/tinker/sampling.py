@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from earnest.serve.host import Host
 
 log = logging.getLogger("earnest.serve")
+_CLOSING = Failed("the server is shutting down.", "server")
 _PARAMS = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
 _FIELDS = {
     "num_samples", "prompt", "sampling_params", "base_model", "model_path", "sampling_session_id", "seq_id",
@@ -121,22 +122,33 @@ class Desk:
 
     def put(self, promise: Promise, request: SampleRequest, key: str, source: Source) -> None:
         with self._lock:
+            if self._stopping.is_set():
+                promise.set(_CLOSING)
+                return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="earnest-tinker-samples", daemon=True)
                 self._thread.start()
-        self._jobs.put(_Job(promise, request, key, source))
+            self._jobs.put(_Job(promise, request, key, source))
 
     def close(self) -> None:
-        self._stopping.set()
-        if self._thread is not None:
+        """What is being begun is begun; what waits is failed."""
+        with self._lock:
+            self._stopping.set()
             self._jobs.put(None)
+        if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if self._stopping.is_set():
+                job.promise.set(_CLOSING)
+                continue
             try:
                 self._begin(job)
             except EarnestError as error:
+                if self._stopping.is_set():
+                    job.promise.set(_CLOSING)
+                    continue
                 job.promise.set(Failed(str(error), "user"))
             except Exception as error:
                 log.exception("a sample request failed")
