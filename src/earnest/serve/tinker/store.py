@@ -4,7 +4,9 @@
     <data>/tinker/<run>/weights/<name>/       a state: adapter and optimizer, as LocalEngine writes it
     <data>/tinker/<run>/sampler_weights/<name>/   an adapter in PEFT's format and our exact one
 
-A checkpoint exists when run.json lists it; that file is replaced whole, after the folder is complete.
+A checkpoint exists when run.json lists it; that file is replaced whole, after the folder is complete and synced. One
+that overwrites another has a folder of its own (``<name>@<id>``), and the old one goes when run.json names the new one:
+a process that dies at any moment leaves one of the two. What it left besides is swept at the next start.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Store:
             if not known:
                 raise WireError(f"{file} is no record of a training run; move its folder away to start.")
             self._runs[run["id"]] = run
+            self._sweep(run)
 
     # --- runs ------------------------------------------------------------------------------------------------------
 
@@ -92,26 +95,42 @@ class Store:
             if path.checkpoint_id in listed and not overwrite:
                 raise WireError(f"{path} exists already; choose another name, or overwrite it.", 409)
             expires = self._expiry(ttl)
-            folder = self._folder(path)
-        fresh = folder.with_name(f".{folder.name}.{new_id()}")
+            place = self.root / folder_of(path.run) / path.kind / path.name
+        fresh = place.with_name(f".{path.name}.{new_id()}")
         fresh.parent.mkdir(parents=True, exist_ok=True)
         try:
             write(fresh)  # outside the lock: it waits for a turn, and readers must not wait for it
+            for part in [*fresh.rglob("*"), fresh]:
+                sync(part)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
         with self._lock:
-            self._drop(path)
-            fresh.rename(folder)
-            sync(folder.parent)
-            listed[path.checkpoint_id] = {
-                "time": now().isoformat(),
-                "size": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
-                "metadata": dict(metadata or {}),
-                "expires": expires,
-                **(facts or {}),
-            }
-            self._write(path.run)
+            before = listed.get(path.checkpoint_id)
+            old = None if before is None else self._folder(path)
+            folder = place if old is None else place.with_name(f"{path.name}@{new_id()[:12]}")
+            if old is None:
+                shutil.rmtree(folder, ignore_errors=True)  # nothing lists it: a process died before it did
+            try:
+                fresh.rename(folder)
+                sync(folder.parent)
+                listed[path.checkpoint_id] = {
+                    "time": now().isoformat(),
+                    "size": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
+                    "metadata": dict(metadata or {}),
+                    "expires": expires,
+                    "folder": folder.name,
+                    **(facts or {}),
+                }
+                self._write(path.run)
+            except BaseException:
+                listed.pop(path.checkpoint_id, None)
+                if before is not None:
+                    listed[path.checkpoint_id] = before
+                shutil.rmtree(fresh, ignore_errors=True)  # the folder stays: run.json on disk may name it by now
+                raise
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
 
     def find(self, path: Path) -> tuple[Folder, dict[str, Any]]:
         """The folder of a checkpoint and what is listed about it; one that has expired is deleted instead."""
@@ -126,10 +145,13 @@ class Store:
 
     def delete(self, path: Path) -> None:
         with self._lock:
-            if self.get(path.run)["checkpoints"].pop(path.checkpoint_id, None) is None:
+            listed = self.get(path.run)["checkpoints"]
+            if path.checkpoint_id not in listed:
                 raise NotThere(f"there is no checkpoint {path}.")
+            folder = self._folder(path)
+            del listed[path.checkpoint_id]
             self._write(path.run)
-            self._drop(path)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def set_ttl(self, path: Path, seconds: int | None) -> None:
         with self._lock:
@@ -180,10 +202,20 @@ class Store:
         }
 
     def _folder(self, path: Path) -> Folder:
-        return self.root / folder_of(path.run) / path.kind / path.name
+        """Where a listed checkpoint is."""
+        entry = self._runs[path.run]["checkpoints"][path.checkpoint_id]
+        return self.root / folder_of(path.run) / path.kind / str(entry.get("folder", path.name))
 
-    def _drop(self, path: Path) -> None:
-        shutil.rmtree(self._folder(path), ignore_errors=True)
+    def _sweep(self, run: Mapping[str, Any]) -> None:
+        """Take away what a dead process left: half a checkpoint, or the side of an overwrite that is not listed."""
+        listed = run["checkpoints"]
+        for kind in _TYPES:
+            for folder in (self.root / folder_of(run["id"]) / kind).glob("*"):
+                name = folder.name.partition("@")[0]
+                used = listed.get(f"{kind}/{name}", {}).get("folder", name) == folder.name
+                ours = "@" in folder.name or f"{kind}/{name}" in listed  # no checkpoint's name has an @
+                if folder.name.startswith(".") or (ours and not used):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     @staticmethod
     def _expiry(ttl: int | None) -> str | None:
