@@ -42,11 +42,11 @@ def test_runs_and_checkpoints_are_listed_and_deleted(served: Served, rows: list[
     assert [c.tinker_path for c in rest.list_checkpoints(client.model_id).result().checkpoints] == [sampler]
     with pytest.raises(Exception, match="there is no checkpoint"):
         served.service.create_training_client_from_state(state)
+    served.service.create_sampling_client(model_path=sampler)
     session = rest.get_session(served.service.holder.get_session_id()).result()
     assert client.model_id in session.training_run_ids
-    assert (
-        rest.get_sampler(session.sampler_ids[0]).result().base_model == "earnest/nano" if session.sampler_ids else True
-    )
+    found = rest.get_sampler(session.sampler_ids[-1]).result()
+    assert (found.base_model, found.model_path) == ("earnest/nano", sampler)
 
 
 def test_info_and_tokenizer(served: Served) -> None:
