@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import StepError, WatchWarning, watch
-from earnest.audit.watch import Watch
+from earnest.audit import StepError, Together, WatchWarning, watch
+from earnest.audit.watch import STILL, Watch
 from tests.audit.steps import Tiny, logprobs, policy_batch
 
 LOOPS = 24
@@ -162,6 +162,72 @@ def test_an_update_that_vanishes_in_16_bits_is_seen() -> None:
     with pytest.warns(WatchWarning, match=r"gate get a gradient and do not move"):
         verdict = loop(model=Gated(), lr=1e-4, dtype=torch.bfloat16).verdict()
     assert [f.subject for f in verdict.failures] == ["the parameters' bits"]
+
+
+# --- what was well and is so no longer --------------------------------------------------------------------------------
+
+
+def long_loop(
+    updates: int, ill: Callable[[int], bool], fault: str, *, may_idle: tuple[str, ...] = (), split: bool = False
+) -> Watch:
+    """A bare loop of ``updates``, each looked at; while ``ill``, the fault is there."""
+    model = Tiny(0).to(torch.bfloat16 if fault == "vanishing" else torch.float32)
+    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False))
+    each = [torch.optim.SGD(ps, lr=0.5) for ps in ((matrices, rest) if split else (matrices + rest,))]
+    ids = torch.arange(1, 11).reshape(2, 5)
+    with watch(model, Together(*each) if split else each[0], every=1, may_idle=may_idle) as w:
+        for number in range(updates):
+            now = ill(number)
+            for optimizer in each:
+                optimizer.param_groups[0]["lr"] = 1e-7 if now and fault == "vanishing" else 0.5
+            held = model.embed.weight.detach() if now and fault == "detached" else model.embed.weight
+            logits = torch.func.functional_call(model, {"embed.weight": held}, (ids,))
+            loss = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean().neg()
+            loss.backward()
+            w.step(loss, {"kl": 0.0 if now and fault == "constant" else float(loss.detach()) + number})
+            for optimizer in each:
+                optimizer.step()
+                optimizer.zero_grad()
+    return w
+
+
+LATE = {
+    "detached": ("7 trainable parameters", "embed.weight had a gradient once"),
+    "vanishing": ("the parameters' bits", "get a gradient and do not move"),
+    "constant": ("metric kl", "kl became 0 and stays there"),
+}
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one", "two optimizers"])
+@pytest.mark.parametrize("fault", LATE)
+def test_what_dies_later_is_said_once_when_it_is_sure(fault: str, split: bool) -> None:
+    subject, sentence = LATE[fault]
+    with pytest.warns(WatchWarning, match=sentence) as seen:
+        w = long_loop(6 + STILL + 4, lambda n: n >= 6, fault, split=split)
+    assert len([x for x in seen if issubclass(x.category, WatchWarning)]) == 1
+    assert subject in [f.subject for f in w.verdict().failures], str(w.verdict())
+
+
+@pytest.mark.parametrize("fault", LATE)
+def test_a_spell_is_no_death(fault: str) -> None:
+    """An expert that idles, a plateau: shorter than STILL it is not said at all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WatchWarning)
+        verdict = long_loop(6 + STILL + 4, lambda n: 6 <= n < 5 + STILL, fault).verdict()
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize("fault", LATE)
+def test_what_comes_back_is_alive_at_the_end(fault: str) -> None:
+    with pytest.warns(WatchWarning, match=LATE[fault][1]):
+        verdict = long_loop(6 + STILL + 4, lambda n: 6 <= n < 8 + STILL, fault).verdict()
+    assert verdict.holds, str(verdict)
+
+
+def test_what_may_idle_is_not_called_dead() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WatchWarning)
+        assert long_loop(6 + STILL, lambda n: n >= 3, "detached", may_idle=("embed.*",)).verdict().holds
 
 
 def test_the_run_is_bit_equal_with_and_without() -> None:

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from earnest.audit.law import not_declared
-from earnest.audit.laws.liveness import some
+from earnest.audit.laws.liveness import idles, some
 from earnest.audit.probe import is_number, number
 from earnest.audit.signals import Signals
 from earnest.audit.verdict import Finding, Verdict
 
 SAMPLE = 4096  # entries of a parameter that are compared across an update
 PATIENCE = 4  # looks before something that never happened is called dead
-STILL = 20  # equal values of a metric before it is called constant
+STILL = 20  # equal values of a metric, or looks in a row without a gradient or a moved bit, before that is said
 MOVES = ("kl", "entropy", "grad_norm")  # metrics that cannot stand still while a policy learns; more are declared
 TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
 
@@ -55,17 +55,21 @@ class _Parameter:
     gradients: int = 0  # looks with a gradient that is not all 0
     updates: int = 0  # looks at an update that had a gradient and a learning rate
     moved: int = 0  # … after which a bit had changed
+    silent: int = 0  # looks in a row, up to now, without a gradient
+    stuck: int = 0  # updates in a row, up to now, that had a gradient and moved no bit
     before: Tensor | None = None
 
 
 @dataclass
 class Watch:
-    """A run under watch; made by ``watch``. ``moves`` names further metrics that have to move."""
+    """A run under watch; made by ``watch``. ``moves`` names further metrics that have to move, ``may_idle`` patterns of
+    parameters that may go without a gradient (experts)."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     every: int = 10
     moves: Sequence[str] = ()
+    may_idle: Sequence[str] = ()
     signals: Signals = field(default_factory=Signals)
     updates: int = 0
     looks: int = 0
@@ -78,7 +82,7 @@ class Watch:
         self._shares: dict[str, list[float]] = {}
         self._terms_at = 0
         self._broken: dict[tuple[str, str], Finding] = {}
-        self._said: set[tuple[str, str]] = set()
+        self._said: set[tuple[str, str, bool]] = set()
         self._handles: list[Any] = []
 
     # --- the user's three calls ---------------------------------------------------------------------------------------
@@ -131,6 +135,8 @@ class Watch:
                 )  # fmt: skip
             last, run, count = self._metrics.get(name, (math.nan, 0, 0))
             self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
+            if run + 1 >= STILL and value == last and self._has_to_move(name):
+                self._warn(self._moving(name))
         if self.due:
             for finding in self.signals.look(**signals):
                 self._warn(finding)
@@ -157,6 +163,7 @@ class Watch:
             if seen is None:
                 continue
             seen.looks += 1
+            seen.silent += 1
             seen.before = None
             if p.grad is None:
                 continue
@@ -168,11 +175,11 @@ class Watch:
                 )  # fmt: skip
             elif size > 0:
                 seen.gradients += 1
+                seen.silent = 0
                 if rates.get(id(p), 0.0) > 0:
                     seen.before = _sample(p).clone()
-        dead = self._dead()
-        if dead and self.looks == PATIENCE:
-            self._warn(self._alive(dead))
+        if self.looks == PATIENCE or self.looks > STILL:
+            self._warn(self._alive(), apart=self._late(self._dead()))
 
     def after_update(self) -> None:
         """The optimizer has stepped."""
@@ -181,11 +188,12 @@ class Watch:
                 seen = self._seen.get(name)
                 if seen is not None and seen.before is not None:
                     seen.updates += 1
-                    seen.moved += not torch.equal(_sample(p), seen.before)
+                    moved = not torch.equal(_sample(p), seen.before)
+                    seen.moved += moved
+                    seen.stuck = 0 if moved else seen.stuck + 1
                     seen.before = None
-            still = self._still()
-            if still and self.looks == PATIENCE:
-                self._warn(self._bits(still))
+            if self.looks == PATIENCE or self.looks > STILL:
+                self._warn(self._bits(), apart=self._late(self._still()))
         self.updates += 1
 
     def _rates(self) -> dict[int, float]:
@@ -194,10 +202,19 @@ class Watch:
         return {id(p): float(group.get("lr", 1.0)) for group in self.optimizer.param_groups for p in group["params"]}
 
     def _dead(self) -> list[str]:
-        return [n for n, s in self._seen.items() if s.looks >= PATIENCE and not s.gradients]
+        """Without a gradient from the beginning, or in the last STILL looks; what comes back is alive again."""
+        found = [n for n, s in self._seen.items() if s.silent >= (STILL if s.gradients else PATIENCE)]
+        return [n for n in found if not idles(n, self.may_idle)]
 
     def _still(self) -> list[str]:
-        return [n for n, s in self._seen.items() if s.updates >= PATIENCE and not s.moved]
+        return [n for n, s in self._seen.items() if s.stuck >= (STILL if s.moved else PATIENCE)]
+
+    def _late(self, names: list[str]) -> bool:
+        """Whether one of them had a gradient, or moved, before."""
+        return any(self._seen[n].gradients and (self._seen[n].silent or self._seen[n].moved) for n in names)
+
+    def _has_to_move(self, name: str) -> bool:
+        return name.rsplit("/", 1)[-1] in MOVES or name in self.moves
 
     # --- the verdict --------------------------------------------------------------------------------------------------
 
@@ -210,13 +227,13 @@ class Watch:
         if self.looks and not self._broken:
             yield Finding("GL", "gradients and metrics", f"finite in {self.looks} looks", "finite", "holds")
         if self.looks >= PATIENCE:
-            yield self._alive(self._dead())
+            yield self._alive()
         else:
             yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {PATIENCE}", "not applicable", "")
         if self.optimizer is None:
             yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
         elif any(s.updates >= PATIENCE for s in self._seen.values()):
-            yield self._bits(self._still())
+            yield self._bits()
         yield from map(self._term, self._shares)
         if not self._shares:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
@@ -225,17 +242,20 @@ class Watch:
 
     def _standing(self) -> Iterator[Finding]:
         """Metrics that have to move."""
-        wanted = {n for n in self._metrics if n.rsplit("/", 1)[-1] in MOVES} | set(self.moves)
-        for name in sorted(wanted):
-            value, run, count = self._metrics.get(name, (math.nan, 0, 0))
+        for name in sorted({n for n in self._metrics if self._has_to_move(n)} | set(self.moves)):
+            count = self._metrics.get(name, (math.nan, 0, 0))[2]
             if count < STILL:
                 yield Finding("MR", f"metric {name}", f"{count} values", f"≥ {STILL}", "not applicable", "")
-                continue
-            yield _judged(
-                "MR", f"metric {name}", f"the last {run} of {count} values are equal", "it moves", run < count,
-                f"{name} was {value:.4g} all the time while the policy was updated: a constant, a default that nothing "
-                "sets, or the policy compared with itself.",
-            )  # fmt: skip
+            else:
+                yield self._moving(name)
+
+    def _moving(self, name: str) -> Finding:
+        value, run, count = self._metrics[name]
+        return _judged(
+            "MR", f"metric {name}", f"the last {run} of {count} values are equal", f"fewer than {STILL}", run < STILL,
+            f"{name} {'was' if run == count else 'became'} {value:.4g} and stays there while the policy is updated: "
+            "a constant, a default that nothing sets, or the policy compared with itself.",
+        )  # fmt: skip
 
     def _term(self, name: str) -> Finding:
         shares = self._shares[name]
@@ -247,17 +267,26 @@ class Watch:
             f"The term {name} adds nothing to the gradient: it is detached, masked away or weighs 0.",
         )  # fmt: skip
 
-    def _alive(self, dead: list[str]) -> Finding:
+    def _alive(self) -> Finding:
+        dead = self._dead()
+        never = [n for n in dead if not self._seen[n].gradients]
+        said = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
+        lost = [n for n in dead if n not in set(never)]
+        said += f"{some(lost)} had a gradient once, and none in the last {STILL} looks or more. " if lost else ""
         return _judged(
-            "GL", f"{len(self._seen)} trainable parameters", f"{len(self._seen) - len(dead)} got a gradient", "all",
-            not dead,
-            f"No gradient reached {some(dead)} in {self.looks} looks: detached, bypassed, 0 · 0, or an expert that no "
-            "token is sent to.",
+            "GL", f"{len(self._seen)} trainable parameters",
+            f"{len(self._seen) - len(dead)} got a gradient" + (f", {len(lost)} no longer do" if lost else ""),
+            "all", not dead,
+            f"{said}Detached, bypassed, 0 · 0, or an expert that no token is sent to (may_idle says that it may).",
         )  # fmt: skip
 
-    def _bits(self, still: list[str]) -> Finding:
+    def _bits(self) -> Finding:
+        still = self._still()
+        late = sum(self._seen[n].moved > 0 for n in still)
         return _judged(
-            "GL", "the parameters' bits", f"{len(still)} parameters with a gradient never moved", "0", not still,
+            "GL", "the parameters' bits",
+            f"{len(still) - late} parameters with a gradient never moved" + (f", {late} no longer do" if late else ""),
+            "0", not still,
             f"{some(still)} get a gradient and do not move: the update is rounded away in their dtype (keep trainable "
             "parameters in fp32, or raise the learning rate), or another tensor is updated.",
         )  # fmt: skip
@@ -268,9 +297,9 @@ class Watch:
         self._broken.setdefault((law, subject), finding)
         self._warn(finding)
 
-    def _warn(self, finding: Finding) -> None:
-        """Say it once."""
-        key = (finding.law, finding.subject)
+    def _warn(self, finding: Finding, apart: bool = False) -> None:
+        """Say it once; "no longer" is said ``apart`` from "never"."""
+        key = (finding.law, finding.subject, apart)
         if finding.outcome != "fails" or key in self._said:
             return
         self._said.add(key)
@@ -279,10 +308,15 @@ class Watch:
 
 
 def watch(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, every: int = 10, moves: Sequence[str] = ()
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int = 10,
+    moves: Sequence[str] = (),
+    may_idle: Sequence[str] = (),
 ) -> Watch:
-    """Watch a bare training loop; see the module's example."""
-    return Watch(model, optimizer, every, moves)
+    """Watch a bare training loop; see the module's example. Several optimizers: Together(first, …, last)."""
+    return Watch(model, optimizer, every, moves, may_idle)
 
 
 def _sample(p: Tensor) -> Tensor:
