@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from earnest.diloco.errors import Damaged, StoreError
+from earnest.diloco.errors import Damaged, RoundStuck, StoreError
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.store import AlreadyThere, Bucket, Object, Unavailable, open_store, seal, unseal
 
+S3 = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "AWS_REGION": "us-east-1",
+    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
+}
 META = st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max_size=8)), max_size=4)
 
 
@@ -38,7 +45,7 @@ class Memory:
         fault = self._fault()
         if fault == "down":
             raise Unavailable("down")
-        if key in self.objects and fault != "overwrite":
+        if fault == "conflict" or (key in self.objects and fault != "overwrite"):
             raise AlreadyThere(key)
         self.objects[key] = data
         if fault == "lost":
@@ -57,8 +64,19 @@ class Memory:
             self.objects.pop(key, None)
 
 
-def bucket(store: Any, **more: Any) -> Bucket:
-    return Bucket(store, sleep=lambda seconds: None, **more)
+class Clock:
+    """A clock that moves when somebody sleeps, or waits for an answer."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def bucket(store: Any, clock: Clock | None = None, **more: Any) -> Bucket:
+    clock = clock or Clock()
+    return Bucket(store, sleep=clock.sleep, clock=lambda: clock.now, **more)
 
 
 @given(payload=st.binary(max_size=200), meta=META)
@@ -118,12 +136,85 @@ def test_a_store_that_is_down_is_waited_for_and_then_said() -> None:
         bucket(store, patience=3.0, url="s3://b/run").get("k")
 
 
+def test_patience_counts_the_time_that_an_attempt_hangs() -> None:
+    """Each attempt fails after a minute: after two of them it is said, not after 120 s of pauses between them."""
+    clock, asked = Clock(), [0]
+
+    class Hangs(Memory):
+        def get(self, key: str) -> bytes | None:
+            asked[0] += 1
+            clock.now += 60.0
+            raise Unavailable("timed out")
+
+    with pytest.raises(StoreError, match="did not answer for 120 s"):
+        bucket(Hangs(), clock, patience=120.0).get("k")
+    assert asked == [2]
+
+
+def test_a_conflict_is_not_taken_for_somebody_elses_object() -> None:
+    """S3 refuses a create with 409 while another of the same key is under way; if that one fails, nothing is there."""
+    store = Memory("conflict")
+    me = bucket(store)
+    assert me.create("k", "x", b"1") and me.traffic.retries == 1
+    store.faults = ["conflict", "", "conflict"]
+    ledger = Ledger(me)
+    assert ledger.put_delta(0, 0, 0, b"d", {}) and ledger.delta(0, 0) is not None
+    store.faults = ["conflict"]
+    commit = Commit(0, (0,), (0,), (1,), "a", "b")
+    assert ledger.put_commit(commit) == commit == ledger.commit(0)
+
+
+def test_a_decision_that_was_removed_is_said() -> None:
+    class Forgets(Memory):
+        def get(self, key: str) -> bytes | None:
+            found = super().get(key)
+            self.delete([key])
+            return found
+
+    store = Forgets()
+    bucket(store, writer="other").create("outer/00000000/commit", "commit", b"{}")
+    with pytest.raises(RoundStuck, match="was there and is gone"):
+        Ledger(bucket(store)).put_commit(Commit(0, (0,), (0,), (1,), "a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [("RequestTimeTooSkewed", "clock is wrong"), ("AccessDenied", "store's keys in the environment")]
+)
+def test_a_refusal_says_what_is_wrong(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3's answer to a wrong key and to a wrong clock is the same 403; only its body tells them apart."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        for key, value in {**S3, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(StoreError, match=says):
+            Bucket.open("s3://runs/a").get("k")
+        server.shutdown()
+        thread.join()
+
+
 def test_the_probe_refuses_a_store_that_overwrites() -> None:
     good = Memory()
     bucket(good).probe()
     assert good.objects == {}  # it tidies up
     with pytest.raises(StoreError, match="does not keep what is written first"):
         bucket(Memory("", "overwrite")).probe()
+    for fault in ("down", "lost"):  # a hiccup in the second create is waited out, and nothing is concluded from it
+        hiccup = bucket(Memory("", fault))
+        hiccup.probe()
+        assert hiccup.traffic.retries == (fault == "down")
 
 
 def test_a_folder_is_a_store(tmp_path: Path) -> None:
@@ -173,14 +264,7 @@ def moto() -> Iterator[str]:
 def test_s3_through_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import urllib.request
 
-    keys = {
-        "AWS_ENDPOINT_URL": moto,
-        "AWS_ACCESS_KEY_ID": "x",
-        "AWS_SECRET_ACCESS_KEY": "x",
-        "AWS_REGION": "us-east-1",
-        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
-    }
-    for key, value in keys.items():
+    for key, value in {**S3, "AWS_ENDPOINT_URL": moto}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(StoreError, match="no such bucket"):
         Bucket.open("s3://absent/run").probe()

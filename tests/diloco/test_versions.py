@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from earnest.adapters import LoRA, attach
+from earnest.diloco import versions
 from earnest.diloco.protocol import Rules
 from earnest.diloco.simulate import Fleet, simulate, table
 from earnest.diloco.store import Bucket
@@ -79,7 +80,33 @@ def test_the_probe_sees_weights_that_are_not_the_trainers(sides: tuple[Publisher
     publisher, follower = sides
     move(publisher.adapter, 0.5)
     publisher.publish(0)
-    with follower.adapter.off(), pytest.raises(ProbeFailed, match="does not have the trainer's weights"):
+    for _ in range(2):  # asking again does not make it right
+        with follower.adapter.off(), pytest.raises(ProbeFailed, match="does not have the trainer's weights"):
+            follower.follow()
+    assert follower.number is None and follower.follow() < 1e-5 and follower.number == 0
+    move(publisher.adapter, 0.5, seed=1)
+    publisher.publish(1)
+    with follower.adapter.off(), pytest.raises(ProbeFailed):
+        follower.follow()
+    assert follower.number == 0 and follower.follow() < follower.tolerance  # the patch is applied once, to version 0
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_probe_that_is_not_a_number_fails(
+    place: int, sides: tuple[Publisher, Follower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """max() would pass over a NaN that is not the first."""
+    publisher, follower = sides
+    publisher.publish(0)
+    score = versions.probe
+
+    def broken(*args: Any) -> tuple[float, ...]:
+        found = list(score(*args))
+        found[place] = float("nan")
+        return tuple(found)
+
+    monkeypatch.setattr(versions, "probe", broken)
+    with pytest.raises(ProbeFailed, match="differ by nan"):
         follower.follow()
 
 

@@ -136,7 +136,10 @@ class Ledger:
         if self.bucket.create(f"outer/{commit.round:08d}/commit", "commit", payload):
             return commit
         found = self.commit(commit.round)
-        assert found is not None, "a create failed on a key that is not there"
+        if found is None:
+            raise RoundStuck(
+                f"the decision on round {commit.round} was there and is gone from {self.bucket.url}; restore it."
+            )
         return found
 
     def committed(self) -> int:

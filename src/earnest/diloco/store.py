@@ -90,6 +90,7 @@ class Bucket:
     writer: str = field(default_factory=lambda: uuid.uuid4().hex)
     patience: float = 120.0
     sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
     traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
@@ -115,6 +116,8 @@ class Bucket:
     def _is(self, key: str, data: bytes) -> bool:
         found = self.store.get(key)
         self.traffic.count(requests=1, received=len(found or b""))
+        if found is None:  # S3 answers 409 while another create of the key is under way, which may come to nothing
+            raise Unavailable(f"{key} was refused as taken, but is not there")
         return found == data
 
     def get(self, key: str) -> Object | None:
@@ -140,13 +143,15 @@ class Bucket:
         payload = b"once"
         if not self.create(key, "probe", payload):
             raise StoreError(f"{self.url}: the fresh key {key} is taken; use a prefix of the run's own.")
-        self.traffic.count(requests=1)
-        try:
-            self.store.create(key, seal("probe", self.writer, b"twice", {}))
-        except AlreadyThere:
-            second = False
-        else:
-            second = True
+
+        def again() -> bool:
+            try:
+                self.store.create(key, seal("probe", self.writer, b"twice", {}))
+            except AlreadyThere:
+                return False
+            return True
+
+        second = self._patiently(f"create {key} again", again)
         found = self.get(key)
         self.delete([key])
         if second or found is None or found.payload != payload:
@@ -156,13 +161,13 @@ class Bucket:
             )
 
     def _patiently(self, what: str, attempt: Callable[[], T]) -> T:
-        wait, waited = 0.05, 0.0
+        wait, began = 0.05, self.clock()  # an attempt may hang for a minute: that is silence, too
         while True:
             self.traffic.count(requests=1)
             try:
                 return attempt()
             except Unavailable as error:
-                if waited >= self.patience:
+                if self.clock() - began >= self.patience:
                     raise StoreError(
                         f"{self.url} did not answer for {self.patience:g} s ({what}: {error}). When it is back, start "
                         "the worker again: nothing that is committed is lost."
@@ -170,7 +175,7 @@ class Bucket:
                 self.traffic.count(retries=1)
                 pause = wait * (0.5 + random.random())  # not in step with the others
                 self.sleep(pause)
-                waited, wait = waited + pause, min(2 * wait, 2.0)
+                wait = min(2 * wait, 2.0)
 
 
 def seal(kind: str, writer: str, payload: bytes, meta: Mapping[str, Any]) -> bytes:
@@ -268,6 +273,11 @@ class ObjectStore:
         except (*self._taken, *self._absent):
             raise
         except self._refused as error:
+            if "RequestTimeTooSkewed" in str(error):
+                raise StoreError(
+                    f"{self._url} refuses us: this machine's clock is wrong ({time.strftime('%F %T %z')}), by more than "
+                    "the minutes that a store allows. Set it (`timedatectl set-ntp true`) and start again."
+                ) from None
             raise StoreError(f"{self._url} refuses us: {error}. Set the store's keys in the environment.") from None
         except self._failures as error:
             raise Unavailable(" ".join(str(error).split())[:300]) from None

@@ -9,6 +9,7 @@ differ by a stale or half-loaded adapter differ by far more than kernels do: the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,11 +106,13 @@ class Follower:
         while wanted is not None and wanted != self.number:
             chain.append(self.read(wanted))
             wanted = chain[-1].base
+        held = self.held
         for version in reversed(chain):
-            self.held = dict(version.tensors) if version.base is None else apply_patch(self.held, dict(version.tensors))
-        self.adapter.load_state_dict(self.held)
-        self.number = newest
-        return self.check(chain[0])
+            held = dict(version.tensors) if version.base is None else apply_patch(held, dict(version.tensors))
+        self.adapter.load_state_dict(held)
+        apart = self.check(chain[0])
+        self.held, self.number = held, newest  # only now: who asks again after a failed probe is checked again
+        return apart
 
     def read(self, number: int) -> Version:
         from safetensors.torch import load
@@ -125,7 +128,8 @@ class Follower:
     def check(self, version: Version) -> float:
         """Score the probe here, and compare with what the trainer had."""
         mine = probe(self.policy, version.tokens)
-        worst = max(abs(a - b) for a, b in zip(mine, version.logprobs, strict=True))
+        apart = [abs(a - b) for a, b in zip(mine, version.logprobs, strict=True)]
+        worst = math.nan if any(map(math.isnan, apart)) else max(apart)  # max() would pass over a NaN
         if not worst <= self.tolerance:
             raise ProbeFailed(
                 f"version {version.number}: log-probs of the probe differ by {worst:.4f}, allowed are "

@@ -143,6 +143,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     label = "joiner" if replica is None else f"replica-{replica}"
     ledger = Ledger(Bucket.open(url, writer=label))
     recipe, config = read_config(ledger)
+    ledger.bucket.probe()  # the launcher's way to the store may be another one
     own = ledger.claim() if replica is None else replica
     say = _teller(console)
     setup = build(config, say)
