@@ -265,5 +265,6 @@ def test_a_router_that_is_balanced_couples_the_rows(balanced: bool) -> None:
     ids = torch.randint(3, 19, (4, 8), generator=torch.Generator().manual_seed(0))
     step = trainers_step(MixtralForCausalLM(config), {"input_ids": ids, "labels": ids.clone()})
     assert step.rows_interact == balanced
+    assert step.may_idle == ("*.experts.*",) and not trainers_step(llama(0, torch.float32), dict(step.batch)).may_idle
     verdict = audit(step, laws=[splits.LAW])
     assert verdict.holds, str(verdict)

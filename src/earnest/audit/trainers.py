@@ -38,6 +38,7 @@ ROLE_OF = {
 }
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
 DOCUMENTS = "documents of the packed rows"  # ours, and never handed to the trainer
+EXPERTS = ("*.experts.*",)  # where the models that route keep them
 APART = ("prompt_ids", "prompt_mask")  # as wide as a completion only by accident: never padded together with it
 
 
@@ -84,6 +85,7 @@ def step_of_trainer(
         logprobs=_logprobs(trainer) if "advantages" in roles and hasattr(trainer, LOGPROBS) else None,
         all_supervised=all_supervised,
         rows_interact=_balances(model),
+        may_idle=EXPERTS if routes(model) else (),
         precision=_precision(trainer),
         name=f"{kind}'s step",
         seed=int(getattr(trainer.args, "seed", 0)),
@@ -178,8 +180,17 @@ def _documents(inputs: Inputs) -> Tensor | None:
 
 def _balances(model: nn.Module) -> bool:
     """Whether a router's load-balancing loss is in the step: a product of means over all tokens couples the rows."""
-    config = getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
+    config = _config(model)
     return bool(getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0))
+
+
+def routes(model: nn.Module) -> bool:
+    """Whether tokens are sent to some of many experts: one batch may send none to one of them."""
+    return any(getattr(_config(model), name, 0) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
 
 
 # --- knobs and log-probs ----------------------------------------------------------------------------------------------
