@@ -13,13 +13,16 @@ import httpx
 import pytest
 import yaml
 
+import earnest as en
 from earnest.errors import ConfigError
 from earnest.serve.keys import Caller, Keys, new_key
 from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State
 from tests.serve.conftest import Live, serving
+from tests.serve.test_push import files, zipped
 
-OWNER, READER, OTHER = "tml-owner-secret", "tml-reader-secret", "tml-other-secret"
+OWNER, READER, OTHER, TEACHER = "tml-owner-secret", "tml-reader-secret", "tml-other-secret", "tml-teacher-secret"
+EVERYTHING = ["read", "teach", "delete"]
 
 
 def _file(folder: Path) -> Path:
@@ -28,7 +31,8 @@ def _file(folder: Path) -> Path:
 
     path = folder / "keys.yaml"
     keys = [
-        entry("owner", OWNER, {"team/*": ["read", "teach", "delete"], "base": ["read"]}),
+        entry("owner", OWNER, {"team/*": EVERYTHING, "tinker": EVERYTHING, "base": ["read"]}),
+        entry("teacher", TEACHER, {"team/*": EVERYTHING[:2], "tinker": EVERYTHING[:2]}),
         entry("reader", READER, {"team/*": ["read"]}),
         entry("other", OTHER, {"other": ["read", "teach"]}),
     ]
@@ -75,6 +79,37 @@ def test_rights(locked: Live) -> None:
         assert other.post("/v1/adapters", json={"name": "mine"}).status_code == 404
         locked.learned(told)
         assert locked.state.store.feedback(told["id"]).key == "owner"
+
+
+def test_teaching_is_not_deleting(locked: Live, tmp_path: Path) -> None:
+    """Whoever may only teach pushes a new adapter, but takes none away: not in place, not by unloading; nor a
+    checkpoint of the Tinker wire, at once or by letting it expire."""
+    locked.state.host.wait()
+    content = zipped(
+        files(en.attach(en.load("nano"), en.LoRA(rank=1), targets=["q_proj"]).save(tmp_path / "a", "nano"))
+    )
+    named = {"lora_name": "team/pushed"}
+
+    def push(client: httpx.Client, **more: bool) -> int:
+        return client.post("/v1/upload_lora_adapter", params=named | more, content=content).status_code
+
+    with _as(locked, TEACHER) as teacher, _as(locked, OWNER) as owner:
+        assert push(teacher, load_inplace=True) == 200  # there is nothing yet that it would replace
+        first = locked.state.store.adapter("team/pushed")
+        assert push(teacher) == 409 and push(teacher, load_inplace=True) == 403
+        body = named | {"lora_path": "none", "load_inplace": True}
+        assert teacher.post("/v1/load_lora_adapter", json=body).status_code == 403
+        refused = teacher.post("/v1/unload_lora_adapter", json=named)
+        assert refused.status_code == 403 and "may not delete 'team/pushed'" in refused.json()["error"]["message"]
+        assert teacher.post("/v1/adapters/team/pushed/rollback", json={"version": 0}).status_code == 200
+        assert push(teacher) == 409 and locked.state.store.adapter("team/pushed").id == first.id
+        assert push(owner, load_inplace=True) == 200 and locked.state.store.adapter("team/pushed").id != first.id
+        assert owner.post("/v1/unload_lora_adapter", json=named).status_code == 200
+        checkpoint = "/api/v1/training_runs/none/checkpoints/weights/1"
+        for client, status in ((teacher, 403), (owner, 404)):
+            assert client.get("/api/v1/training_runs").status_code == 200
+            assert client.delete(checkpoint).status_code == status
+            assert client.put(f"{checkpoint}/ttl", json={"ttl_seconds": 1}).status_code == status
 
 
 def test_no_key_no_answer(locked: Live) -> None:

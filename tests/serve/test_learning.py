@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import earnest as en
-from earnest.serve import lessons
+from earnest.serve import learner, lessons
 from earnest.serve.learning import LearnConfig, overridden
 from tests.runs.tiny import tiny_folder
 from tests.serve.conftest import Live, serving
 
 WORDS = ("fox", "river", "lamp", "rain")
+SMALL = {"prompts": ["Hi!"], "samples": 2, "max_new_tokens": 2, "self_similarity": 1, "entropy_ratio": 0, "drift": 50}
 
 
 def _score(live: Live, model: str, text: str, answer: str) -> float:
@@ -252,6 +255,46 @@ def test_what_cannot_be_learned_is_said(live: Live, adapter) -> None:
     found = [live.learned(f) for f in data]
     assert [f["status"] for f in found] == ["applied", "failed", "applied", "applied"]
     assert "512" in found[1]["note"] and found[1]["version"] is None
+
+
+def test_a_full_disk_loses_nothing(live: Live, adapter, monkeypatch) -> None:
+    """Whatever says that there is no room, the feedback waits and is learned from when there is."""
+    monkeypatch.setattr(learner, "RETRY", 0.05)
+    troubles = [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        sqlite3.OperationalError("database or disk is full"),
+        MemoryError(),
+    ]
+    save = learner.PoliteEngine.save
+
+    def full(self, folder):
+        if troubles:
+            raise troubles.pop(0)
+        return save(self, folder)
+
+    monkeypatch.setattr(learner.PoliteEngine, "save", full)
+    name = adapter("no-room", updates=1, gate=SMALL)
+    told = live.learned(live.teach(live.chat(name), text="Too cold."))
+    assert (told["status"], told["version"]) == ("applied", 1) and not troubles
+    place = live.state.shelf.folder(live.state.store.adapter(name).id, 0).parent
+    assert [p.name for p in place.iterdir()] == ["1"], "half of a version is left"
+
+
+def test_one_adapter_that_cannot_be_written_stops_no_other(live: Live, adapter, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(learner, "RETRY", 0.05)
+    monkeypatch.setattr(learner, "RETRY_MOST", 0.2)
+    stuck, free = (adapter(name, updates=1, gate=SMALL) for name in ("stuck", "free"))
+    place = live.state.shelf.folder(live.state.store.adapter(stuck).id, 0).parent
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("a file where the folder of its versions should be")
+    first = live.teach(live.chat(stuck), text="Too cold.")
+    second = live.teach(live.chat(free), text="Too cold.")
+    while (found := live.get(f"/v1/feedback/{second['id']}"))["status"] == "queued":
+        assert sum(r.levelname == "ERROR" for r in caplog.records) < 30, "the other adapter never gets its turn"
+        time.sleep(0.05)
+    assert found["status"] == "applied" and live.get(f"/v1/feedback/{first['id']}")["status"] == "queued"
+    place.unlink()
+    assert live.learned(first)["status"] == "applied"
 
 
 def test_feedback_refusals(live: Live) -> None:

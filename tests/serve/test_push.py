@@ -174,6 +174,31 @@ def test_what_is_no_adapter_leaves_nothing_behind(live: Live, trained: Path) -> 
     assert upload(live, zipped(good), lora_name="../../evil").status_code == 400
 
 
+def test_in_place_the_old_one_answers_until_the_new_one_is_checked(live: Live, trained: Path) -> None:
+    """What is no adapter replaces nothing; what is one replaces all of it, weights and folder."""
+    good = files(trained)
+    assert upload(live, zipped(good)).status_code == 200
+    before, old = score(live, NAME), live.state.store.adapter(NAME)
+    attached = live.state.host.attached()
+    for bad in (zipped({**good, "earnest_adapter.safetensors": b"torn"}), b"no zip"):
+        assert upload(live, bad, load_inplace=True).status_code == 400
+        assert live.state.store.adapter(NAME) == old and score(live, NAME) == before
+        assert live.state.host.attached() == attached
+    policy = en.load("nano")
+    adapter = en.load_adapter(policy, trained)
+    with torch.no_grad():
+        for tensor in adapter.parameters():
+            tensor.mul_(0.5)
+    other = adapter.save(trained.parent / "other", "nano")
+    assert upload(live, zipped(files(other)), load_inplace=True).status_code == 200
+    assert score(live, NAME) == pytest.approx(here(other), abs=1e-3) and abs(score(live, NAME) - before) > 0.01
+    assert not live.state.shelf.folder(old.id, 1).exists() and live.chat(NAME)["adapter_version"] == 1
+    assert f"{old.id}@1" not in live.state.host.attached()
+    live.post(f"/v1/adapters/{NAME}/rollback", {"version": 0})
+    assert upload(live, zipped(good)).status_code == 409, "rolled back is not unloaded"
+    unload(live)
+
+
 def test_a_small_zip_of_much_is_refused_by_what_it_holds() -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from earnest.errors import ConfigError, EarnestError
+from earnest.serve import versions
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
 from earnest.serve.store import Completion, Said, Store, check_name
@@ -119,6 +120,133 @@ def test_a_version_made_from_a_past_one_is_a_candidate(store: Store) -> None:
     assert store.add_version(row.id, 3, 0, {}, (), {}, "") is None
     with pytest.raises(NoModel):
         store.adapter("a")
+
+
+def test_what_is_live_is_there(store: Store) -> None:
+    """Checks and changes are one transaction: a version is live or deleted, never both; a refusal changes nothing."""
+    row = store.create("a", {})
+    for number, parent in ((1, 0), (2, 1), (3, 1)):
+        store.add_version(row.id, number, parent, {}, (), {}, "" if number < 3 else "refused")
+    before = store.adapter("a")
+    for work, error, words in (
+        (lambda: store.pin(row.id, 9), NotFound, "has no version 9"),
+        (lambda: store.set_live(row.id, 9), NotFound, r"it has \[1, 2, 3\]"),
+        (lambda: store.set_live(row.id, 3, candidates=False), Conflict, "promote it instead"),
+        (lambda: store.delete_version(row.id, 2), Conflict, "is live"),
+        (lambda: store.delete_version(row.id, 1), Conflict, "was made from version 1"),
+        (lambda: store.delete_version(row.id, 9), NotFound, "has no version 9"),
+        (lambda: store.pin(99, 1), NoModel, "deleted"),
+    ):
+        with pytest.raises(error, match=words):
+            work()
+        assert store.adapter("a") == before and len(store.versions(row.id)) == 3
+    store.set_live(row.id, None)
+    assert store.adapter("a").live == 1
+    store.pin(row.id, 0)
+    assert (store.adapter("a").live, store.adapter("a").pinned) == (0, True)
+    with pytest.raises(Conflict, match="nothing before it"):
+        store.set_live(row.id, None)
+
+    # Both are asked for while the writer is busy; whoever is first, the other is refused.
+    errors: list[Exception] = []
+
+    def attempt(work) -> None:
+        try:
+            work()
+        except (Conflict, NotFound) as error:
+            errors.append(error)
+
+    gate = threading.Event()
+    store.db.submit(lambda c: gate.wait())
+    threads = [
+        threading.Thread(target=attempt, args=(work,))
+        for work in (lambda: store.delete_version(row.id, 2), lambda: store.pin(row.id, 2))
+    ]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join()
+    known = [v.number for v in store.versions(row.id)]
+    assert (
+        len(errors) == 1 and store.adapter("a").live in (0, *known) and (2 in known) == (store.adapter("a").live == 2)
+    )
+
+
+def _forkable(folder: Path):
+    """The parts of a server that never loads its model; "a" has a version 1 on the disk."""
+    found = _state(folder)
+    row = found.store.create("a", {})
+    for part in ("adapter", "engine"):
+        (found.shelf.folder(row.id, 1) / part).mkdir(parents=True)
+        (found.shelf.folder(row.id, 1) / part / "weights").write_text(part)
+    found.store.add_version(row.id, 1, 0, {"feedback": ["f"], "metrics": {}}, (), {}, "")
+    return found
+
+
+def _state(folder: Path):
+    from earnest.serve.settings import ServeSettings
+    from earnest.serve.state import State
+
+    return State(ServeSettings(data=folder))
+
+
+def _folders(state) -> list[str]:
+    return sorted(p.name for p in (state.settings.data / "adapters").iterdir())
+
+
+@pytest.fixture
+def state(tmp_path: Path):
+    found = _forkable(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_fork_is_whole_or_not_there(state, monkeypatch) -> None:
+    """A full disk in the middle of a fork leaves neither a name that answers as the base nor a folder."""
+    row = state.store.adapter("a")
+    with monkeypatch.context() as patch:
+
+        def full(path: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(versions, "sync", full)
+        with pytest.raises(OSError, match="No space left"):
+            versions.fork(state, row, 1, "b")
+    assert "b" not in [a.name for a in state.store.adapters()] and _folders(state) == [str(row.id)]
+    made = versions.fork(state, row, 1, "b")
+    assert (made.live, made.next, made.origin) == (1, 2, "a@1") and made.id > row.id + 1
+    assert (state.shelf.folder(made.id, 1) / "engine" / "weights").read_text() == "engine"
+    assert state.store.version(made, 1).record["forked_from"] == "a@1"
+    with pytest.raises(Conflict, match="already"):
+        versions.fork(state, row, 1, "b")
+    assert _folders(state) == sorted([str(row.id), str(made.id)])
+
+
+def test_a_fork_that_was_killed_is_swept(monkeypatch, tmp_path: Path) -> None:
+    """Killed between the folder and the commit: no name, and the folder goes at the next start. A folder that this
+    database knows nothing about stays."""
+
+    state = _forkable(tmp_path)
+
+    def killed(*_) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(state.store, "add_whole", killed)
+    with pytest.raises(SystemExit):
+        versions.fork(state, state.store.adapter("a"), 1, "b")
+    kept = str(state.store.adapter("a").id)
+    for name in ("999", "notes"):
+        (tmp_path / "adapters" / name).mkdir()
+    assert len(_folders(state)) == 4
+    state.close()
+    again = _state(tmp_path)
+    try:
+        assert [a.name for a in again.store.adapters()] == ["assistant", "a"]
+        assert _folders(again) == sorted([kept, "999", "notes"])
+        assert again.store.create("b", {}).id > int(kept) + 1, "its number is not given out again"
+    finally:
+        again.close()
 
 
 def test_unknown_things(store: Store) -> None:

@@ -106,12 +106,7 @@ def router(state: State) -> APIRouter:
     @api.delete("/{name:path}/versions/{number}", summary="Forget a version")
     def forget(name: str, number: Number, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
-        found = state.store.version(row, number)
-        if number == row.live:
-            raise Conflict(f"version {number} of {name} is live; roll back first.", "number")
-        if any(v.parent == number for v in state.store.versions(row.id)):
-            raise Conflict(f"another version of {name} was made from version {number}; delete that first.", "number")
-        state.store.delete_version(row.id, found.number)
+        state.store.delete_version(row.id, number)
         state.shelf.forget(row.id, number)
         versions.remove(state.shelf.folder(row.id, number))
         return told(row, "version deleted", number=number)
@@ -130,16 +125,7 @@ def router(state: State) -> APIRouter:
     @api.post("/{name:path}/rollback", summary="Answer with an earlier version again")
     def rollback(name: str, body: Which, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "teach")
-        number = body.version
-        if number is None:
-            if row.live == 0:
-                raise Conflict(f"{name} is at version 0, the base; there is nothing before it.", "version")
-            number = state.store.version(row, row.live).parent
-        if number > 0 and (found := state.store.version(row, number)).status == "candidate":
-            raise Conflict(
-                f"version {number} of {name} was never live ({found.reason}); promote it instead.", "version"
-            )
-        state.store.set_live(row.id, number)
+        state.store.set_live(row.id, body.version, candidates=False)
         return told(row, "rolled back")
 
     @api.post("/{name:path}/promote", summary="Make a candidate live, whatever its gate said")
@@ -147,15 +133,12 @@ def router(state: State) -> APIRouter:
         row = find(name, caller, "teach")
         if body.version is None:
             raise BadRequest("version: which candidate? Name its number.", "version")
-        state.store.version(row, body.version)
         state.store.set_live(row.id, body.version)
         return told(row, "promoted")
 
     @api.post("/{name:path}/pin", summary="Stay at a version whatever is learned; null: move again")
     def pin(name: str, body: Which, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "teach")
-        if body.version:
-            state.store.version(row, body.version)
         state.store.pin(row.id, body.version)
         return told(row, "unpinned" if body.version is None else "pinned")
 

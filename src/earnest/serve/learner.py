@@ -9,6 +9,7 @@ there. So a feedback is part of exactly one version.
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
 from torch import Tensor
 
 from earnest.audit.alive import prove_alive
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("earnest.serve")
 SHOWN = 3  # answers before and after, kept with a version
 ANSWER = 24  # tokens of such an answer
-RETRY = 5.0  # seconds before a full disk is tried again
+RETRY = 5.0  # seconds before a full disk is tried again; twice as many each time, up to
+RETRY_MOST = 120.0
+FULL = (OSError, MemoryError, SafetensorError, sqlite3.Error)  # the machine's trouble, never the feedback's fault
 
 
 class PoliteEngine(LocalEngine):
@@ -66,6 +70,7 @@ class Learner:
         self.doing: dict[str, Any] | None = None
         self.updates = 0
         self._alone: dict[int, int] = {}  # adapter → up to this feedback, one at a time: one of them cannot be learned
+        self._later: dict[int, tuple[float, float]] = {}  # adapter → (not before, seconds waited); the others go on
         self._bases: dict[str, gate.Probe] = {}
         self._event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="earnest-learn", daemon=True)
@@ -85,10 +90,11 @@ class Learner:
     def _run(self) -> None:
         stopping = self.state.host
         while not stopping.stopping:
-            self._event.wait()
+            soonest = min((when for when, _ in self._later.values()), default=None)
+            self._event.wait(None if soonest is None else max(0.0, soonest - time.monotonic()))
             self._event.clear()
             try:
-                while not stopping.stopping and (row := self.state.store.next_to_learn()) is not None:
+                while not stopping.stopping and (row := self._next()) is not None:
                     self._one(row)
             except Stopping:
                 return
@@ -98,6 +104,15 @@ class Learner:
                 self._event.set()
             finally:
                 self.doing = None
+
+    def _next(self) -> AdapterRow | None:
+        """Whose turn it is: not those whose last attempt met a full disk or the like, until they may try again."""
+        now = time.monotonic()
+        waiting = {adapter: wait for adapter, wait in self._later.items() if wait[0] > now}
+        row = self.state.store.next_to_learn(waiting)
+        if row is None:  # whoever might have tried again has nothing to learn any more
+            self._later = waiting
+        return row
 
     def _one(self, row: AdapterRow) -> None:
         """One version of one adapter; what cannot be learned from is set aside with the reason."""
@@ -110,10 +125,13 @@ class Learner:
             self._learn(row, config, feedback)
             if self._alone.get(row.id, 0) <= feedback[-1].seq:
                 self._alone.pop(row.id, None)
-        except OSError as error:  # a full disk is not the feedback's fault
-            log.error("version not written, it is tried again: %s", error)
-            state.bus.publish("learn", row.name, phase="waiting", reason=str(error))
-            time.sleep(RETRY)
+            self._later.pop(row.id, None)
+        except FULL as error:
+            pause = min(2 * self._later[row.id][1], RETRY_MOST) if row.id in self._later else RETRY
+            self._later[row.id] = (time.monotonic() + pause, pause)
+            reason = f"{type(error).__name__}: {error}"
+            log.error("a version of %s was not written, it is tried again in %g s: %s", row.name, pause, reason)
+            state.bus.publish("learn", row.name, phase="waiting", reason=reason)
         except Stopping:
             raise
         except Exception as error:

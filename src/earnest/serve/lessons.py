@@ -20,9 +20,9 @@ from earnest.runs.collect import roles_of
 from earnest.serve.decode import positions
 from earnest.serve.errors import ServeError
 from earnest.serve.learning import LearnConfig
+from earnest.serve.rows import Completion, FeedbackRow, Status
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
-from earnest.serve.store import Completion, FeedbackRow, Status
 from earnest.signals import Batch, Role
 from earnest.signals.reference import wanted_signals
 

@@ -40,7 +40,7 @@ class Load(Wire):
 
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=1000, description="a folder in DATA/loras")]
-    load_inplace: bool = Field(False, description="replace a pushed adapter of this name")
+    load_inplace: bool = Field(False, description="replace a pushed adapter of this name; needs the right to delete")
 
 
 class Unload(Wire):
@@ -55,7 +55,8 @@ def router(state: State) -> APIRouter:
     @api.post("/load_lora_adapter", summary="Answer with an adapter from a folder", response_model=None, responses=SAID)
     def load(body: Load, caller: Who) -> PlainTextResponse:
         _allowed(body.lora_name, caller)
-        install(state, body.lora_name, _folder(state, body.lora_path), body.load_inplace)
+        _old(state, body.lora_name, body.load_inplace, caller)
+        install(state, body.lora_name, _folder(state, body.lora_path), body.load_inplace, caller)
         return PlainTextResponse(f"{body.lora_name} is loaded.")
 
     @api.post(
@@ -77,14 +78,15 @@ def router(state: State) -> APIRouter:
         load_inplace: bool = False,
     ) -> PlainTextResponse:
         _allowed(lora_name, caller)
+        await run_in_threadpool(_old, state, lora_name, load_inplace, caller)
         content = await request.body()
         files = await run_in_threadpool(unzipped, content, state.settings.max_upload)
-        await run_in_threadpool(install, state, lora_name, files, load_inplace)
+        await run_in_threadpool(install, state, lora_name, files, load_inplace, caller)
         return PlainTextResponse(f"{lora_name} is loaded.")
 
     @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=SAID)
     def unload(body: Unload, caller: Who) -> PlainTextResponse:
-        caller.demand(body.lora_name, "teach")
+        caller.demand(body.lora_name, "delete")
         row = state.store.adapter(body.lora_name)
         if row.origin != PUSHED:
             raise Conflict(
@@ -159,16 +161,25 @@ def unzipped(content: bytes, most: int) -> dict[str, bytes]:
     return found
 
 
-def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool) -> None:
-    """Version 1 of a new adapter, read back onto the model before anybody can ask for it."""
+def _old(state: State, name: str, inplace: bool, caller: Caller) -> int | None:
+    """The number of the adapter that a push under this name replaces, if there is one and it may be replaced."""
+    old = next((a for a in state.store.adapters() if a.name == name), None)
+    if old is None:
+        return None
+    if old.origin == PUSHED and not state.store.versions(old.id):  # a process of an earlier release died while pushing
+        return old.id
+    if old.origin != PUSHED or not inplace:
+        raise Conflict(f"there is an adapter {name!r} already; unload it first, or take another name.", "lora_name")
+    caller.demand(name, "delete")
+    return old.id
+
+
+def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, caller: Caller) -> None:
+    """Version 1 of a new adapter: written, read back onto the model, and only then known by its name; one that it
+    replaces answers until that moment."""
     state.wait()
-    for old in [a for a in state.store.adapters() if a.name == name]:
-        torn = old.origin == PUSHED and old.live == 0  # a process died in the middle of this function
-        if old.origin != PUSHED or not (inplace or torn):
-            raise Conflict(f"there is an adapter {name!r} already; unload it first, or take another name.", "lora_name")
-        _forget(state, old.id)
-    row = state.store.create(name, {}, origin=PUSHED)
-    folder = state.shelf.folder(row.id, 1)
+    old = _old(state, name, inplace, caller)
+    made = state.store.reserve()
 
     def fill(fresh: Path) -> None:
         (fresh / "adapter").mkdir()
@@ -177,23 +188,38 @@ def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool) 
 
     record = _record()
     try:
-        versions.write(folder, fill, record)
-        with state.shelf.checked(row.id, 1):
+        versions.write(state.shelf.folder(made, 1), fill, record)
+        _check(state, made)
+        state.store.add_whole(made, name, {}, PUSHED, record, old)
+    except Exception:
+        _clear(state, made)
+        raise
+    if old is not None:
+        _clear(state, old)
+    state.bus.publish("adapter", name, what="pushed", live=1, pinned=False)
+
+
+def _check(state: State, adapter: int) -> None:
+    """It fits onto the model, or the request is at fault."""
+    try:
+        with state.shelf.checked(adapter, 1):
             pass
-        state.store.add_version(row.id, 1, 0, record, (), {}, "")
-    except BaseException as error:
-        _forget(state, row.id)
-        if not isinstance(error, Exception) or isinstance(error, OSError):
-            raise
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
         said = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
         raise BadRequest(f"this is no adapter for {state.host.policy.name}: {said}") from None
-    state.bus.publish("adapter", name, what="pushed", live=1, pinned=False)
+
+
+def _clear(state: State, adapter: int) -> None:
+    """From the model and from the disk."""
+    state.shelf.forget(adapter)
+    versions.remove(state.shelf.folder(adapter, 0).parent)
 
 
 def _forget(state: State, adapter: int) -> None:
     state.store.delete(adapter)
-    state.shelf.forget(adapter)
-    versions.remove(state.shelf.folder(adapter, 0).parent)
+    _clear(state, adapter)
 
 
 def _record() -> dict[str, Any]:

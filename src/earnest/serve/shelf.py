@@ -81,11 +81,18 @@ class Shelf:
     @contextmanager
     def lease(self, model: str) -> Iterator[Lease]:
         """The version, loaded and kept inside the block."""
-        row, number = self.resolve(model)
-        if row is None or number == 0:
-            yield Lease(row, number, None)
-            return
-        held = self._take(row.id, number)
+        while True:
+            row, number = self.resolve(model)
+            if row is None or number == 0:
+                yield Lease(row, number, None)
+                return
+            try:
+                held = self._take(row.id, number)
+                break
+            except Exception:  # of one that was replaced or deleted since the name was looked up: look again
+                again, other = self.resolve(model)
+                if again is not None and (again.id, other) == (row.id, number):
+                    raise
         try:
             yield Lease(row, number, held.adapter)
         finally:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from earnest.errors import ConfigError
+from earnest.serve import versions
 from earnest.serve.errors import Loading
 from earnest.serve.events import Bus
 from earnest.serve.host import Host, NotReady
@@ -39,6 +40,7 @@ class State:
         settings.data.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(settings)
         self.store = Store(settings.data)
+        versions.sweep(self.store)
         self.host = Host(settings)
         self.bus = Bus()
         self.shelf = Shelf(self.host, self.store, settings.max_resident)
@@ -73,9 +75,13 @@ class State:
             raise Loading(str(error)) from None
 
     def tinker_caller(self, request: Request) -> None:
-        """The Tinker wire asks for the right to teach an adapter of the name `tinker`; its health does not."""
+        """The Tinker wire asks for the right to teach an adapter of the name `tinker`; its health does not. To delete a
+        checkpoint, or to say when it expires, asks for the right to delete as well."""
         if self.keys.on and not request.url.path.endswith("/healthz"):
-            self.keys.caller(request).demand("tinker", "teach")
+            caller = self.keys.caller(request)
+            caller.demand("tinker", "teach")
+            if request.method == "DELETE" or (request.method == "PUT" and request.url.path.endswith("/ttl")):
+                caller.demand("tinker", "delete")
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it in the event loop, and do not forget it on the way."""

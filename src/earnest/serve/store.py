@@ -12,15 +12,28 @@ import re
 import sqlite3
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from earnest.errors import EarnestError
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
+from earnest.serve.rows import (
+    AdapterRow,
+    Completion,
+    FeedbackRow,
+    Said,
+    Status,
+    VersionRow,
+    to_adapter,
+    to_completion,
+    to_feedback,
+    to_version,
+)
+
+__all__ = ["PUSHED", "AdapterRow", "Completion", "FeedbackRow", "Said", "Store", "VersionRow", "check_name"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -51,9 +64,6 @@ NAME = re.compile(
 )
 RESERVED = frozenset({"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export"})
 PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
-Thumbs = Literal["up", "down"]
-Status = Literal["queued", "applied", "held", "unused", "failed"]
-"""``applied``: in a version that was let live; ``held``: in a candidate, until somebody promotes it."""
 
 
 def check_name(name: str) -> str:
@@ -65,92 +75,6 @@ def check_name(name: str) -> str:
             "name",
         )
     return name
-
-
-@dataclass(frozen=True)
-class AdapterRow:
-    """An adapter: version 0 is the base; ``live`` answers, ``pinned`` keeps it from moving."""
-
-    id: int
-    name: str
-    created: float
-    learn: Mapping[str, Any]
-    live: int
-    pinned: bool
-    next: int
-    origin: str | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer that was given, exactly: its tokens and the log-probs that they were sampled with."""
-
-    id: str
-    choice: int
-    model: str
-    version: int
-    kind: Literal["chat", "text"]
-    messages: Sequence[Mapping[str, Any]]
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    temperature: float
-    text: str
-    finish: str
-    adapter: int | None = None
-    key: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    created: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a user said about a completion, on its way in."""
-
-    completion: str
-    choice: int = 0
-    text: str | None = None
-    thumbs: Thumbs | None = None
-    better: str | None = None
-    id: str | None = None
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class FeedbackRow:
-    """An accepted feedback and what became of it."""
-
-    seq: int
-    id: str
-    received: float
-    adapter: int
-    completion: str
-    choice: int
-    key: str
-    text: str | None
-    thumbs: Thumbs | None
-    better: str | None
-    status: Status
-    version: int | None
-    note: str
-
-    def public(self, adapter: str) -> dict[str, Any]:
-        shown = asdict(self)
-        shown.pop("seq")
-        return shown | {"adapter": adapter}
-
-
-@dataclass(frozen=True)
-class VersionRow:
-    """A version: ``promoted`` ones have been live or may be; a ``candidate`` says in ``reason`` why it is not."""
-
-    adapter: int
-    number: int
-    parent: int
-    created: float
-    status: Literal["promoted", "candidate"]
-    reason: str
-    record: Mapping[str, Any]
 
 
 class Store:
@@ -183,17 +107,17 @@ class Store:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def adapters(self) -> list[AdapterRow]:
-        return [_adapter(r) for r in self.db.read("SELECT * FROM adapters ORDER BY id")]
+        return [to_adapter(r) for r in self.db.read("SELECT * FROM adapters ORDER BY id")]
 
     def adapter(self, name: str) -> AdapterRow:
         row = self.db.one("SELECT * FROM adapters WHERE name = ?", (name,))
         if row is None:
             raise NoModel(f"there is no adapter {name[:160]!r}; GET /v1/models lists what there is.", "model")
-        return _adapter(row)
+        return to_adapter(row)
 
     def adapter_by_id(self, number: int) -> AdapterRow | None:
         row = self.db.one("SELECT * FROM adapters WHERE id = ?", (number,))
-        return None if row is None else _adapter(row)
+        return None if row is None else to_adapter(row)
 
     def create(
         self, name: str, learn: Mapping[str, Any], *, exist_ok: bool = False, origin: str | None = None
@@ -205,9 +129,7 @@ class Store:
             if taken and exist_ok:
                 return
             if taken:
-                raise Conflict(
-                    f"there is an adapter {name!r} already; delete it first, or choose another name.", "name"
-                )
+                raise _taken(name)
             c.execute(
                 "INSERT INTO adapters(name, created, learn, origin) VALUES(?, ?, ?, ?)",
                 (name, time.time(), json.dumps(learn), origin),
@@ -215,6 +137,51 @@ class Store:
 
         self.db.write(work)
         return self.adapter(name)
+
+    def reserve(self) -> int:
+        """The number of an adapter to come, for its folder: nobody else ever gets it, whatever becomes of it."""
+
+        def work(c: sqlite3.Connection) -> int:
+            number = c.execute("INSERT INTO adapters(name, created, learn) VALUES('', 0, '{}')").lastrowid
+            c.execute("DELETE FROM adapters WHERE id = ?", (number,))
+            assert number is not None
+            return number
+
+        return self.db.write(work)
+
+    def add_whole(
+        self,
+        adapter: int,
+        name: str,
+        learn: Mapping[str, Any],
+        origin: str,
+        record: Mapping[str, Any],
+        replaces: int | None = None,
+    ) -> None:
+        """One transaction: an adapter whose number was reserved exists, with version 1, whose folder is written, live;
+        and ``replaces`` is gone. So there is no moment in which the name answers as the base, or not at all."""
+        check_name(name)
+
+        def work(c: sqlite3.Connection) -> None:
+            taken = c.execute("SELECT id FROM adapters WHERE name = ?", (name,)).fetchone()
+            if taken is not None and taken["id"] != replaces:
+                raise _taken(name)
+            c.execute("DELETE FROM adapters WHERE id = ?", (replaces,))
+            now = time.time()
+            c.execute(
+                "INSERT INTO adapters(id, name, created, learn, live, next, origin) VALUES(?, ?, ?, ?, 1, 2, ?)",
+                (adapter, name, now, json.dumps(learn), origin),
+            )
+            values = (adapter, 1, 0, now, "promoted", "", json.dumps(record))
+            c.execute("INSERT INTO versions VALUES(?, ?, ?, ?, ?, ?, ?)", values)
+
+        self.db.write(work)
+
+    def orphans(self, numbers: Collection[int]) -> list[int]:
+        """Those of these numbers that were given out here and belong to no adapter (any more)."""
+        last = self.db.one("SELECT seq FROM sqlite_sequence WHERE name = 'adapters'")
+        known = {a.id for a in self.adapters()}
+        return [n for n in numbers if last is not None and n <= last["seq"] and n not in known]
 
     def delete(self, adapter: int) -> None:
         """The adapter, its versions and its feedback; the completions stay, as the record of what was said."""
@@ -224,16 +191,13 @@ class Store:
 
     def versions(self, adapter: int) -> list[VersionRow]:
         rows = self.db.read("SELECT * FROM versions WHERE adapter = ? ORDER BY number", (adapter,))
-        return [_version(r) for r in rows]
+        return [to_version(r) for r in rows]
 
     def version(self, adapter: AdapterRow, number: int) -> VersionRow:
         row = self.db.one("SELECT * FROM versions WHERE adapter = ? AND number = ?", (adapter.id, number))
         if row is None:
-            known = [v.number for v in self.versions(adapter.id)]
-            raise NotFound(
-                f"{adapter.name} has no version {number}; it has {known or 'none but 0, the base'}.", "version"
-            )
-        return _version(row)
+            raise _no_version(adapter.name, number, [v.number for v in self.versions(adapter.id)])
+        return to_version(row)
 
     def add_version(
         self,
@@ -274,17 +238,31 @@ class Store:
         """Feedback that no version comes of: each with the reason."""
         self.db.write(lambda c: _settle(c, others, None))
 
-    def set_live(self, adapter: int, number: int) -> None:
-        """``number`` answers from now on; a candidate is thereby promoted, and its feedback applied."""
+    def set_live(
+        self, adapter: int, number: int | None, *, candidates: bool = True, pinned: bool | None = None
+    ) -> None:
+        """``number`` answers from now on (None: the parent of the one that does); a candidate is thereby promoted, and
+        its feedback applied, unless ``candidates`` are refused. ``pinned`` is set along with it."""
 
         def work(c: sqlite3.Connection) -> None:
-            c.execute("UPDATE versions SET status = 'promoted' WHERE adapter = ? AND number = ?", (adapter, number))
+            row = _locked(c, adapter)
+            name, live = row["name"], row["live"]
+            if number is None and live == 0:
+                raise Conflict(f"{name} is at version 0, the base; there is nothing before it.", "version")
+            wanted = _known(c, row, live)["parent"] if number is None else number
+            found = _known(c, row, wanted) if wanted > 0 else None
+            if found is not None and found["status"] == "candidate" and not candidates:
+                raise Conflict(
+                    f"version {wanted} of {name} was never live ({found['reason']}); promote it instead.", "version"
+                )
+            c.execute("UPDATE versions SET status = 'promoted' WHERE adapter = ? AND number = ?", (adapter, wanted))
             c.execute(
                 "UPDATE feedback SET status = 'applied', note = '' "
                 "WHERE adapter = ? AND version = ? AND status = 'held'",
-                (adapter, number),
+                (adapter, wanted),
             )
-            c.execute("UPDATE adapters SET live = ? WHERE id = ?", (number, adapter))
+            stays = row["pinned"] if pinned is None else int(pinned)
+            c.execute("UPDATE adapters SET live = ?, pinned = ? WHERE id = ?", (wanted, stays, adapter))
 
         self.db.write(work)
 
@@ -292,12 +270,21 @@ class Store:
         """Stay at ``number`` whatever is learned; None: move again."""
         if number is None:
             self.db.write(lambda c: c.execute("UPDATE adapters SET pinned = 0 WHERE id = ?", (adapter,)).rowcount)
-            return
-        self.set_live(adapter, number)
-        self.db.write(lambda c: c.execute("UPDATE adapters SET pinned = 1 WHERE id = ?", (adapter,)).rowcount)
+        else:
+            self.set_live(adapter, number, pinned=True)
 
     def delete_version(self, adapter: int, number: int) -> None:
+        """Neither what is live nor what another was made from; asked and done in one transaction."""
+
         def work(c: sqlite3.Connection) -> None:
+            row = _locked(c, adapter)
+            _known(c, row, number)
+            if number == row["live"]:
+                raise Conflict(f"version {number} of {row['name']} is live; roll back first.", "number")
+            if c.execute("SELECT 1 FROM versions WHERE adapter = ? AND parent = ?", (adapter, number)).fetchone():
+                raise Conflict(
+                    f"another version of {row['name']} was made from version {number}; delete that first.", "number"
+                )
             c.execute("DELETE FROM versions WHERE adapter = ? AND number = ?", (adapter, number))
             c.execute(
                 "UPDATE feedback SET note = ? WHERE adapter = ? AND version = ? AND status = 'held'",
@@ -340,7 +327,7 @@ class Store:
         row = self.db.one("SELECT * FROM completions WHERE id = ? AND choice = ?", (name, choice))
         if row is None:
             raise NotFound(f"this server gave no completion {name[:80]!r} with a choice {choice}.", "completion_id")
-        return _completion(row)
+        return to_completion(row)
 
     # --- feedback -----------------------------------------------------------------------------------------------------
 
@@ -382,31 +369,57 @@ class Store:
         row = self.db.one("SELECT * FROM feedback WHERE id = ?", (name,))
         if row is None:
             raise NotFound(f"there is no feedback {name[:80]!r}.", "id")
-        return _feedback(row)
+        return to_feedback(row)
 
     def recent_feedback(self, adapter: int, limit: int) -> list[FeedbackRow]:
         rows = self.db.read("SELECT * FROM feedback WHERE adapter = ? ORDER BY seq DESC LIMIT ?", (adapter, limit))
-        return [_feedback(r) for r in rows]
+        return [to_feedback(r) for r in rows]
 
     def queued(self, adapter: int, limit: int) -> list[FeedbackRow]:
         """The oldest that wait, in order."""
         rows = self.db.read(
             "SELECT * FROM feedback WHERE adapter = ? AND status = 'queued' ORDER BY seq LIMIT ?", (adapter, limit)
         )
-        return [_feedback(r) for r in rows]
+        return [to_feedback(r) for r in rows]
 
-    def next_to_learn(self) -> AdapterRow | None:
-        """The adapter whose feedback has waited longest."""
+    def next_to_learn(self, but: Collection[int] = ()) -> AdapterRow | None:
+        """The adapter whose feedback has waited longest, ``but`` none of these."""
         row = self.db.one(
-            "SELECT adapters.* FROM feedback JOIN adapters ON adapters.id = feedback.adapter "
-            "WHERE status = 'queued' ORDER BY seq LIMIT 1"
+            "SELECT adapters.* FROM feedback JOIN adapters ON adapters.id = feedback.adapter WHERE status = 'queued' "
+            f"AND adapters.id NOT IN ({', '.join('?' * len(but))}) ORDER BY seq LIMIT 1",
+            tuple(but),
         )
-        return None if row is None else _adapter(row)
+        return None if row is None else to_adapter(row)
 
     def counts(self, adapter: int) -> dict[str, int]:
         """How many feedbacks are in each state."""
         rows = self.db.read("SELECT status, COUNT(*) AS n FROM feedback WHERE adapter = ? GROUP BY status", (adapter,))
         return {"queued": 0, "applied": 0, "held": 0, "unused": 0, "failed": 0} | {r["status"]: r["n"] for r in rows}
+
+
+def _taken(name: str) -> Conflict:
+    return Conflict(f"there is an adapter {name!r} already; delete it first, or choose another name.", "name")
+
+
+def _locked(c: sqlite3.Connection, adapter: int) -> sqlite3.Row:
+    """The adapter inside a transaction."""
+    row: sqlite3.Row | None = c.execute("SELECT * FROM adapters WHERE id = ?", (adapter,)).fetchone()
+    if row is None:
+        raise NoModel("this adapter is deleted; GET /v1/models lists what there is.", "model")
+    return row
+
+
+def _known(c: sqlite3.Connection, adapter: sqlite3.Row, number: int) -> sqlite3.Row:
+    """Its version inside a transaction."""
+    rows = c.execute("SELECT * FROM versions WHERE adapter = ? ORDER BY number", (adapter["id"],)).fetchall()
+    found: dict[int, sqlite3.Row] = {r["number"]: r for r in rows}
+    if number not in found:
+        raise _no_version(adapter["name"], number, list(found))
+    return found[number]
+
+
+def _no_version(name: str, number: int, known: Sequence[int]) -> NotFound:
+    return NotFound(f"{name} has no version {number}; it has {known or 'none but 0, the base'}.", "version")
 
 
 def _held(number: int, why: str) -> str:
@@ -420,27 +433,3 @@ def _settle(c: sqlite3.Connection, found: Mapping[int, tuple[Status, str]], vers
             (status, note, version if status in ("applied", "held") else None, seq),
         ).rowcount
         assert changed == 1, f"feedback {seq} is not in the queue: it would be applied twice"
-
-
-def _adapter(row: sqlite3.Row) -> AdapterRow:
-    values = dict(row)
-    return AdapterRow(**values | {"learn": json.loads(values["learn"]), "pinned": bool(values["pinned"])})
-
-
-def _version(row: sqlite3.Row) -> VersionRow:
-    return VersionRow(**dict(row) | {"record": json.loads(row["record"])})
-
-
-def _feedback(row: sqlite3.Row) -> FeedbackRow:
-    return FeedbackRow(**dict(row))
-
-
-def _completion(row: sqlite3.Row) -> Completion:
-    values = dict(row)
-    for name, code in (("prompt", "i"), ("tokens", "i"), ("logprobs", "d")):
-        numbers = array.array(code)
-        numbers.frombytes(values[name])
-        values[name] = tuple(numbers)
-    for name in ("messages", "sampling"):
-        values[name] = json.loads(values[name])
-    return Completion(**values)

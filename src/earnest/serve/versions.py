@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.disk import sync
 from earnest.serve.errors import Conflict, NotFound
-from earnest.serve.store import AdapterRow
+from earnest.serve.store import AdapterRow, Store
 
 if TYPE_CHECKING:
     from earnest.serve.state import State
+
+OWNED = re.compile(r"\.?(\d{1,15})(?:\.deleted)?")  # an adapter's folder, or what is left of a deleted one
 
 
 def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any]) -> None:
@@ -24,13 +27,17 @@ def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any])
     fresh = folder.with_name(f".{folder.name}.tmp")
     for stale in (fresh, folder):
         shutil.rmtree(stale, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    fill(fresh)
-    (fresh / "version.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    for path in [*(p for p in fresh.rglob("*")), fresh]:
-        sync(path)
-    fresh.rename(folder)
-    sync(folder.parent)
+    try:
+        fresh.mkdir(parents=True)
+        fill(fresh)
+        (fresh / "version.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        for path in [*(p for p in fresh.rglob("*")), fresh]:
+            sync(path)
+        fresh.rename(folder)
+        sync(folder.parent)
+    except BaseException:  # a full disk has no room for half of a version
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
 
 
 def remove(folder: Path) -> None:
@@ -40,6 +47,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(dying, ignore_errors=True)
         folder.rename(dying)
         shutil.rmtree(dying, ignore_errors=True)
+
+
+def sweep(store: Store) -> None:
+    """At the start: folders that no adapter owns. A process died after it wrote one and before the commit, or after the
+    commit that deleted its adapter. A number that this database never gave out is not touched: it may be another's."""
+    place = store.folder / "adapters"
+    found = [(int(m[1]), p) for p in place.glob("*") if (m := OWNED.fullmatch(p.name))]
+    orphans = set(store.orphans([number for number, _ in found]))
+    for number, path in found:
+        if number in orphans:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def zipped(folder: Path) -> bytes:
@@ -55,23 +73,30 @@ def zipped(folder: Path) -> bytes:
 
 
 def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
-    """A new adapter whose version 1 is this version, optimizer state included. Version 0 has nothing to copy."""
+    """A new adapter whose version 1 is this version, optimizer state included. Version 0 has nothing to copy.
+    It appears when its files are there: at no moment does it answer as the base."""
     if number > 0:
         version = state.store.version(row, number)
         if not (state.shelf.folder(row.id, number) / "engine").is_dir():
             raise Conflict(f"{row.name}@{number} was pushed without an optimizer's state; it cannot learn on here.")
-    made = state.store.create(name, row.learn, origin=f"{row.name}@{number}")
+    origin = f"{row.name}@{number}"
     if number == 0:
-        return made
-    record = {**version.record, "feedback": [], "forked_from": f"{row.name}@{number}"}
+        return state.store.create(name, row.learn, origin=origin)
+    record = {**version.record, "feedback": [], "forked_from": origin}
     source = state.shelf.folder(row.id, number)
 
     def fill(folder: Path) -> None:
         for part in ("adapter", "engine"):
             shutil.copytree(source / part, folder / part)
 
-    write(state.shelf.folder(made.id, 1), fill, record)
-    state.store.add_version(made.id, 1, 0, record, (), {}, "")
+    made = state.store.reserve()
+    place = state.shelf.folder(made, 1)
+    try:
+        write(place, fill, record)
+        state.store.add_whole(made, name, row.learn, origin, record)
+    except Exception:
+        remove(place.parent)
+        raise
     return state.store.adapter(name)
 
 

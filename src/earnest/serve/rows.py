@@ -1,0 +1,125 @@
+"""The rows of the store, as the rest of the server sees them."""
+
+from __future__ import annotations
+
+import array
+import json
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Thumbs = Literal["up", "down"]
+Status = Literal["queued", "applied", "held", "unused", "failed"]
+"""``applied``: in a version that was let live; ``held``: in a candidate, until somebody promotes it."""
+
+
+@dataclass(frozen=True)
+class AdapterRow:
+    """An adapter: version 0 is the base; ``live`` answers, ``pinned`` keeps it from moving."""
+
+    id: int
+    name: str
+    created: float
+    learn: Mapping[str, Any]
+    live: int
+    pinned: bool
+    next: int
+    origin: str | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer that was given, exactly: its tokens and the log-probs that they were sampled with."""
+
+    id: str
+    choice: int
+    model: str
+    version: int
+    kind: Literal["chat", "text"]
+    messages: Sequence[Mapping[str, Any]]
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    temperature: float
+    text: str
+    finish: str
+    adapter: int | None = None
+    key: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a user said about a completion, on its way in."""
+
+    completion: str
+    choice: int = 0
+    text: str | None = None
+    thumbs: Thumbs | None = None
+    better: str | None = None
+    id: str | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class FeedbackRow:
+    """An accepted feedback and what became of it."""
+
+    seq: int
+    id: str
+    received: float
+    adapter: int
+    completion: str
+    choice: int
+    key: str
+    text: str | None
+    thumbs: Thumbs | None
+    better: str | None
+    status: Status
+    version: int | None
+    note: str
+
+    def public(self, adapter: str) -> dict[str, Any]:
+        shown = asdict(self)
+        shown.pop("seq")
+        return shown | {"adapter": adapter}
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """A version: ``promoted`` ones have been live or may be; a ``candidate`` says in ``reason`` why it is not."""
+
+    adapter: int
+    number: int
+    parent: int
+    created: float
+    status: Literal["promoted", "candidate"]
+    reason: str
+    record: Mapping[str, Any]
+
+
+def to_adapter(row: sqlite3.Row) -> AdapterRow:
+    values = dict(row)
+    return AdapterRow(**values | {"learn": json.loads(values["learn"]), "pinned": bool(values["pinned"])})
+
+
+def to_version(row: sqlite3.Row) -> VersionRow:
+    return VersionRow(**dict(row) | {"record": json.loads(row["record"])})
+
+
+def to_feedback(row: sqlite3.Row) -> FeedbackRow:
+    return FeedbackRow(**dict(row))
+
+
+def to_completion(row: sqlite3.Row) -> Completion:
+    values = dict(row)
+    for name, code in (("prompt", "i"), ("tokens", "i"), ("logprobs", "d")):
+        numbers = array.array(code)
+        numbers.frombytes(values[name])
+        values[name] = tuple(numbers)
+    for name in ("messages", "sampling"):
+        values[name] = json.loads(values[name])
+    return Completion(**values)
