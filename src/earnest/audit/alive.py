@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from earnest.audit.restore import remember
 from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.engines.local import LocalEngine
 from earnest.objectives.base import Objective, Term
@@ -47,10 +48,13 @@ def prove_alive(
 
 @contextmanager
 def restored(engine: LocalEngine) -> Iterator[None]:
-    """Put the parameters, optimizer, version and states of the engine back as they were, whatever happens inside."""
+    """Put the parameters, optimizer, version and states of the engine back as they were, whatever happens inside.
+
+    Hooks on the optimizer's step do run here: that one of them moves what is frozen is what the law looks for.
+    """
     parameters = [p.detach().clone() for p in engine.parameters]
     gradients = [p.grad for p in engine.parameters]
-    optimizer = copy.deepcopy(engine.optimizer.state_dict())
+    optimizer = remember(engine.optimizer)
     version, state = engine.version, copy.deepcopy(engine.objective_state)
     guard, outer = engine.guard, engine.outer
     held = {k: v.clone() for k, v in guard.state_dict().items()} if guard else {}
@@ -62,7 +66,7 @@ def restored(engine: LocalEngine) -> Iterator[None]:
             for p, value, grad in zip(engine.parameters, parameters, gradients, strict=True):
                 p.copy_(value)
                 p.grad = grad
-        engine.optimizer.load_state_dict(optimizer)
+        optimizer()
         engine.version, engine.objective_state, engine.outer = version, state, outer
         if guard:
             guard.load_state_dict(held)

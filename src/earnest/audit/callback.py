@@ -5,24 +5,26 @@
 
 The audit runs inside the first training step, before any update, through the trainer's own ``compute_loss``; the model,
 the optimizer, the random generators and the trainer's counters are bit-equal afterwards, so the run is the same run.
+An audit or a watch that cannot be made warns and lets the run go on, unless ``stop`` is set.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest.audit.probe import restored, seeded
-from earnest.audit.run import audit
+from earnest.audit.probe import fresh, restored, seeded
+from earnest.audit.run import LISTENERS, audit
 from earnest.audit.step import StepError
 from earnest.audit.trainers import asks_for_a_mask, step_of_trainer, unchanged, unwrapped
-from earnest.audit.verdict import Verdict
+from earnest.audit.verdict import LawBroken, Verdict, unchecked
 from earnest.audit.watch import Watch, WatchWarning
 
 WAIT = 20  # batches without any signal (all advantages 0) before the audit is made on one all the same
@@ -49,14 +51,12 @@ class AuditCallback(TrainerCallback):
         self.audited: Verdict | None = None
         self.watch: Watch | None = None
         self._trainer: Any = None
-        self._waited = 0
+        self._waited, self._watches = 0, True
 
     def verdict(self) -> Verdict:
         """What the audit and the watch have found up to now."""
         both = [self.audited, self.watch.verdict() if self.watch is not None else None]
-        return Verdict(
-            tuple(f for v in both if v is not None for f in v.findings), sum(v.cost for v in both if v is not None)
-        )
+        return sum((v for v in both if v is not None), Verdict(()))
 
     # --- the trainer's events -----------------------------------------------------------------------------------------
 
@@ -64,11 +64,12 @@ class AuditCallback(TrainerCallback):
         self._trainer = _calling_trainer()
         self._own = self._trainer.compute_loss
         self._trainer.compute_loss = self._compute_loss
-        self.audited, self.watch, self._waited = None, None, 0
+        self.audited, self.watch, self._waited, self._watches = None, None, 0, True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.watch is not None and logs:
-            self.watch.step(None, {k: v for k, v in logs.items() if not k.startswith("eval_")})
+        if self.watch is not None and self._watches and logs:
+            with self._safely("watch"):
+                self.watch.step(None, {k: v for k, v in logs.items() if not k.startswith("eval_")})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is not None:
@@ -83,13 +84,36 @@ class AuditCallback(TrainerCallback):
     ) -> Any:
         if model.training and torch.is_grad_enabled():
             if self.audited is None and not self._postponed(inputs):
-                self.audited = self._audit(model, inputs, num_items_in_batch)
-            if self.watch is None and self.audited is not None:  # its hooks must not count the audit's own updates
-                self.watch = Watch(model, unwrapped(self._trainer.optimizer), self.every)
-                self.watch.__enter__()
-            if self.watch is not None:
-                self.watch.step(None, None, **self._signals(inputs))
+                with self._safely("audit"):
+                    self.audited = self._audit(model, inputs, num_items_in_batch)
+            with self._safely("watch"):
+                # After the audit: its hooks must not count the audit's own updates.
+                if self.watch is None and self._watches and self.audited is not None:
+                    self.watch = Watch(model, unwrapped(self._trainer.optimizer), self.every)
+                    self.watch.__enter__()
+                if self.watch is not None and self._watches:
+                    self.watch.step(None, None, **self._signals(inputs))
         return self._own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    @contextmanager
+    def _safely(self, what: str) -> Iterator[None]:
+        """What raises inside becomes one row and one warning: it must not end the user's run, unless ``stop``."""
+        try:
+            yield
+        except (LawBroken, WatchWarning):
+            raise
+        except Exception as error:
+            if self.stop:
+                raise
+            row = unchecked("GL", f"the {what}", error)
+            self.audited = (self.audited or Verdict(())) + Verdict((row,))
+            for tell in LISTENERS:
+                tell(Verdict((row,)))
+            if what == "watch":
+                self._watches = False
+                if self.watch is not None:
+                    self.watch.__exit__(None, None, None)
+            warnings.warn(f"the {what} {row.measured}; the run goes on without it.", WatchWarning, stacklevel=4)
 
     def _postponed(self, inputs: Any) -> bool:
         """A batch whose advantages are all 0 has no gradient, lawfully; the next one may have."""
@@ -104,9 +128,7 @@ class AuditCallback(TrainerCallback):
         intended = False if expects else self.all_supervised
         optimizer = unwrapped(self._trainer.optimizer)
         with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
-            step = step_of_trainer(
-                self._trainer, model, _copied(inputs), self._own, items=items, all_supervised=intended
-            )
+            step = step_of_trainer(self._trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick, progress=self.progress)
         if self.stop:
             verdict.raise_if_failed()
@@ -131,10 +153,6 @@ class AuditCallback(TrainerCallback):
         if "behaviour" in signals and isinstance(inputs.get("old_per_token_logps"), Tensor):
             signals["logprobs"] = inputs["old_per_token_logps"]  # the trainer's, at the time of sampling
         return signals
-
-
-def _copied(inputs: Any) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in dict(inputs).items()}
 
 
 def _calling_trainer() -> Any:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from earnest.audit.restore import is_container, rebuilt
 from earnest.audit.step import Step
 
 Batch = dict[str, Any]
@@ -85,7 +87,7 @@ def perturb(
     elif role == "teacher" and _probability_like(old):
         new = torch.softmax(old.clamp_min(1e-6).log() + noise, dim=-1)
     elif not old.is_floating_point():
-        new = old + 1
+        new = _other_integers(old, role, rng)
     else:
         scale = old.float().std() if old.numel() > 1 else old.float().abs().mean()
         size = float(scale) if bool(torch.isfinite(scale)) and float(scale) > 0 else 1.0
@@ -114,7 +116,8 @@ def off_policy(step: Step) -> Batch:
 def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
     """Advantages of both signs, none near 0; one value a row where the batch has one a row."""
     old: Tensor = batch[step.roles["advantages"]]
-    spread = torch.sign(noise_like(old, rng)) * (0.3 + noise_like(old, rng).abs())
+    size = 0.3 + noise_like(old, rng).abs()
+    spread = torch.sign(noise_like(old, rng)) * (size if old.is_floating_point() else size.ceil())
     on = fit(supervised(step, batch), old)
     if on is not None and old.ndim == 2:
         shown = torch.where(on, old, torch.full_like(old, float("nan")))
@@ -130,25 +133,43 @@ def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
     return None if key is None else {**batch, key: -batch[key]}
 
 
+def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
+    """A teacher's integers are ids: other ones that occur. Others get 0 or 1 more, never all the same, which a mean
+    that is taken off would hide: the least always 1, the largest never."""
+    flat = old.flatten()
+    if role == "teacher":
+        return flat[torch.randperm(flat.numel(), generator=rng).to(old.device)].reshape(old.shape)
+    more = torch.randint(0, 2, flat.shape, generator=rng).to(old.device)
+    if flat.numel() > 1:
+        order = flat.long().argsort(stable=True)
+        more[order[-1]], more[order[0]] = 0, 1
+    more = more.reshape(old.shape)
+    return old ^ more.bool() if old.dtype == torch.bool else old + more.to(old.dtype)
+
+
 def permute_rows(step: Step, order: Tensor) -> Batch:
-    return _by_row(step, lambda t: t[order.to(t.device)])
+    return take_rows(step, order)
 
 
 def repeat_rows(step: Step) -> Batch:
-    return _by_row(step, lambda t: torch.cat([t, t]))
+    rows = torch.arange(step.rows)
+    return take_rows(step, torch.cat([rows, rows]))
 
 
 def take_rows(step: Step, index: Tensor) -> Batch:
-    return _by_row(step, lambda t: t[index.to(t.device)])
+    """These rows of everything that has B rows: tensors, arrays, lists and tuples, at any depth; the rest stays."""
+    rows, places = step.rows, index.tolist()
 
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[index.to(value.device)] if value.ndim > 0 and value.shape[0] == rows else value
+        if isinstance(value, np.ndarray):
+            return value[np.asarray(places)] if value.ndim > 0 and value.shape[0] == rows else value
+        if isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields"):
+            return type(value)(value[i] for i in places)
+        return rebuilt(value, take) if is_container(value) else value
 
-def _by_row(step: Step, change: Any) -> Batch:
-    """Apply ``change`` to every tensor with B rows; numbers and tensors of other sizes stay."""
-    rows = step.rows
-    return {
-        k: change(v) if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == rows else v
-        for k, v in step.batch.items()
-    }
+    return {k: take(v) for k, v in step.batch.items()}
 
 
 def add_silent_row(step: Step) -> Batch:

@@ -31,8 +31,11 @@ class Gradient:
         return all(bool(torch.isfinite(g).all()) for g in self.parts.values() if g is not None)
 
     def distance(self, other: Gradient) -> float:
-        """‖self - other‖ over the larger of the two norms; 0 where both are 0."""
-        scale = max(self.norm(), other.norm())
+        """‖self - other‖ over the larger of the two norms; 0 where both are 0, infinite where one is not finite."""
+        mine, theirs = self.norm(), other.norm()
+        if not (math.isfinite(mine) and math.isfinite(theirs)):
+            return math.inf
+        scale = max(mine, theirs)
         return self.minus(other).norm() / scale if scale > 0 else 0.0
 
     def minus(self, other: Gradient, factor: float = 1.0) -> Gradient:

@@ -1,27 +1,30 @@
 """Running somebody's step under control: the same randomness every time, one thing changed, and everything put back.
 
-``Probe.gradient(batch, knobs)`` is the one measurement behind most laws. While a probe is open, the model's parameters,
-buffers, gradients, modes and hooks, the optimizer's state and all random generators are the user's; when it closes
-they are bit for bit what they were. What a loss keeps in a closure of its own cannot be seen, and so cannot be put
-back.
+``Probe.gradient(batch, knobs)`` is the one measurement behind most laws. While a probe is open, dropout is off and the
+hooks round the optimizer's step rest. When it closes, the model's parameters, buffers, gradients, modes and hooks, its
+dropout rates, the optimizer and all random generators are bit for bit what they were. What a loss keeps in a closure
+of its own cannot be seen, and so cannot be put back.
 """
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
+from earnest.audit.restore import copied, without_dropout
+from earnest.audit.restore import restored as restored
+from earnest.audit.restore import seeded as seeded
 from earnest.audit.step import Loss, Step, StepError
+from earnest.audit.verdict import Finding
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,9 @@ class Probe:
         self._now: dict[str, Tensor] = {}
         self._floor: float | None = None
         self._noise: float | None = None
+        self._random: bool | None = None
+        self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
+        self.notes: tuple[str, ...] = ()
 
     # --- measuring ----------------------------------------------------------------------------------------------------
 
@@ -70,14 +76,61 @@ class Probe:
             return self._kept[key]
         self.cost += 1
         value, metrics = self._run(batch, knobs, loss)
-        found: tuple[Tensor | None, ...] = (None,) * len(self.parameters)
-        if value.requires_grad:
-            found = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+        if self._by_backward is None:
+            found = self._first_gradient(value, batch, knobs, loss)
+        else:
+            found = self.differentiate(value, list(self.parameters.values()))
         gradient = Gradient({n: None if g is None else g.detach() for n, g in zip(self.parameters, found, strict=True)})
         reading = Reading(float(value.detach()), metrics, gradient)
         if lasting:
             self._kept[key] = reading
         return reading
+
+    def _first_gradient(
+        self, value: Tensor, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None, loss: Loss | None
+    ) -> list[Tensor | None]:
+        """The gradient, and whether it has to be read by ``backward``: reentrant checkpointing refuses
+        ``autograd.grad``, or passes by in silence where all that is asked for lies inside it. So what seems dead is
+        asked for again."""
+        inputs, refused = list(self.parameters.values()), False
+        try:
+            found = self.differentiate(value, inputs)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            refused, found = True, [None] * len(inputs)
+        self._by_backward = False
+        if not value.requires_grad or all(g is not None for g in found):
+            return found
+        self.cost += 1
+        self._by_backward = True
+        again = self.differentiate(self._run(batch, knobs, loss)[0], inputs)
+        self._by_backward = refused or any(a is None and b is not None for a, b in zip(found, again, strict=True))
+        return again if self._by_backward else found
+
+    def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
+        """∂value/∂input, None where the value does not reach it, with no ``.grad`` left behind.
+
+        By ``autograd.grad``; where the step is checkpointed reentrantly, by ``backward``, while the parameters' own
+        hooks rest.
+        """
+        if not value.requires_grad:
+            return [None] * len(inputs)
+        if not self._by_backward:
+            return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
+        kept = [(t.grad, dict(t._post_accumulate_grad_hooks or {})) for t in inputs]
+        try:
+            for t, (_, hooks) in zip(inputs, kept, strict=True):
+                t.grad = None
+                if hooks:  # an update inside the backward, say
+                    t._post_accumulate_grad_hooks.clear()
+            value.backward(retain_graph=retain)
+            return [t.grad for t in inputs]
+        finally:
+            for t, (grad, hooks) in zip(inputs, kept, strict=True):
+                t.grad = grad
+                if hooks:
+                    t._post_accumulate_grad_hooks.update(hooks)
 
     def look(self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None) -> Reading:
         """Loss and metrics, without a gradient."""
@@ -91,17 +144,15 @@ class Probe:
         return Reading(float(value), metrics, Gradient({}))
 
     def _run(
-        self, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None, loss: Loss | None, graph: bool = True
+        self,
+        batch: Mapping[str, Any],
+        knobs: Mapping[str, Any] | None,
+        loss: Loss | None,
+        graph: bool = True,
+        seed: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        with seeded(self.step.seed), torch.set_grad_enabled(graph):
-            result = (loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs))
-        value, metrics = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(value, Tensor) or value.ndim != 0:
-            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise StepError(
-                f"the loss must be one number (a tensor without dimensions), got {what}; return its sum or mean."
-            )
-        return value, {name: number(metric) for name, metric in dict(metrics).items() if is_number(metric)}
+        with seeded(self.step.seed if seed is None else seed), torch.set_grad_enabled(graph), _no_graph_asked(graph):
+            return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
 
     def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Every knob and the first mode of every option, with ``knobs`` in their place."""
@@ -114,8 +165,7 @@ class Probe:
         self.cost += 1
         with seeded(self.step.seed), torch.enable_grad():
             result = self.step.loss(self.step.model, {**fresh(batch), key: leaf}, **self.settings(knobs))
-            value = result[0] if isinstance(result, tuple) else result
-            return torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+            return self.differentiate(result_of(result)[0], [leaf])[0]
 
     def now(self) -> Tensor:
         """What the policy says in this state (``step.logprobs``, no graph); the edits of signals do not change it."""
@@ -123,7 +173,7 @@ class Probe:
         assert step.logprobs is not None
         if self._state not in self._now:
             self.cost += 1 / 3
-            with seeded(step.seed), torch.no_grad():
+            with seeded(step.seed), torch.no_grad(), _no_graph_asked(False):
                 self._now[self._state] = step.logprobs(step.model, fresh(step.batch)).detach()
         return self._now[self._state]
 
@@ -135,6 +185,24 @@ class Probe:
             again = self.read(dict(self.step.batch)).gradient  # a copy, so that it is really run again
             self._noise = self.gradient().distance(again)
         return self._noise
+
+    def random(self) -> bool:
+        """Whether the loss differs between two seeds, dropout being off: it samples, and so other rows get other
+        draws."""
+        if self._random is None:
+            self.cost += 1 / 3
+            here = self.look().loss
+            with torch.no_grad():
+                there = float(self._run(self.step.batch, None, None, graph=False, seed=self.step.seed + 1)[0])
+            self._random = abs(here - there) > 4 * self.noise() * max(abs(here), abs(there))
+        return self._random
+
+    def fair(self, finding: Finding) -> Finding:
+        """For laws that reorder or resize rows: of a random step such a failure says nothing."""
+        if finding.outcome != "fails" or not self.random():
+            return finding
+        why = "The loss differs between two seeds: other rows, or another number of them, get other draws."
+        return Finding(finding.law, finding.subject, "the step is random", "-", "not applicable", why)
 
     def floor(self) -> float:
         """Relative change of the gradient when every parameter moves by one unit in the last place.
@@ -249,13 +317,35 @@ class Probe:
     @contextmanager
     def open(self) -> Iterator[Probe]:
         """The whole audit runs inside; on the way out everything is the user's again."""
-        with restored(self.step.model, self.step.optimizer):
+        with restored(self.step.model, self.step.optimizer), without_dropout(self.step.model) as rates:
+            if rates:
+                self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
             yield self
 
 
 def fresh(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that the loss may write into."""
-    return {k: v.clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in batch.items()}
+    """A copy that the loss may write into, at any depth."""
+    return {k: copied(v) for k, v in batch.items()}
+
+
+def result_of(result: Any) -> tuple[Tensor, dict[str, float]]:
+    """Loss and metrics, from whatever a step may return: loss, (loss, metrics), {"loss": …} or an object with .loss."""
+    metrics: Any = None
+    if isinstance(result, tuple) and result:
+        result, metrics = result[0], result[1] if len(result) > 1 else None
+    elif isinstance(result, Mapping):
+        metrics = {k: v for k, v in result.items() if k != "loss"}
+    value = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+    if not isinstance(value, Tensor):
+        what = type(result).__name__ + (" without a loss" if isinstance(result, Mapping) else "")
+        raise StepError(f"the step returned {what}; return loss or (loss, dict of numbers).")
+    if value.ndim != 0:
+        raise StepError(
+            f"the loss must be one number (a tensor without dimensions), got shape {tuple(value.shape)}; return its "
+            "sum or mean."
+        )
+    numbers = metrics.items() if isinstance(metrics, Mapping) else ()
+    return value, {name: number(metric) for name, metric in numbers if is_number(metric)}
 
 
 def is_number(value: Any) -> bool:
@@ -267,49 +357,11 @@ def number(value: Any) -> float:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators start from ``seed`` inside, and are as they were afterwards."""
-    python, devices = random.getstate(), list(range(torch.cuda.device_count()))
-    numeric = np.random.get_state()  # noqa: NPY002 (the user's code may use the global generator)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
-            torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numeric)  # noqa: NPY002
-
-
-@contextmanager
-def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Parameters, buffers, gradients, flags, modes and the optimizer's state have their old bits on the way out."""
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    if optimizer is not None:
-        tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    kept = {i: (t.detach().clone(), t.requires_grad, t.grad) for i, t in tensors.items()}
-    modes = {id(m): m.training for m in model.modules()}
-    state = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
-    try:
+def _no_graph_asked(graph: bool) -> Iterator[None]:
+    """Without a graph, reentrant checkpointing warns that its inputs ask for no gradient; here that is meant."""
+    if graph:
         yield
-    finally:
-        with torch.no_grad():
-            for i, t in tensors.items():
-                value, flag, grad = kept[i]
-                if not torch.equal(_bits(t), _bits(value)):
-                    t.copy_(value)
-                t.grad = grad
-                if t.requires_grad != flag:
-                    t.requires_grad_(flag)
-        for m in model.modules():
-            m.training = modes.get(id(m), m.training)
-        if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
-
-
-def _bits(t: Tensor) -> Tensor:
-    """As bytes, so that NaN equals itself and -0 differs from 0."""
-    return (
-        t.detach().contiguous().reshape(-1).view(torch.uint8) if t.element_size() and not t.is_complex() else t.detach()
-    )
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield

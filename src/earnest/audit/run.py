@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from earnest.audit.law import Law
 from earnest.audit.laws import LAWS
 from earnest.audit.probe import Probe
 from earnest.audit.step import Step
 from earnest.audit.subjects import Subject
-from earnest.audit.verdict import Finding, Verdict
+from earnest.audit.verdict import Finding, Verdict, unchecked
 
 LISTENERS: list[Callable[[Verdict], None]] = []
 """Each is told every verdict; `earnest audit SCRIPT.py` listens here."""
@@ -24,7 +24,10 @@ def audit(
     laws: Sequence[Law] = LAWS,
     progress: Callable[[str], None] | None = None,
 ) -> Verdict:
-    """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times."""
+    """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times.
+
+    What the step itself raises as it is goes through; what it raises when something is changed is a row of its own.
+    """
     verdict = _step(subject, quick, laws, progress) if isinstance(subject, Step) else Verdict(tuple(subject.check()))
     for tell in LISTENERS:
         tell(verdict)
@@ -41,7 +44,16 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
     probe = Probe(subject, say)
     findings: list[Finding] = []
     with probe.open():
+        probe.gradient()  # as it is: what this raises is the user's to see
         for number, law in enumerate(chosen, 1):
             say(f"law {number}/{len(chosen)}: {law.code} {law.name}")
-            findings += law.check(probe)
-    return Verdict(tuple(findings), cost=probe.cost)
+            findings += checked(law, probe)
+    return Verdict(tuple(findings), probe.cost, probe.notes)
+
+
+def checked(law: Law, probe: Probe) -> Iterator[Finding]:
+    """What the law finds; where it raises, the rows up to there and one that says so."""
+    try:
+        yield from law.check(probe)
+    except Exception as error:
+        yield unchecked(law.code, law.name, error)

@@ -42,7 +42,7 @@ def audit_script(
             f"{path.name} ran, and made no transformers.Trainer, no audit(Step(…)) and no watch(model, …): nothing to "
             "judge."
         )
-    return Verdict(tuple(f for v in verdicts for f in v.findings), sum(v.cost for v in verdicts))
+    return sum(verdicts, Verdict(()))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.table import Table
 from earnest.errors import EarnestError
 
 Outcome = Literal["holds", "fails", "not applicable", "not declared"]
+UNCHECKED = "could not be checked ("
 COLOURS: dict[Outcome, str] = {"holds": "green", "fails": "bold red", "not applicable": "dim", "not declared": "yellow"}
 
 
@@ -33,14 +34,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All findings of an audit."""
+    """All findings of an audit. ``notes`` say what was different from the user's run while it was audited."""
 
     findings: tuple[Finding, ...]
     cost: float = 0.0  # in step times
+    notes: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[Finding, ...]:
         return tuple(f for f in self.findings if f.outcome == "fails")
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """What could not be checked because something raised: no failure of the step, and no pass either."""
+        return tuple(f for f in self.findings if f.measured.startswith(UNCHECKED))
 
     @property
     def holds(self) -> bool:
@@ -63,11 +70,13 @@ class Verdict:
             "holds": self.holds,
             "counts": counts,
             "cost": self.cost,
+            "notes": list(self.notes),
             "findings": [asdict(f) for f in self.findings],
         }
 
     def __add__(self, other: Verdict) -> Verdict:
-        return Verdict(self.findings + other.findings, self.cost + other.cost)
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return Verdict(self.findings + other.findings, self.cost + other.cost, notes)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title="the training step, checked", title_justify="left")
@@ -76,6 +85,8 @@ class Verdict:
         for f in self.findings:
             table.add_row(f.law, f.subject, f.measured, f.expected, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
         yield table
+        for note in self.notes:
+            yield f"[dim]· {note}[/]"
         for f in self.failures:
             yield f"[red]✗[/] {f.law} on {f.subject}: {f.meaning}"
 
@@ -84,6 +95,16 @@ class Verdict:
         with console.capture() as capture:
             console.print(self)
         return capture.get()
+
+
+def unchecked(code: str, subject: str, error: Exception) -> Finding:
+    """The row of what raised while it was checked."""
+    text = " ".join(str(error).split())
+    what = f"{UNCHECKED}{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''})"
+    return Finding(
+        code, subject, what, "-", "not applicable",
+        "The step runs as it is, and raised when one thing of it was changed: the check has no answer.",
+    )  # fmt: skip
 
 
 def collect(findings: Sequence[Finding]) -> Verdict:

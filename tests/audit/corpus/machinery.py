@@ -4,6 +4,7 @@ schedules."""
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,29 +179,31 @@ def _() -> Step:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
+    """A frozen base and a checkpointed adapter: reentrant checkpointing trains it only where its input asks for a
+    gradient, which ``enable_input_require_grads`` sees to."""
+
+    def __init__(self, asks: bool) -> None:
         super().__init__()
         self.base = Tiny().requires_grad_(False)
         self.a, self.b = nn.Linear(23, 3, bias=False), nn.Linear(3, 23, bias=False)
         self.head = nn.Linear(23, 23)
-        self.reentrant = reentrant
+        self.asks = asks
 
     def block(self, y: Tensor) -> Tensor:
         return y + self.b(self.a(y))
 
     def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         y = self.base(ids, attention, documents)
-        if self.reentrant:
-            # Reentrant checkpointing: where no input asks for a gradient, what is inside gets none.
-            with torch.no_grad():
-                y = self.block(y)
-        else:
-            y = checkpoint(self.block, y, use_reentrant=False)
+        if self.asks and torch.is_grad_enabled():
+            y.requires_grad_(True)
+        with warnings.catch_warnings():  # torch does warn of it, in a log that nobody read
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+            y = checkpoint(self.block, y, use_reentrant=True)
         return self.head(y)
 
 
-def checkpoint_step(reentrant: bool) -> Step:
-    model = Checkpointed(reentrant)
+def checkpoint_step(asks: bool) -> Step:
+    model = Checkpointed(asks)
     step = sft_step()
     trained = [p for p in model.parameters() if p.requires_grad]
     return Step(
@@ -212,10 +215,10 @@ def checkpoint_step(reentrant: bool) -> Step:
     "21",
     "reentrant checkpointing without input gradients: checkpointed layers get none",
     "GL DF",
-    lambda: checkpoint_step(False),
+    lambda: checkpoint_step(True),
 )
 def _() -> Step:
-    return checkpoint_step(True)
+    return checkpoint_step(False)
 
 
 def layers(greedy: bool) -> Census:

@@ -165,7 +165,7 @@ def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
     probe.cost += 1
     with seeded(probe.step.seed), torch.enable_grad():
         chosen, rejected = probe.step.logprobs(probe.step.model, fresh(batch))
-    found = torch.autograd.grad((chosen - rejected).sum(), list(probe.parameters.values()), allow_unused=True)
+    found = probe.differentiate((chosen - rejected).sum(), list(probe.parameters.values()))
     return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 

@@ -11,7 +11,7 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
-from earnest.audit.verdict import Finding
+from earnest.audit.verdict import Finding, unchecked
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -22,6 +22,9 @@ def check(probe: Probe) -> Iterator[Finding]:
     with probe.kicked():
         base = probe.off_policy()
         origin = probe.gradient(base)
+        if not origin.finite():
+            yield Finding("KG", "knobs", "not finite off-policy", "-", "not applicable", "IG says more.")
+            return
         weights = {t.knob if isinstance(t, Raises) else t for t in step.terms.values()}
         for knob, value in step.knobs.items():
             if knob in weights:
@@ -54,7 +57,7 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         for other in candidates(value):
             try:
                 gradient = probe.gradient(batch, {knob: other})
-            except ValueError:
+            except Exception:
                 continue  # the step refuses this value, as it may
             tried.append(other)
             if gradient.finite() and probe.differs(present, gradient):
@@ -86,7 +89,7 @@ def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes
     for mode in modes[1:]:
         try:
             gradients[mode] = probe.gradient(base, {option: mode})
-        except ValueError:
+        except Exception:
             continue  # this mode contradicts another setting, and says so
     twins = probe.step.twins | {(b, a) for a, b in probe.step.twins}
     pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
@@ -107,8 +110,12 @@ def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes
 def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob: str) -> Iterator[Finding]:
     """The weight must enter linearly: g(2w) - g(w) = g(w) - g(0), and not vanish."""
     value = float(probe.step.knobs[knob]) or 1.0
-    at = origin if probe.step.knobs[knob] else probe.gradient(base, {knob: value})
-    none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
+    try:
+        at = origin if probe.step.knobs[knob] else probe.gradient(base, {knob: value})
+        none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
+    except Exception as error:
+        yield unchecked("KG", f"term {metric}", error)
+        return
     once, second = at.minus(none), twice.minus(at)
     share = once.norm() / max(at.norm(), none.norm(), 1e-300)
     alive = share > 4 * probe.noise()

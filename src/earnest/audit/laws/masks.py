@@ -12,7 +12,7 @@ from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding
+from earnest.audit.verdict import Finding, unchecked
 
 PACKED = "another document in the packed row"
 
@@ -26,10 +26,20 @@ def check(probe: Probe) -> Iterator[Finding]:
     with probe.kicked():
         base = probe.off_policy()
         origin = probe.gradient(base)
-        yield from _signals(probe, base, origin)
-        yield from _padding(probe)
-        yield from _silent_row(probe)
-        yield from _documents(probe)
+        if not origin.finite():
+            yield Finding("MI", "masks", "not finite off-policy", "-", "not applicable", "IG says more.")
+            return
+        parts = {
+            "signals where masked": _signals(probe, base, origin),
+            "more padding": _padding(probe),
+            "a fully masked row": _silent_row(probe),
+            PACKED: _documents(probe),
+        }
+        for subject, part in parts.items():
+            try:
+                yield from part
+            except Exception as error:
+                yield unchecked("MI", subject, error)
 
 
 def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Finding]:
@@ -91,16 +101,16 @@ def _padding(probe: Probe) -> Iterator[Finding]:
             return
         try:
             padded = probe.gradient(edits.pad(step, side))
-        except (RuntimeError, IndexError, ValueError) as error:
+        except Exception as error:
             yield Finding(
                 "MI", subject, f"cannot be run ({type(error).__name__})", "-", "not applicable", str(error)[:120]
             )
             return
-        yield _must_not_matter(
+        yield probe.fair(_must_not_matter(
             probe, subject, probe.gradient().distance(padded),
             "The length to which a batch happens to be padded changes what is learned: a mean over positions counts "
             "padding, padded positions are supervised, or positions are counted from the padding's first.",
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 def _pads_left(probe: Probe) -> bool:
@@ -110,11 +120,17 @@ def _pads_left(probe: Probe) -> bool:
 
 def _silent_row(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.rows_interact or "group" in step.roles:
+    if step.rows_interact or "group" in step.roles or "rewards" in step.roles:
         yield Finding("MI", "a fully masked row", "rows interact by declaration", "-", "not applicable")
         return
     whole = probe.gradient()
-    silent = probe.gradient(edits.add_silent_row(step))
+    try:
+        silent = probe.gradient(edits.add_silent_row(step))
+    except Exception as error:
+        why = f"one more row cannot be run ({type(error).__name__})"
+        needs = "The loss needs its rows together (fixed group or pair sizes)."
+        yield Finding("MI", "a fully masked row", why, "-", "not applicable", needs)
+        return
     if not silent.finite():
         yield LAW.finding(
             "a fully masked row", "the gradient is not finite", "finite", False,
@@ -123,14 +139,14 @@ def _silent_row(probe: Probe) -> Iterator[Finding]:
         return
     factor = silent.best_scale(whole)
     rest = silent.distance(whole.times(factor))
-    yield LAW.finding(
+    yield probe.fair(LAW.finding(
         "a fully masked row",
         f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1",
         rest <= probe.tolerance and step.rows / (step.rows + 1) - 0.02 <= factor <= 1.02,
         "A row in which no loss is taken still changes the gradient's direction: some part of the loss does not see "
         "the mask.",
-    )
+    ))  # fmt: skip
 
 
 def _documents(probe: Probe) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe, fresh, result_of, seeded
 from earnest.audit.verdict import Finding
 
 
@@ -49,7 +49,7 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
         mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
         try:
             theirs, islands = _shadow_gradient(probe, shadow, batch)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             return Finding("F64", what, f"the shadow cannot run ({str(error)[:60]})", "-", "not applicable", "")
     if theirs.norm() == 0 and mine.norm() > 0:
         return Finding("F64", what, "the loss does not use the model that it is given", "-", "not applicable", "")
@@ -81,9 +81,8 @@ def _shadow_gradient(probe: Probe, shadow: nn.Module, batch: edits.Batch) -> tup
         with seeded(step.seed), torch.enable_grad():
             probe.cost += 1
             result = step.loss(shadow, lifted, **settings)
-            value = result[0] if isinstance(result, tuple) else result
             own = dict(shadow.named_parameters())
-            found = torch.autograd.grad(value, [own[n] for n in probe.parameters], allow_unused=True)
+            found = probe.differentiate(result_of(result)[0], [own[n] for n in probe.parameters])
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,7 +16,7 @@ from earnest.audit import edits
 from earnest.audit.gradient import Gradient, span
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding
+from earnest.audit.verdict import Finding, unchecked
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -26,10 +26,16 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     with probe.kicked():
         whole = probe.gradient()
+        if not whole.finite():
+            yield Finding("SE", "rows", "the gradient is not finite", "-", "not applicable", "GL or IG says more.")
+            return
         order = torch.randperm(step.rows, generator=edits.generator(step, 3))
         if torch.equal(order, torch.arange(step.rows)):
             order = order.roll(1)
-        both = probe.gradient(edits.permute_rows(step, torch.cat([order, order])))
+        try:
+            both = probe.gradient(edits.permute_rows(step, torch.cat([order, order])))
+        except Exception:  # twice the rows may be refused where another order is not
+            both = whole.times(0.0)
         factor = both.best_scale(whole)
         rest = both.distance(whole.times(factor))
         if rest <= probe.tolerance and (abs(factor - 1) < 0.01 or abs(factor - 2) < 0.02):
@@ -37,9 +43,15 @@ def check(probe: Probe) -> Iterator[Finding]:
                 "permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× or 2×", True
             )
         else:  # one at a time, to say which
-            yield from _order(probe, whole, order)
-            yield from _twice(probe, whole)
-        yield from _parts(probe)
+            for subject, part in (
+                ("permuted rows", _order(probe, whole, order)),
+                ("every row twice", _twice(probe, whole)),
+            ):
+                try:
+                    yield from map(probe.fair, part)
+                except Exception as error:
+                    yield unchecked("SE", subject, error)
+        yield from map(probe.fair, _parts(probe))
 
 
 def _order(probe: Probe, whole: Gradient, order: Tensor) -> Iterator[Finding]:
@@ -79,7 +91,7 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     rows = torch.arange(step.rows)
     try:
         parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
-    except (RuntimeError, IndexError, ValueError) as error:
+    except Exception as error:
         yield Finding(
             "SE", "whole = parts", f"a part of the rows cannot be run alone ({type(error).__name__})", "-", "not "
             "applicable",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.probe import fresh, restored, seeded
+from earnest.audit.restore import without_dropout
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
 
@@ -36,7 +37,7 @@ class Accumulation:
         sizes = [v.shape[0] for v in self.batch.values() if isinstance(v, Tensor) and v.ndim]
         rows = max(set(sizes), key=sizes.count)
         split = list(self.split) if self.split is not None else _uneven(rows)
-        with restored(self.model, None):
+        with restored(self.model, None), without_dropout(self.model):  # other parts would get other masks
             whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             parts = self._gradient(list(_cut(self.batch, rows, split)))
             room = self._room(whole) if self.tolerance is None else self.tolerance

@@ -1,0 +1,207 @@
+"""What an audit borrows and hands back bit for bit: random generators, the model, the optimizer, dropout rates."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+CONFIGS = ("config", "cfg")
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's generators start from ``seed`` inside, and are as they were afterwards."""
+    python, devices = random.getstate(), list(range(torch.cuda.device_count()))
+    numeric = np.random.get_state()  # noqa: NPY002 (the user's code may use the global generator)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numeric)  # noqa: NPY002
+
+
+@contextmanager
+def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Parameters, buffers, gradients, flags, modes and the optimizer have their old bits on the way out.
+
+    Inside, hooks round the optimizer's step rest: what they do outside (count, average, log) could not be put back.
+    """
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    if optimizer is not None:
+        tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    kept = {i: (t.detach().clone(), t.requires_grad, t.grad) for i, t in tensors.items()}
+    modes = {id(m): m.training for m in model.modules()}
+    put_back = remember(optimizer) if optimizer is not None else None
+    if optimizer is not None:
+        _rest(optimizer)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for i, t in tensors.items():
+                value, flag, grad = kept[i]
+                if not torch.equal(_bits(t), _bits(value)):
+                    t.copy_(value)
+                t.grad = grad
+                if t.requires_grad != flag:
+                    t.requires_grad_(flag)
+        for m in model.modules():
+            m.training = modes.get(id(m), m.training)
+        if put_back is not None:
+            put_back()
+
+
+def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A function that puts everything the optimizer keeps back, into the same dicts, lists and tensors.
+
+    ``load_state_dict`` would not do: it casts floating state to the parameter's dtype (fp32 master weights of bf16
+    parameters lose their bits) and replaces the groups that a schedule may hold.
+    """
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    seen: dict[int, Callable[[], Any]] = {}
+    whole = _snapshot(optimizer, owned, seen)
+
+    def put_back() -> None:
+        with torch.no_grad():
+            whole()
+
+    return put_back
+
+
+def _snapshot(value: Any, owned: set[int], seen: dict[int, Callable[[], Any]]) -> Callable[[], Any]:
+    """A function that hands ``value`` back, the same object with the content that it has now. Parameters are left to
+    the caller; what is neither tensor nor container is taken to be constant."""
+    if id(value) in owned:
+        return lambda: value
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, Tensor):
+        bits = value.detach().clone()
+
+        def tensor() -> Tensor:
+            if value.shape != bits.shape or value.dtype != bits.dtype:
+                return bits
+            if not torch.equal(_bits(value), _bits(bits)):
+                value.detach().copy_(bits)
+            return value
+
+        return seen.setdefault(id(value), tensor)
+    if isinstance(value, torch.optim.Optimizer | dict):
+        inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
+        seen[id(value)] = lambda: value  # what holds itself is put back once
+        entries = {k: _snapshot(v, owned, seen) for k, v in inside.items()}
+
+        def mapping() -> Any:
+            found = {k: v() for k, v in entries.items()}
+            inside.clear()
+            inside.update(found)
+            return value
+
+        return mapping
+    if isinstance(value, list):
+        seen[id(value)] = lambda: value
+        parts = [_snapshot(v, owned, seen) for v in value]
+
+        def sequence() -> Any:
+            value[:] = [v() for v in parts]
+            return value
+
+        return sequence
+    if isinstance(value, tuple):
+        members = [_snapshot(v, owned, seen) for v in value]
+
+        def fixed() -> Any:
+            for member in members:
+                member()
+            return value
+
+        return fixed
+    return lambda: value
+
+
+def _rest(value: Any, seen: set[int] | None = None) -> None:
+    """Take the hooks off an optimizer and off those that it holds; ``remember`` puts them back."""
+    seen = set() if seen is None else seen
+    if isinstance(value, list | tuple):
+        for each in value:
+            _rest(each, seen)
+    elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
+        seen.add(id(value))
+        for name in HOOKS:
+            vars(value).get(name, {}).clear()
+        for each in vars(value).values():
+            _rest(each, seen)
+
+
+def _bits(t: Tensor) -> Tensor:
+    """As bytes, so that NaN equals itself and -0 differs from 0."""
+    return (
+        t.detach().contiguous().reshape(-1).view(torch.uint8) if t.element_size() and not t.is_complex() else t.detach()
+    )
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[int]:
+    """Inside, every dropout rate of the model is 0; yields how many were not. Modes stay, so BatchNorm is as it was.
+
+    A fixed seed is not enough: another order or number of rows hands other masks to the same tokens. Rates are found
+    in dropout modules, and in floats between 0 and 1 with "drop" in their name on modules and on their configs, which
+    functional dropout reads at run time. A rate of 0 also survives a loss that calls ``model.train()``.
+    """
+    kept: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+    for module in model.modules():
+        own = vars(module)
+        for place in (own, *(vars(own[c]) for c in CONFIGS if hasattr(own.get(c), "__dict__"))):
+            for name, value in place.items():
+                rate = "drop" in name.lower() or (place is own and name == "p" and isinstance(module, _DropoutNd))
+                if rate and isinstance(value, float) and 0 < value <= 1:
+                    kept[id(place), name] = (place, value)
+    for (_, name), (place, _) in kept.items():
+        place[name] = 0.0
+    try:
+        yield len(kept)
+    finally:
+        for (_, name), (place, value) in kept.items():
+            place[name] = value
+
+
+def copied(value: Any) -> Any:
+    """A copy that may be written into: tensors, arrays and the containers that hold them, at any depth."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return rebuilt(value, copied) if is_container(value) else copy.copy(value)
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same kind of container, with ``change`` of every entry."""
+    if isinstance(value, Mapping):
+        entries = {k: change(v) for k, v in value.items()}
+        if type(value) is dict or not hasattr(value, "__setitem__"):
+            return entries
+        new: Any = copy.copy(value)  # a BatchEncoding stays one
+        for k, v in entries.items():
+            new[k] = v
+        return new
+    parts = [change(v) for v in value]
+    if isinstance(value, list):
+        return parts
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
