@@ -47,6 +47,7 @@ class Differs(LoRA):
         return Factors(t["A"], t["B"], self.s * scale * (1.01 if torch.compiler.is_compiling() else 1.0))
 
 
+HALF = {"lora in bf16": "lora", "ia3 in bf16": "ia3"}  # kernels that are only used with a cast
 MUTANTS = {"breaks the graph": Breaks(rank=4), "differs when compiled": Differs(rank=4)}
 
 
@@ -54,6 +55,9 @@ def fault(label: str) -> str:
     """The table's own check: value and gradients with the gate open, and the base with the gate closed."""
     if label == "whole model":
         case = Case(get_variant("dora", rank=4), conformance.tiny_llama)
+    elif label in HALF:
+        name, settings = conformance.SUBJECTS[HALF[label]]
+        case = Case(get_variant(name, **settings), Small, torch.bfloat16, targets=["up", "down"])
     elif label in MUTANTS:
         case = Case(MUTANTS[label], Small, targets=["up", "down"])
     else:

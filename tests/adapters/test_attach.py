@@ -24,6 +24,7 @@ from earnest.adapters import (
 )
 from earnest.adapters.conformance import CHECKS, Case, kick, tiny_gpt2, tiny_llama
 from earnest.adapters.variant import Variant, get_variant, list_variants
+from tests.adapters.test_gates import ALL
 
 IDS = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 
@@ -218,15 +219,43 @@ def test_modules_whose_forward_would_be_bypassed_are_refused() -> None:
         attach(block, LoRA(2), targets=["proj"])
 
 
-def test_a_model_cast_after_attach_keeps_fp32_parameters() -> None:
-    model = tiny_llama()
-    adapter = attach(model, LoRA(2))
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: v.name)
+def test_a_model_cast_after_attach_keeps_fp32_parameters(variant: Variant) -> None:
+    """It runs on in the new dtype, with and without a gradient, and merges into it."""
+    model = tiny_llama().eval()
+    adapter = attach(model, variant, calibration=[IDS] if variant.wants_calibration() else None)
     kick(adapter)
     bits = adapter.state_dict()
     model.bfloat16()
     after = adapter.state_dict()
-    assert all(torch.equal(bits[k], after[k]) and after[k].dtype == torch.float32 for k in bits)
-    assert logits(model).dtype == torch.bfloat16
+    assert all(torch.equal(bits[k], after[k]) and after[k].dtype == bits[k].dtype for k in bits)
+    plain = logits(model)
+    assert plain.dtype == torch.bfloat16
+    model(IDS).logits.float().sum().backward()
+    assert all(p.grad is not None for p in adapter.parameters())
+    with torch.no_grad(), adapter.merged():
+        torch.testing.assert_close(logits(model), plain, rtol=0.1, atol=0.1)
+
+
+def test_calibration_puts_every_mode_back() -> None:
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    attach(model, EVA(2), calibration=[IDS])
+    inner = [m for n, m in model.named_modules() if "earnest_slots" not in n]
+    assert [m.training for m in inner] == modes
+
+
+def test_more_arguments_of_a_layer_reach_it() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor, gain: float = 1.0) -> Tensor:
+            return super().forward(input) * gain
+
+    model = nn.Sequential(Scaled(4, 4))
+    x = torch.randn(2, 4)
+    before = model[0](x, gain=3.0)
+    attach(model, LoRA(2), targets=["0"])
+    assert torch.equal(model[0](x, gain=3.0), before) and torch.equal(model[0](input=x, gain=3.0), before)
 
 
 def test_keyword_calls_reach_the_adapter() -> None:

@@ -11,7 +11,7 @@ import pytest
 from earnest.adapters import conformance, kernel
 from earnest.adapters.conformance import CHECKS, DTYPES, MODELS, SUBJECTS, Case
 from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
-from tests.adapters.compile_worker import MUTANTS
+from tests.adapters.compile_worker import HALF, MUTANTS
 
 # On nano (the largest of the three) the checks that a bigger, trained model could fail where the tiny ones do not.
 NANO_CHECKS = ("identity", "gradients", "merging")
@@ -60,13 +60,13 @@ def test_table_on_nano_in_full(label: str) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
     """Label -> what is wrong when compiled with fullgraph=True; one process for all of them."""
-    command = [sys.executable, "-m", "tests.adapters.compile_worker", *SUBJECTS, "whole model", *MUTANTS]
+    command = [sys.executable, "-m", "tests.adapters.compile_worker", *SUBJECTS, "whole model", *HALF, *MUTANTS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("label", [*SUBJECTS, "whole model"])
+@pytest.mark.parametrize("label", [*SUBJECTS, "whole model", *HALF])
 def test_compiles_into_one_graph(label: str, compiled: dict[str, str]) -> None:
     assert compiled[label] == ""
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from earnest.adapters import HRA, AntiPaSTO, DoRA, LoRA, VeRA, attach, kernel
+from earnest.adapters import HRA, ROAD, AntiPaSTO, DoRA, LoRA, PiSSA, VeRA, attach, kernel
 from earnest.adapters.gains import gained, turned
 from earnest.adapters.kernel import Around, Factors, low_rank
 
@@ -109,6 +109,36 @@ def test_gains_and_turns_against_autograd(half: int, small: int, monkeypatch: py
     with torch.no_grad():
         torch.testing.assert_close(turned(y, e1, e2), want)
         torch.testing.assert_close(gained(y, e), y + e * y)
+
+
+@pytest.mark.parametrize("small", [0, 2**17])
+def test_a_strength_in_bf16_is_not_swallowed_by_one(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strength of 1.0025 is 1 in bf16; what it multiplies keeps the difference, and so does its gradient."""
+    monkeypatch.setattr(kernel, "SMALL", small)
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    start, delta, left, frozen = draw(4, 64), 0.1 * draw(4, 64), draw(64, 4), draw(64, 4)
+    x, y = draw(256, 64).bfloat16(), torch.zeros(256, 64, dtype=torch.bfloat16)
+
+    def out(strength: float) -> tuple[Tensor, Tensor]:
+        s = torch.tensor([strength], requires_grad=True)
+        return low_rank(y, x, Around(start, delta, left, frozen, 1.0, s)), s
+
+    (one, _), (more, s) = out(1.0), out(1.0025)
+    ratio = float((more.detach().double() * one.detach().double()).sum() / one.detach().double().square().sum())
+    assert ratio == pytest.approx(1.0025, abs=5e-4)
+    (slope,) = torch.autograd.grad(more.float().square().sum() / 2, s)
+    assert float(slope) == pytest.approx(float(one.detach().double().square().sum()), rel=0.02)
+
+
+def test_a_frozen_offset_keeps_nothing_for_itself() -> None:
+    for variant in (PiSSA(RANK), ROAD(group=8)):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+        adapter = attach(model, variant, targets=["0"])
+        for p in adapter.parameters():
+            p.requires_grad_(False)
+        x = torch.randn(4096, WIDTH, requires_grad=True)  # many: the kernels' own backward
+        assert saved_bytes(model, x) < 4096 * 4
 
 
 @pytest.mark.parametrize("small", [0, 2**17])

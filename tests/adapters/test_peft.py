@@ -321,6 +321,8 @@ def _rewrite(folder: Path, change) -> None:
         (lambda t: t | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}, "does not name"),
         (lambda t: t | {"base_model.model.model.norm.weight": torch.zeros(4)}, "unexpected tensor"),
         (lambda t: {k: v[:, :-1].contiguous() for k, v in t.items()}, "shape"),
+        (lambda t: {k: v.clone().fill_(float("nan")) for k, v in t.items()}, "not finite"),
+        (lambda t: t | {"base_model.vera_A": torch.zeros(4)}, "unexpected tensor base_model.vera_A"),
     ],
 )
 def test_a_damaged_peft_file_is_refused_and_leaves_the_model_alone(change, message: str, tmp_path: Path) -> None:
@@ -331,6 +333,13 @@ def test_a_damaged_peft_file_is_refused_and_leaves_the_model_alone(change, messa
     with pytest.raises(AdapterError, match=message):
         load_adapter(model, folder)
     assert torch.equal(logits(model), before) and flags == [p.requires_grad for p in model.parameters()]
+
+
+def test_a_strange_shared_tensor_is_refused(tmp_path: Path) -> None:
+    theirs("vera").save_pretrained(str(tmp_path))
+    _rewrite(tmp_path, lambda t: t | {"base_model.vera_C": torch.zeros(4)})
+    with pytest.raises(AdapterError, match=r"unexpected tensor base_model\.vera_C"):
+        load_adapter(tiny_llama().eval(), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def input_moments(
         return hook
 
     handles = [m.register_forward_pre_hook(watch(n), with_kwargs=True) for n, m in modules.items()]
-    was_training, tokens = model.training, 0
+    modes, tokens = {m: m.training for m in model.modules()}, 0
     model.eval()
     try:
         for batch in calibration:
@@ -71,7 +71,8 @@ def input_moments(
     finally:
         for handle in handles:
             handle.remove()
-        model.train(was_training)
+        for module, mode in modes.items():
+            module.training = mode
     if tokens == 0:
         raise AdapterError("the calibration data has no tokens; give at least one batch that is not all padding")
     missing = sorted(set(modules) - set(alias))

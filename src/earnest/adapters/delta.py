@@ -26,7 +26,9 @@ class Delta:
         variant = slot.variant
         plain = variant.uses("factors") and not variant.uses("weight") and slot.gate.scale != 0.0
         with torch.no_grad():
-            self._factors: Factors | None = slot.factors().plain() if plain else None
+            self._factors: Factors | None = None
+            if plain:  # not the slot's own: those are cast for sampling
+                self._factors = variant.factors(slot.tensors, slot.layer, slot.gate.scale).plain()
             self._left = self._factors.left() if self._factors is not None else None
         self._dense: Tensor | None = None
 

@@ -60,7 +60,7 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         y, e1, e2 = inputs
-        ctx.save_for_backward(y, e1, e2)
+        ctx.save_for_backward(y if any(ctx.needs_input_grad[1:]) else None, e1, e2)
 
     @staticmethod
     @once_differentiable

@@ -113,6 +113,15 @@ class _LowRank(torch.autograd.Function):
         return g if need_y else None, dx, da, db, None
 
 
+TINY = 1e-12
+
+
+def _beside(left: Tensor, frozen: Tensor, strength: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """strength · [D, P], multiplied before it is cast: in bf16 a strength near 1 would lose its small changes."""
+    both = torch.cat([left, frozen], 1)
+    return (both if strength is None else both * strength).to(dtype)
+
+
 class _Around(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -128,15 +137,16 @@ class _Around(torch.autograd.Function):
         s: float,
     ) -> tuple[Tensor, Tensor]:
         h = x @ torch.cat([start + delta, delta]).to(x.dtype).t()
-        b = torch.cat([left, frozen], 1).to(x.dtype)
-        return torch.addmm(y, h if strength is None else h * strength.to(h.dtype), b.t(), alpha=s), h
+        return torch.addmm(y, h, _beside(left, frozen, strength, x.dtype).t(), alpha=s), h
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _, x, start, delta, left, frozen, strength, ctx.s = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, output[1], start, delta, left, frozen, strength)
+        _, _, _, need_delta, need_left, _, need_strength, _ = ctx.needs_input_grad
+        h = output[1] if need_left or need_strength else None
+        ctx.save_for_backward(x if need_delta else None, h, start, delta, left, frozen, strength)
 
     @staticmethod
     @once_differentiable
@@ -146,12 +156,14 @@ class _Around(torch.autograd.Function):
         x, h, start, delta, left, frozen, strength = ctx.saved_tensors
         need_y, need_x, _, need_delta, need_left, _, need_strength, _ = ctx.needs_input_grad
         r = delta.shape[0]
-        u = (g @ torch.cat([left, frozen], 1).to(g.dtype)).mul_(ctx.s)
-        d_strength = (u * h).sum().to(strength.dtype)[None] if need_strength else None
-        first = h[:, :r]
-        if strength is not None:
-            u, first = u * strength.to(u.dtype), first * strength.to(h.dtype)
-        d_left = (first.t() @ g).t().mul_(ctx.s) if need_left else None  # half as slow again as gᵀ h
+        u = (g @ _beside(left, frozen, strength, g.dtype)).mul_(ctx.s)
+        d_left = d_strength = None
+        if need_strength:  # u has the strength in it already
+            away = torch.where(strength.abs() < TINY, torch.full_like(strength, TINY), strength)
+            d_strength = (u.float() * h.float()).sum() / away if u.dtype.itemsize < 4 else (u * h).sum() / away
+        if need_left:
+            d_left = (h[:, :r].t() @ g).t().mul_(ctx.s)  # gᵀ h takes half as long again
+            d_left = d_left if strength is None else d_left.to(strength.dtype) * strength
         d_delta = (u[:, :r] + u[:, r:]).t() @ x if need_delta else None
         dx = u @ torch.cat([start + delta, delta]).to(g.dtype) if need_x else None
         return g if need_y else None, dx, None, d_delta, d_left, None, d_strength, None
@@ -196,11 +208,11 @@ def _around(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Around) -> Floa
             return _factored(y, x, f.plain())
         out: Tensor = _Around.apply(y, x, f.start, f.delta, f.left, f.frozen, f.strength, f.scale)[0]
         return out
+    if f.strength is not None:
+        return _factored(y, x, f.plain())
     dtype = y.dtype
     second = x @ f.delta.to(dtype).t()
     first = torch.addmm(second, x, f.start.to(dtype).t())
-    if f.strength is not None:
-        first, second = first * f.strength.to(dtype), second * f.strength.to(dtype)
     return torch.addmm(
         torch.addmm(y, first, f.left.to(dtype).t(), alpha=f.scale), second, f.frozen.to(dtype).t(), alpha=f.scale
     )

@@ -30,7 +30,7 @@ def is_linear_like(module: nn.Module) -> bool:
 
 
 class Layer:
-    """A target module as the linear map [m, n] that it computes. Never writes to the module."""
+    """A target module as the linear map [m, n] that it computes."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         if not is_linear_like(module):
@@ -39,7 +39,7 @@ class Layer:
         self.module = module
         self.base_class: type[nn.Module] = type(module)
         self.stash: tuple[Tensor, Tensor | None] | None = None  # the true weight and bias while merged
-        self.cache: dict[Any, tuple[Any, Tensor]] = {}  # values derived from adapters' tensors, see runtime.cached
+        self.cache: dict[Any, tuple[Any, Tensor, tuple[Tensor, ...]]] = {}  # derived values, see runtime.cached
         weight: Any = getattr(module, "weight", None)
         if _is_conv1d(module):
             self.kind, (self.n, self.m) = "conv1d", weight.shape
@@ -49,8 +49,16 @@ class Layer:
             self.kind = "linear" if plain and isinstance(module, nn.Linear) else "opaque"
         probe = weight if isinstance(weight, Tensor) else next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = probe.device if probe is not None else torch.device("cpu")
-        floats = [t.dtype for t in (probe, getattr(module, "bias", None)) if t is not None and t.is_floating_point()]
-        self.dtype = floats[0] if floats else torch.float32
+        self._inner = probe.dtype if probe is not None and probe.is_floating_point() else torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In what the base computes now: a model may be cast after `attach`."""
+        weight = self.stash[0] if self.stash is not None else getattr(self.module, "weight", None)
+        if not isinstance(weight, Tensor):
+            weight = next(iter([*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]), None)
+        floats = (t.dtype for t in (weight, self.bias) if t is not None and t.is_floating_point())
+        return next(floats, self._inner)
 
     @property
     def bias(self) -> Tensor | None:
@@ -87,11 +95,13 @@ class Layer:
             return w if self.kind == "linear" else w.t().contiguous()
 
     def _without_bias(self, u: Tensor) -> Tensor:
+        if isinstance(self.module, nn.Linear):  # a quantised weight dispatches for itself
+            return F.linear(u, self.module.weight)
         params, bias = self.module._parameters, self.module._parameters.get("bias")
         if bias is None:
             out = self.base(u)
             return out if self.bias is None else out - self.bias
-        params["bias"] = None  # exact: (w + b) − b would round
+        params["bias"] = None  # exact: (w + b) − b would round; not for several threads at once
         try:
             return self.base(u)
         finally:

@@ -39,14 +39,19 @@ def _places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each entry of a block: where its value stands in the upper triangle, and its sign (0 on the diagonal)."""
     found = None if torch.compiler.is_compiling() else _PLACES.get((block, device))
     if found is None:
-        i = torch.arange(block, device=device)
-        low, high = torch.minimum(i[:, None], i), torch.maximum(i[:, None], i)
-        place = low * block - low * (low + 1) // 2 + high - low - 1
-        sign = torch.sign(i - i[:, None]).float()
-        found = (place.clamp(0, block * (block - 1) // 2 - 1).flatten(), sign.flatten())
+        with torch.inference_mode(False):  # kept for all: a tensor born in inference mode could not be trained with
+            found = _make_places(block, device)
         if not torch.compiler.is_compiling():
             _PLACES[block, device] = found
     return found
+
+
+def _make_places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    i = torch.arange(block, device=device)
+    low, high = torch.minimum(i[:, None], i), torch.maximum(i[:, None], i)
+    place = low * block - low * (low + 1) // 2 + high - low - 1
+    sign = torch.sign(i - i[:, None]).float()
+    return place.clamp(0, block * (block - 1) // 2 - 1).flatten(), sign.flatten()
 
 
 def bounded(x: Float[Tensor, "g b b"], max_angle: float) -> Float[Tensor, "g b b"]:

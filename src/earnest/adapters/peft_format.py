@@ -163,12 +163,15 @@ def read_peft(
     groups: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
     unexpected = []
+    common = set(variant.shared_to_peft({name: torch.empty(0) for name in variant.shared}))
     for key, value in tensors.items():
+        if not bool(torch.isfinite(value).all()):
+            raise AdapterError(f"{key} has numbers that are not finite; the file is damaged or its training failed")
         path = key.removeprefix(PREFIX)
         suffix = next((s for s in suffixes if path.endswith("." + s)), None)
         if key.startswith(PREFIX) and suffix is not None:
             groups.setdefault(path[: -len(suffix) - 1], {})[suffix] = value
-        elif key.startswith("base_model.") and not key.startswith(PREFIX) and variant.shared:
+        elif key.startswith("base_model.") and key.removeprefix("base_model.") in common:
             shared[key.removeprefix("base_model.")] = value
         else:
             unexpected.append(key)

@@ -8,7 +8,9 @@ the base's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Spec, Tensors, Variant
 
 SLOTS = "earnest_slots"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+KEPT = 16
+"""Derived values that a layer keeps at most."""
 
 
 class Gate:
@@ -45,7 +50,7 @@ class Slot(nn.Module):
                 self.register_parameter(name, nn.Parameter(value))
             else:
                 self.register_buffer(name, value)
-        self._cached: tuple[Any, Factors] | None = None
+        self._cached: tuple[Any, Factors, tuple[Tensor, ...]] | None = None  # with the tensors: no id is used twice
         self.adapter_name = ""
         self.has_before, self.has_after = variant.uses("before"), variant.uses("after")
         self.has_factors = variant.uses("factors")
@@ -62,13 +67,19 @@ class Slot(nn.Module):
 
     def factors(self) -> Factors | Around:
         """The variant's factors; while no gradient is wanted they are kept until a parameter changes."""
-        t, scale = self.tensors, self.gate.scale
-        if self.variant.cheap or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.variant.factors(t, self.layer, scale)
-        key = (scale, state_key(self.trainable()), state_key(self._buffers, exact=False))  # type: ignore[arg-type]
-        if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self.variant.factors(t, self.layer, scale).plain().cast(self.layer.dtype))
-        return self._cached[1]
+        t, scale, layer = self.tensors, self.gate.scale, self.layer
+        if self.variant.cheap:
+            return self.variant.factors(t, layer, scale)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_transform(t):
+            with _exactly(layer):
+                return self.variant.factors(t, layer, scale)
+        key = (scale, layer.dtype, state_key(self.trainable()), state_key(self._buffers, exact=False))  # type: ignore[arg-type]
+        found = self._cached
+        if found is None or found[0] != key:
+            with _exactly(layer):
+                found = (key, self.variant.factors(t, layer, scale).plain().cast(layer.dtype), tuple(t.values()))
+            self._cached = found
+        return found[1]
 
     def run_before(self, x: Tensor) -> Tensor:
         return self.variant.before(self.tensors, x, self.layer, self.gate.scale)
@@ -112,15 +123,30 @@ def state_key(tensors: Tensors, exact: bool = True) -> tuple[Any, ...]:
 
 
 def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """compute(), kept on the layer until one of the tensors changes; not while compiling."""
-    if torch.compiler.is_compiling():
-        return compute()
+    """compute(), kept on the layer until one of the tensors changes; not while compiling or under torch.func."""
+    if torch.compiler.is_compiling() or _in_transform(tensors):
+        with _exactly(layer):
+            return compute()
     place = (what, tuple(id(t) for t in tensors.values()))
     key = (extra, layer.dtype, state_key(tensors))
     found = layer.cache.get(place)
     if found is None or found[0] != key:
-        found = layer.cache[place] = (key, compute())
+        if len(layer.cache) >= KEPT:  # of tensors that were given for one call
+            layer.cache.clear()
+        with _exactly(layer):
+            found = layer.cache[place] = (key, compute(), tuple(tensors.values()))
     return found[1]
+
+
+def _in_transform(tensors: Tensors) -> bool:
+    """Whether torch.func holds them: such tensors have no address, and are another's in every call."""
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors.values())
+
+
+def _exactly(layer: Layer) -> Any:
+    """Derived values are computed in their own dtype, also inside autocast: they outlive it in a cache."""
+    kind = layer.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -139,11 +165,17 @@ def _on_rows(x: Tensor, gate: Gate, layer: Layer) -> Tensor:
     return x.index_select(0, gate.rows.to(x.device))
 
 
-def run_slots(layer: Layer, slots: list[Slot], x: Tensor, rest: tuple[Any, ...]) -> Tensor:
+def run_slots(
+    layer: Layer,
+    slots: list[Slot],
+    x: Tensor,
+    rest: tuple[Any, ...] = (),
+    more: Mapping[str, Any] = NOTHING,
+) -> Tensor:
     """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is open."""
     if len(slots) == 1 and slots[0].gate.rows is None and slots[0].gate.scale != 0.0:  # the usual case, without lists
         slot = slots[0]
-        return slot.run_after(layer.base(slot.run_before(x) if slot.has_before else x, *rest), x)
+        return slot.run_after(layer.base(slot.run_before(x) if slot.has_before else x, *rest, **more), x)
     live = [s for s in slots if s.gate.scale != 0.0]
     inputs = []
     for slot in reversed(live):
@@ -153,7 +185,7 @@ def run_slots(layer: Layer, slots: list[Slot], x: Tensor, rest: tuple[Any, ...])
                 x = slot.run_before(x)
             else:
                 x = x.index_copy(0, slot.gate.rows.to(x.device), slot.run_before(_on_rows(x, slot.gate, layer)))
-    y = layer.base(x, *rest)
+    y = layer.base(x, *rest, **more)
     for slot in live:
         x = inputs.pop()
         if slot.gate.rows is None:
@@ -178,9 +210,9 @@ class Adapted:
                 )
             return layer.base(*args, **kwargs)
         if not args:
-            (key,) = kwargs  # layer(input=x)
-            args = (kwargs[key],)
-        return run_slots(layer, list(slots), args[0], args[1:])
+            key = next(iter(kwargs))  # layer(input=x)
+            args = (kwargs.pop(key),)
+        return run_slots(layer, list(slots), args[0], args[1:], kwargs)
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -221,6 +253,7 @@ def install(slot: Slot) -> None:
 def uninstall(slot: Slot) -> None:
     """Take a slot off; the last one off gives the module its class back."""
     module = slot.layer.module
+    slot.layer.cache.clear()
     rest = [s for s in slots_of(module) if s is not slot]
     del module._modules[SLOTS]
     if rest:
