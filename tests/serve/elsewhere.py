@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @contextmanager
@@ -43,7 +43,10 @@ Forward = Callable[[str, bytes], Answer]
 
 
 class Proxy(ThreadingHTTPServer):
-    """Hands requests on, after ``before`` (None: answer 200 and hand nothing on) and with ``after`` on the JSON."""
+    """Hands requests on, after ``before`` (None: answer 200 and hand nothing on) and with ``after`` on the JSON.
+
+    ``lose``: what was handed on is answered with a 502, or not at all; ``refuse``: one status for another.
+    """
 
     daemon_threads = True
 
@@ -52,6 +55,8 @@ class Proxy(ThreadingHTTPServer):
         self.upstream = upstream
         self.before: Callable[[str, bytes], tuple[str, bytes] | None] = lambda path, body: (path, body)
         self.after: Callable[[str, Any], Any] = lambda path, found: found
+        self.lose: Callable[[str], Literal["502", "cut"] | None] = lambda path: None
+        self.refuse: dict[int, int] = {}
         self.seen: list[tuple[str, str | None]] = []
 
     @property
@@ -80,6 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
             status, kind, raw = self.server.forward(self.command, *passed)
         if status == 200 and kind.startswith("application/json"):
             raw = json.dumps(self.server.after(self.path, json.loads(raw))).encode()
+        status = self.server.refuse.get(status, status)
+        if (lost := self.server.lose(self.path)) == "502":
+            status, kind, raw = 502, "text/html", b"<h1>Bad Gateway</h1>"
+        elif lost == "cut":
+            self.close_connection = True
+            return
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(raw)))

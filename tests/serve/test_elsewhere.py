@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,64 @@ def test_a_push_that_went_nowhere_is_not_taken_for_one(server: str, local: Setup
             remote.sample(local, prompts(local), 1, SPEC)
         proxy.before = lambda path, body: (path, body)
         remote.close()
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("earnest", "502"), ("earnest", "cut"), ("vllm", "cut"), ("sglang", "502")])
+def test_a_push_and_an_unload_whose_answers_get_lost_are_done(
+    kind: str, lost: Any, server: str, local: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were carried out; sent again, the server says that the name is there, or gone. The run goes on, and the
+    probe has seen the weights."""
+    monkeypatch.setattr(endpoint, "time", SimpleNamespace(sleep=lambda _: None))
+    with proxied(server) as proxy:
+        if kind != "earnest":
+            speak(proxy, kind)
+        if kind == "sglang":  # which says 400 for both
+            proxy.refuse = {409: 400}
+        remote = sampler(local, proxy.url, **({} if kind == "earnest" else {"folder": str(tmp_path)}))
+        sent: list[str] = []
+
+        def lose(path: str) -> Any:
+            sent.append(path.split("?")[0].rsplit("/", 1)[1])
+            return lost if "lora_adapter" in path and sent.count(sent[-1]) % 2 else None
+
+        proxy.lose = lose
+        for _ in range(2):
+            train(local, 0.02)
+            assert len(remote.sample(local, prompts(local), 1, SPEC)) == 2
+            (name,) = names(server)
+            assert f"-v{local.engine.version}-" in name and remote.metrics["sampler/probe"] < 1e-5
+        remote.close()
+        assert names(server) == []
+        push = "upload_lora_adapter" if kind == "earnest" else "load_lora_adapter"
+        assert (sent.count(push), sent.count("unload_lora_adapter")) == (4, 4)
+
+
+def test_a_name_that_is_taken_before_the_first_push_is_refused(server: str, local: Setup, tmp_path: Path) -> None:
+    """Somebody else's: only a push that was sent before can find its own name there."""
+    remote = sampler(local, server)
+    remote.endpoint.load("earnest-twice", local.adapter, local.policy.name, tmp_path)
+    with pytest.raises(SamplingError, match="HTTP 409: there is an adapter 'earnest-twice' already"):
+        remote.endpoint.load("earnest-twice", local.adapter, local.policy.name, tmp_path)
+    remote.endpoint.unload("earnest-twice")
+    remote.endpoint.unload("earnest-twice")  # gone is gone
+    assert names(server) == []
+
+
+@pytest.mark.parametrize(
+    ("says", "done"),
+    [
+        (lambda: endpoint._gone(400, "LoRA with name x does not exist. Loaded LoRAs: dict_keys([])", True), True),
+        (lambda: endpoint._gone(400, "LoRA with name x does not exist. Loaded LoRAs: dict_keys([])", False), False),
+        (lambda: endpoint._gone(400, "LoRA is not enabled.", True), False),
+        (lambda: endpoint._there(400, "The lora adapter 'x' has already been loaded.", True), True),
+        (lambda: endpoint._there(400, "rank 64 is greater than max_lora_rank 16", True), False),
+        (lambda: endpoint._there(500, "already out of memory", True), False),
+    ],
+)
+def test_their_own_words_for_there_and_gone(says: Any, done: bool) -> None:
+    """SGLang's and vLLM's sentences, as their sources have them."""
+    assert says() is done
 
 
 def _choices(change: Any) -> Any:

@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,8 @@ from earnest.errors import ConfigError, SamplingError
 from earnest.models import SampleSpec
 
 Kind = Literal["earnest", "vllm", "sglang"]
+Done = Callable[[int, str, bool], bool]
+"""(status, what was said, whether the request was sent before) → whether what was asked for is the case."""
 KINDS: tuple[Kind, ...] = ("earnest", "vllm", "sglang")
 TRIES = 6
 MOST = 16
@@ -79,18 +81,18 @@ class Endpoint:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def load(self, name: str, adapter: Adapter, base_model: str, scratch: Path) -> None:
-        """Give the server these weights under this name."""
+        """Give the server these weights under this name, which nobody else has ever used."""
         if self.kind == "earnest":
             folder = adapter.save(scratch / name, base_model)
-            self._call(f"/v1/upload_lora_adapter?lora_name={quote(name)}", _zipped(folder))
+            self._call(f"/v1/upload_lora_adapter?lora_name={quote(name)}", _zipped(folder), done=_there)
             shutil.rmtree(folder)
             return
         assert self.config.folder is not None
         folder = adapter.export_lora(Path(self.config.folder).resolve() / name, base_model)
-        self._call(f"{self._prefix()}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        self._call(f"{self._prefix()}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, done=_there)
 
     def unload(self, name: str) -> None:
-        self._call(f"{self._prefix()}/unload_lora_adapter", {"lora_name": name})
+        self._call(f"{self._prefix()}/unload_lora_adapter", {"lora_name": name}, done=_gone)
         if self.config.folder is not None and self.kind != "earnest":
             shutil.rmtree(Path(self.config.folder) / name, ignore_errors=True)
 
@@ -162,8 +164,11 @@ class Endpoint:
 
     # --- the wire -----------------------------------------------------------------------------------------------------
 
-    def _call(self, path: str, body: Mapping[str, Any] | bytes | None = None) -> Any:
-        """JSON, or text where the answer is none. Busy and away are tried again for a while; the rest is an error."""
+    def _call(self, path: str, body: Mapping[str, Any] | bytes | None = None, *, done: Done | None = None) -> Any:
+        """JSON, or text where the answer is none. Busy and away are tried again for a while; the rest is an error.
+
+        A request whose answer was lost may have been carried out: ``done`` says which refusals mean that it was.
+        """
         headers = {"Accept": "application/json"}
         if key := os.environ.get(self.config.key):
             headers["Authorization"] = f"Bearer {key}"
@@ -179,13 +184,26 @@ class Endpoint:
                 with urllib.request.urlopen(request, timeout=self.config.timeout) as answer:
                     return _json(answer.read())
             except urllib.error.HTTPError as error:
-                why = f"HTTP {error.code}: {_said(error.read(2000))}"
+                said = _said(error.read(2000))
+                if done is not None and done(error.code, said, attempt > 0):
+                    return said
+                why = f"HTTP {error.code}: {said}"
                 if error.code not in (429, 502, 503, 504):
                     way = f" Is ${self.config.key} set to a key of it?" if error.code in (401, 403) else ""
                     raise SamplingError(f"sampler: {self.url}{path} refused with {why}{way}") from None
             except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
                 why = str(getattr(error, "reason", error))
         raise SamplingError(f"sampler: {self.url}{path} failed {TRIES} times; the last time: {why}. Is it running?")
+
+
+def _there(status: int, said: str, again: bool) -> bool:
+    """A push sent again, of a name that is there by now: the first one arrived. The probe looks at its weights."""
+    return again and status in (400, 409) and "already" in said
+
+
+def _gone(status: int, said: str, again: bool) -> bool:
+    """Not there is what an unload is for; SGLang says 400 about it, and about much else."""
+    return status == 404 or (status == 400 and again and "does not exist" in said)
 
 
 def _zipped(folder: Path) -> bytes:
