@@ -84,7 +84,9 @@ class MonarchExecutor:
         monarch, _ = self._made or _actor()
         if not self.hosts:
             return monarch.this_host()
-        monarch.enable_transport("tcp")
+        # Monarch tells the hosts its own address: this machine's name, which on many machines is itself a loopback one.
+        near = all(host.removeprefix("tcp://").startswith(("127.", "localhost", "[::1]")) for host in self.hosts)
+        monarch.enable_transport(monarch.ChannelTransport.TcpWithLocalhost if near else "tcp")
         return monarch.attach_to_workers(ca="trust_all_connections", workers=list(self.hosts))
 
     def poll(self) -> list[Exit]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
@@ -28,11 +29,13 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
     ``cpus`` actors."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if address and _has_token():  # Ray shows its token to a cluster only where it is told to
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError:
         raise MissingExtra("ray", "ray", "running on Ray") from None
-    address = address or os.environ.get("RAY_ADDRESS", "")
     if ray.is_initialized():
         return ray, False
     try:
@@ -47,8 +50,14 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             ray.init("local", num_cpus=room, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # Ray says some of its failures as bare Exceptions
         what = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
-        raise ExecutorError(f"--on ray: {what} ({_first(error)}); try again, or --on local.") from None
+        token = " (where it wants a token, set RAY_AUTH_TOKEN)" if address and not _has_token() else ""
+        raise ExecutorError(f"--on ray: {what} ({_first(error)}); try again{token}, or --on local.") from None
     return ray, True
+
+
+def _has_token() -> bool:
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return named or (Path.home() / ".ray" / "auth_token").exists()
 
 
 class RayRunner(Runner):
