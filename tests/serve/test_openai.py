@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
+from types import SimpleNamespace
+
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from earnest.models import SampleSpec, sample
+from earnest.serve.choices import chat_logprobs
+from earnest.serve.decode import Done, Flight
+from earnest.serve.decode import Request as Wanted
+from earnest.serve.errors import NotFound
+from earnest.serve.keys import Caller
+from earnest.serve.openai import Work, _keep_rest
+from earnest.serve.shelf import Lease
+from earnest.serve.text import Text
+from earnest.serve.wire import TextRequest
 from tests.serve.conftest import Live
 
 ASKED = [{"role": "user", "content": "Tell me about the river."}]
@@ -110,6 +125,66 @@ def test_plain_completions(client: openai.OpenAI, live: Live) -> None:
     )
     streamed = client.completions.create(model="base", prompt=ids, seed=1, max_tokens=6, stream=True)
     assert "".join(c.choices[0].text for c in streamed if c.choices) == b.choices[0].text
+
+
+def test_streamed_log_probs_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    """Of two prompts with two answers each: tokens, values and where each token begins in its own text."""
+    asked = {"model": "base", "prompt": ["The fox is", "The owl"], "seed": 1, "n": 2, "max_tokens": 6, "logprobs": 2}
+    whole = client.completions.create(**asked)
+    found: dict[int, dict[str, list]] = {}
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+                found.setdefault(choice.index, {}).setdefault(name, []).extend(values)
+    assert sorted(found) == [0, 1, 2, 3]
+    for choice in whole.choices:
+        got, want = found[choice.index], choice.logprobs
+        assert (got["tokens"], got["text_offset"]) == (want.tokens, want.text_offset)
+        assert got["token_logprobs"] == pytest.approx(want.token_logprobs, abs=1e-4)
+        assert len(set(want.text_offset)) == len(want.tokens) > 1
+        for token, offset in zip(want.tokens, want.text_offset, strict=True):
+            assert choice.text[offset:].startswith(token) or token.startswith("<|")
+
+
+def test_bytes_are_those_of_the_text(live: Live) -> None:
+    """Also where a token is a part of a character: the bytes of all tokens together are the text's."""
+    said = "Café, naïve: 🦊 — ß.\n"
+    text = live.state.text
+    ids = text.encode(said, special=False)
+    end = next(iter(live.state.host.policy.eos_ids))
+    assert any("\ufffd" in text.decode([t], special=True) for t in ids), "no character here has two tokens"
+    told = chat_logprobs(text, Done((*ids, end), (0.0,) * (len(ids) + 1), "stop"))["content"]
+    assert bytes(b for t in told[:-1] for b in t["bytes"]).decode() == said
+    assert bytes(told[-1]["bytes"]).decode() == told[-1]["token"] == text.decode([end], special=True)
+    # A vocabulary that spells unknown characters as <0xC3> <0xA9>, and one that knows nothing of bytes.
+    names = {"<unk>": 0, "a": 1, **{f"<0x{b:02X}>": 2 + b for b in range(256)}, "\ufffd": 258}
+    for decoder, wanted in ((decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]), [195]), (None, None)):
+        small = Tokenizer(models.BPE(names, [], unk_token="<unk>", byte_fallback=True))
+        if decoder is not None:
+            small.decoder = decoder
+        own = Text(SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=small)))
+        assert own.bytes_of(1) == [97] and own.bytes_of(258) is None
+        assert own.bytes_of(2 + 0xC3) == (wanted or list(b"<0xC3>"))
+
+
+def test_an_answer_stays_with_its_prompt(live: Live) -> None:
+    """A client left while one of its prompts had failed: what the others said is kept under their own numbers."""
+    body = TextRequest(model="base", prompt=["The fox is", "The owl", "The sea"], n=2, max_tokens=2)
+    work = Work(live.state, body, Caller(), "text", [], 2, None)
+    work.lease = Lease(None, 0, None)
+    work.prompts = [live.state.text.encode(p) for p in body.prompts()]
+    flights = [Flight(Wanted(p, SampleSpec(max_new_tokens=2), n=2)) for p in work.prompts]
+    flights[1].fail(RuntimeError("diverged"))
+    for place in (0, 2):
+        for index in range(2):
+            flights[place].finish(index, Done((10 * place + index,), (-1.0,), "cancelled"))
+    asyncio.run(_keep_rest(work, flights, ExitStack()))
+    for choice, (place, token) in {0: (0, 0), 1: (0, 1), 4: (2, 20), 5: (2, 21)}.items():
+        kept = live.state.store.completion(work.id, choice)
+        assert (kept.prompt, kept.tokens) == (work.prompts[place], (token,))
+    for choice in (2, 3):
+        with pytest.raises(NotFound):
+            live.state.store.completion(work.id, choice)
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, live: Live) -> None:

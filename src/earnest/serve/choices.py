@@ -14,8 +14,7 @@ def chat_logprobs(text: Text, done: Done) -> dict[str, Any]:
     """{"content": [{token, logprob, bytes, top_logprobs}, …]}, one a token, the one that ends the turn included."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        said = text.decode([token], special=True)
-        return {"token": said, "logprob": logprob, "bytes": list(said.encode())}
+        return {"token": text.decode([token], special=True), "logprob": logprob, "bytes": text.bytes_of(token)}
 
     tops = done.tops or ((),) * len(done.tokens)
     content = [
@@ -25,14 +24,15 @@ def chat_logprobs(text: Text, done: Done) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(text: Text, done: Done, echo: dict[str, Any] | None) -> dict[str, Any]:
-    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, the prompt's in front where it is echoed."""
+def text_logprobs(text: Text, done: Done, echo: dict[str, Any] | None, start: int = 0) -> dict[str, Any]:
+    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, the prompt's in front where it is echoed; ``start``
+    is the offset of the first, where others were told before."""
     front = [] if echo is None else list(echo["tokens"])
     values: list[float | None] = [] if echo is None else list(echo["logprobs"])
     said = [text.decode([t], special=True) for t in [*front, *done.tokens]]
     tops: list[dict[str, float] | None] = [None] * len(front)
     tops += [{text.decode([t], special=True): v for t, v in top} for top in done.tops or ((),) * len(done.tokens)]
-    offsets, place = [], 0
+    offsets, place = [], start
     for word in said:
         offsets.append(place)
         place += len(word)

@@ -337,6 +337,7 @@ async def _stream(
 
     chat = work.kind == "chat"
     unfolding: dict[tuple[int, int], Unfolding] = {}
+    offsets: dict[tuple[int, int], int] = {}  # of the next token, in the text of its choice
     ended = asyncio.gather(*(watching(f.future) for f in flights), return_exceptions=True)
     ended.add_done_callback(lambda _: events.put_nowait(None))
 
@@ -349,7 +350,12 @@ async def _stream(
             choice["token_ids"] = [step.token]
         if step is not None and work.top is not None:
             done = Done((step.token,), (step.logprob,), "length", (step.top,))
-            choice["logprobs"] = chat_logprobs(work.text, done) if chat else text_logprobs(work.text, done, None)
+            if chat:
+                choice["logprobs"] = chat_logprobs(work.text, done)
+            else:
+                told = text_logprobs(work.text, done, None, offsets.get((place, index), 0))
+                offsets[place, index] = told["text_offset"][0] + len(told["tokens"][0])
+                choice["logprobs"] = told
         return chunk([choice | ({"delta": {"content": text}} if chat else {"text": text})])
 
     finished = False
@@ -396,6 +402,7 @@ async def _stream(
 async def _keep_rest(work: Work, flights: Sequence[Flight], stack: ExitStack) -> None:
     try:
         outcomes = await asyncio.gather(*(watching(f.future) for f in flights), return_exceptions=True)
-        await _keep(work, [o for o in outcomes if not isinstance(o, BaseException)])
+        # One that failed keeps its place: an answer belongs to the prompt of its own number.
+        await _keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
     finally:
         stack.close()

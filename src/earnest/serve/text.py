@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from earnest.errors import EarnestError
@@ -11,6 +14,18 @@ from earnest.serve.errors import BadRequest
 
 if TYPE_CHECKING:
     from earnest.models import Policy
+
+
+def _alphabet() -> dict[str, int]:
+    """How a byte-level vocabulary writes bytes: a byte that can be printed is that character, the others are the
+    characters from 256 on, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+ALPHABET = _alphabet()
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Text:
@@ -49,6 +64,30 @@ class Text:
                     )
                 )
             return self.policy.decode(tokens)
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The bytes that a token stands for, also where it is a part of a character. None where the tokenizer does not
+        tell."""
+        with self._lock:
+            name = self.policy.tokenizer.convert_ids_to_tokens(token)
+            special = token in self.policy.tokenizer.added_tokens_decoder
+        if name is not None and not special:
+            if "ByteLevel" in self._decoders and all(c in ALPHABET for c in name):
+                return [ALPHABET[c] for c in name]
+            if "ByteFallback" in self._decoders and (byte := BYTE.fullmatch(name)):
+                return [int(byte[1], 16)]
+        said = self.decode([token], special=True)
+        return None if "\ufffd" in said else list(said.encode())
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """How a fast tokenizer makes text of its tokens."""
+        backend = getattr(self.policy.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return frozenset()
+        with self._lock:
+            decoder = json.loads(backend.to_str()).get("decoder") or {}
+        return frozenset(d["type"] for d in (decoder, *decoder.get("decoders", ())) if "type" in d)
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
