@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from earnest.diloco.errors import Unreachable
 from earnest.diloco.globals import OuterSGD
 from earnest.diloco.outer import Schedule
 
@@ -97,6 +99,86 @@ def test_three_replicas_agree_and_are_within_ulps_of_gloo(ctx: Any, tmp_path: Pa
     apart = ulps(bucket[0], gloo[0])
     print(f"ulps apart: at most {int(apart.max())}, none on {int((apart == 0).sum())} of {len(apart)}")
     assert int(apart.max()) <= ULPS and int(apart.median()) == 0
+
+
+def late(url: str, address: str, out: str) -> None:
+    """Replica 0 trains two rounds alone; replica 1 comes with the first state, and is healed where it sends, in the
+    middle of its first round. Both are threads of this process. Written: the weights of 0 at that send, and those that
+    1 goes on with."""
+    os.environ["RUST_LOG"] = "error"
+    log = open(f"{out}.log", "w")  # noqa: SIM115
+    os.dup2(log.fileno(), 2)
+    sys.stderr = log
+    torch.set_num_threads(1)
+    from concurrent.futures import ThreadPoolExecutor
+
+    from earnest.diloco.ledger import Ledger
+    from earnest.diloco.lighthouse import LighthouseOuter
+    from earnest.diloco.store import Bucket
+    from tests.diloco.toy import ToyEngine
+
+    def made(number: int) -> tuple[ToyEngine, Any]:
+        engine, ledger = ToyEngine(number), Ledger(Bucket.open(url))
+        outer = LighthouseOuter(engine, ledger, number, address, 1, CASES["fragments"], rounds=4, timeout=60)
+        outer.join(engine)
+        engine.outer = outer  # type: ignore[assignment]
+        return engine, outer
+
+    def train(engine: ToyEngine, outer: Any) -> dict[tuple[int, int], torch.Tensor]:
+        """To the end: the weights after each update, by (round, update)."""
+        seen = {}
+        while not outer.over:
+            engine.step()
+            seen[outer.round, outer.inner] = engine.flat()
+        return seen
+
+    first, one = made(0)
+    while one.round < 2:
+        first.step()
+    second, other = made(1)
+    assert other.round == 0
+    with ThreadPoolExecutor(2) as pool:
+        healed = pool.submit(train, second, other)
+        while other.inner < 2:
+            time.sleep(0.01)
+        time.sleep(1.0)  # now it asks; whoever was in the last quorum would not be made to wait for it
+        ahead = pool.submit(train, first, one)
+        found = ahead.result(), healed.result()
+    assert other.heals == 1, other.heals
+    torch.save([seen[2, 2] for seen in found] + [seen[3, 0] for seen in found], out)
+    os._exit(0)  # torchft's threads do not end
+
+
+@pytest.mark.processes
+def test_who_is_healed_before_the_end_of_a_round_trains_on_from_there(ctx: Any, tmp_path: Path) -> None:
+    """With a delay torchft heals at the send. The weights go into the engine then, and not only the copies, which are
+    overwritten by the engine's at the end of the round."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000)
+    address, out = f"http://localhost:{server.address().rsplit(':', 1)[1]}", tmp_path / "late.pt"
+    process = ctx.Process(target=late, args=(f"file://{tmp_path}/bucket", address, str(out)))
+    process.start()
+    process.join(120)
+    server.shutdown()
+    assert process.exitcode == 0, Path(f"{out}.log").read_text()[-3000:]
+    ahead, healed, after_ahead, after_healed = torch.load(out)
+    assert torch.equal(ahead, healed)
+    assert torch.equal(after_ahead[:7], after_healed[:7])  # the fragment of round 2
+    # The other one is one update of each replica's own apart, and not what replica 1 had come with.
+    assert float((after_ahead[7:] - after_healed[7:]).abs().max()) <= 2.5 * 0.05
+
+
+def test_a_lighthouse_that_is_not_there_is_said(tmp_path: Path) -> None:
+    from earnest.diloco.ledger import Ledger
+    from earnest.diloco.lighthouse import LighthouseOuter
+    from earnest.diloco.store import Bucket
+    from tests.diloco.toy import ToyEngine
+
+    ledger = Ledger(Bucket.open(f"file://{tmp_path}/bucket"))
+    says = r"sync\.lighthouse=http://localhost:9 does not answer.*torchft_lighthouse.*or leave it out"
+    with pytest.raises(Unreachable, match=says):
+        LighthouseOuter(ToyEngine(), ledger, 0, "http://localhost:9", 1, CASES["diloco"], rounds=1, timeout=1.0)
 
 
 def ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,10 @@ class RoundStuck(EarnestError):
     """A round cannot be finished: too few replicas came, or a committed object is damaged and no later state exists."""
 
 
+class Unreachable(EarnestError):
+    """The Lighthouse that the settings name does not answer."""
+
+
 class Heal(Exception):
     """This replica's state is not the run's any more; it takes the run's state from the bucket and goes on."""
 

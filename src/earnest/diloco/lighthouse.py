@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor
 
+from earnest.diloco.errors import Unreachable
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import Mirror, Schedule, Standing, algorithm, copy_state
@@ -93,13 +94,17 @@ class LighthouseOuter(Standing):
             return {"healed": 1.0, "round": float(self.round)}
         if self.inner == interval - self.schedule.delay or last:
             self.mirror.pull(engine)
-        before = self.round
+        before, heals = self.round, self.heals
         self.tick.step()
         if not last:
+            if self.heals > heals:  # with a delay it is healed where it sends: it goes on training from there
+                self.mirror.push(engine)
+                self._tokens_before = engine.tokens
             return {}
         self.mirror.push(engine)
         self.inner = 0
         if self.round == before:
+            self._tokens_before = engine.tokens  # torchft went back to the start of the round: they moved nothing
             return {"round": float(before), "failed": 1.0}
         done, members = self.round - 1, int(self.manager.num_participants())  # healed on the way: further than one
         tokens, self._tokens_before = engine.tokens - self._tokens_before, engine.tokens
@@ -157,21 +162,30 @@ def _manager(address: str, replica: int, quorum: int, timeout: float, load: Any,
     host = "localhost" if here else socket.gethostname()
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     wait = timedelta(seconds=timeout)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=min(60.0, timeout))),
-        load_state_dict=load,
-        state_dict=save,
-        min_replica_size=quorum,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=min(60.0, timeout)),
-        quorum_timeout=wait,
-        replica_id=f"replica-{replica}",
-        store_addr=host,
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-        lighthouse_addr=address,
-        hostname=host,
-        init_sync=False,  # everybody began with the bucket's state
-    )
+    try:
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=min(60.0, timeout))),
+            load_state_dict=load,
+            state_dict=save,
+            min_replica_size=quorum,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=min(60.0, timeout)),
+            quorum_timeout=wait,
+            connect_timeout=timedelta(seconds=min(60.0, timeout)),
+            replica_id=f"replica-{replica}",
+            store_addr=host,
+            store_port=store.port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=address,
+            hostname=host,
+            init_sync=False,  # everybody began with the bucket's state
+        )
+    except RuntimeError as error:
+        if "failed to connect" not in str(error):
+            raise
+        raise Unreachable(
+            f"sync.lighthouse={address} does not answer: start it (`torchft_lighthouse --min_replicas {quorum}`), "
+            f"mend the address (http://host:port), or leave it out to meet in the bucket. torchft says: {error}"
+        ) from None
     return manager, store
