@@ -363,6 +363,40 @@ def test_a_checkpoint_goes_on_bit_for_bit(wire: str) -> None:
         assert any(k.startswith("residual.") for k in saved[0])
 
 
+def test_what_another_life_sent_leaves_nothing_over() -> None:
+    """Replica 0 dies after its upload and comes back without its folder and with other data: what is averaged in its
+    name is not what it has now, so nothing of that is late. One's own delta leaves the rounding."""
+    store = Memory()
+    first = ToyEngine(7)
+    outer_of(first, store, 0, replicas=2, quorum=2, timeout=0.02, wire="int4")
+    for _ in range(3):
+        first.step()
+    with pytest.raises(RoundStuck):
+        first.step()
+    engines, left, outers = [ToyEngine(0), ToyEngine(1)], torch.full((12,), 1e-3), {}
+
+    def life(i: int) -> None:
+        outers[i] = outer_of(engines[i], store, i, replicas=2, quorum=2, rounds=1, wire="int4")
+        outers[i].manager.residual = {0: left.clone()}
+        while not outers[i].over:
+            engines[i].step()
+
+    together({i: (lambda i=i: life(i)) for i in range(2)})
+    assert outers[0].manager.last["superseded"] == 1.0 and outers[1].manager.last["superseded"] == 0.0
+    assert torch.equal(outers[0].manager.residual[0], left)
+    assert not torch.equal(outers[1].manager.residual[0], left)
+
+
+def test_a_residual_that_is_not_finite_is_dropped() -> None:
+    """It would spoil every round from now on; the replica is brought back once, and goes on without it."""
+    engine = ToyEngine(0)
+    outer = outer_of(engine, Memory(), wire="int4", rounds=2, timeout=5.0)
+    outer.manager.residual[0] = torch.full((12,), float("inf"))
+    while not outer.over:
+        engine.step()
+    assert outer.heals == 1 and bool(torch.isfinite(outer.manager.residual[0]).all())
+
+
 def weights_of(outer: ReplicaOuter) -> list[int]:
     """The tokens by which the only replica's deltas were weighted, by round."""
     commits = (outer.ledger.commit(k) for k in range(outer.round))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from earnest.diloco.errors import Junk
 from earnest.diloco.globals import Globals, split
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.protocol import Met, Mine, Rules, digest, meet
-from earnest.diloco.wire import Vector, Wire
+from earnest.diloco.wire import Vector, Wire, decode
 
 
 class Gathered:
@@ -45,7 +45,7 @@ class BucketManager:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     tokens: int = 0
-    """Tokens trained on since the round began: this replica's weight in the average."""
+    """Tokens that the delta was trained on: this replica's weight in the average."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Goes with the next delta, for who watches the run."""
     residual: dict[int, Vector] = field(default_factory=dict)
@@ -62,6 +62,7 @@ class BucketManager:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._vector: Vector | None = None
+        self._payload = b""
 
     # --- what torchft calls -------------------------------------------------------------------------------------------
 
@@ -94,11 +95,16 @@ class BucketManager:
         del timeout
         met = self._met
         assert met is not None, "torchft asked to commit before it waited"
-        if self.wire.lossy and met.sent is not None and self._vector is not None:
+        if self.wire.lossy and self._vector is not None and self._is_mine(met.sent):
             self.residual[self.globals.round % len(self.globals.fragments)] = self._vector - met.sent
         self.globals.advance(met.average)
         self._gathered = []
         return True
+
+    def _is_mine(self, sent: Vector | None) -> TypeGuard[Vector]:
+        """Whether what was averaged in this replica's name is what it has now. Another life of it may have sent
+        something else: then nothing of its own was sent, and what was left over before is left over still."""
+        return sent is not None and torch.equal(sent, decode(self._payload, sent.numel()))
 
     def reset(self) -> None:
         """Forget what was gathered and who holds the weights: the algorithm is about to be built anew."""
@@ -148,12 +154,13 @@ class BucketManager:
         before = (traffic.sent, traffic.received, traffic.requests, traffic.retries)
         fragment = self.globals.round % len(self.globals.fragments)
         vector = torch.cat([t.detach().reshape(-1).float().cpu() for t in self._gathered])
-        if not bool(torch.isfinite(vector).all()):
-            raise Junk("the weights are not finite")
         if fragment in self.residual:
             vector = vector + self.residual[fragment]
+        if not bool(torch.isfinite(vector).all()):
+            self.residual.pop(fragment, None)  # it may be what is wrong, and would be so in every round from now on
+            raise Junk("the weights are not finite")
         self._vector = vector
-        payload = self.wire.encode(vector, self.globals.current.flat())
+        self._payload = payload = self.wire.encode(vector, self.globals.current.flat())
         mine = Mine(
             self.globals.round, self.replica, self.held(), payload, self.tokens, vector.numel(), dict(self.meta)
         )
