@@ -266,6 +266,31 @@ def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
         work(url, 5, tmp_path / "mine", quiet())
 
 
+def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(make: Make, tmp_path: Path) -> None:
+    """None, not 0: nobody knows what it sent. The round after it is whole."""
+    from earnest.config import dump
+    from earnest.diloco.run import Launcher, _build, _put
+    from earnest.runs.progress import show_on
+    from earnest.runs.stopping import Stopper
+
+    url, config = f"file://{tmp_path}/bucket", make("replicas=1", f"store=file://{tmp_path}")
+    _put(url, "test", dump(config))
+    work(url, 0, tmp_path / "mine", quiet())
+    bucket = Bucket.open(url)
+    bucket.delete(bucket.list("outer/00000000/delta"))
+    built = _build(config, quiet())
+    folder = RunFolder.create(tmp_path / "run", dump(config), {}, {"recipe": "test", "url": url, "on": "local"})
+    launcher = Launcher(built, folder, show_on(quiet()), [])
+    launcher.follow(Scripted({}), url)
+    launcher._look(Stopper(print))
+    first, second = (line["metrics"] for line in steps(tmp_path / "run"))
+    assert first["outer/bytes a round"] is first["outer/bytes a replica"] is None and first["outer/tokens"] > 0
+    assert second["outer/bytes a round"] == second["outer/bytes a replica"] > 0
+    assert [line for line in events(tmp_path / "run") if "round 0: 1 of 1 members' words are gone" in line]
+    folder.close()
+    built.close()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

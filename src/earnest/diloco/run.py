@@ -210,6 +210,10 @@ class Launcher(Loop):
     def _record(self, k: int, members: int, tokens: int, deltas: Sequence[Object]) -> None:
         self.seen = k + 1
         self.step = self.plan.steps_at(self.seen)
+        if len(deltas) < members:  # cleaned up, damaged, or its writer ended before telling of it
+            self._say(
+                f"round {k}: {members - len(deltas)} of {members} members' words are gone; its bytes are not known"
+            )
         sizes = [int(d.meta.get("bytes", d.size)) for d in deltas]
         n, total, squares = (sum(d.meta["rewards"][i] for d in deltas) for i in range(3))
         line: dict[str, Any] = {"kind": "step", "step": self.step, "version": self.seen * self.plan.interval}
@@ -219,8 +223,8 @@ class Launcher(Loop):
         numbers = {
             "outer/members": members,
             "outer/tokens": tokens,
-            "outer/bytes a round": sum(sizes),
-            "outer/bytes a replica": sum(sizes) / max(1, len(sizes)),
+            "outer/bytes a round": sum(sizes) if len(sizes) >= members else None,
+            "outer/bytes a replica": sum(sizes) / len(sizes) if sizes else None,
         }
         self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])
         line |= _merged([d.meta["line"] for d in deltas if "line" in d.meta])

@@ -275,8 +275,8 @@ class ObjectStore:
         except self._refused as error:
             if "RequestTimeTooSkewed" in str(error):
                 raise StoreError(
-                    f"{self._url} refuses us: this machine's clock is wrong ({time.strftime('%F %T %z')}), by more than "
-                    "the minutes that a store allows. Set it (`timedatectl set-ntp true`) and start again."
+                    f"{self._url} refuses us: this machine's clock is wrong ({time.strftime('%F %T %z')}), by more "
+                    "than the minutes that a store allows. Set it (`timedatectl set-ntp true`) and start again."
                 ) from None
             raise StoreError(f"{self._url} refuses us: {error}. Set the store's keys in the environment.") from None
         except self._failures as error:
