@@ -105,6 +105,46 @@ def test_a_broken_trainer_is_seen_before_the_first_update(tmp_path: Path) -> Non
     assert all(a.equal(b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
+class Refuses:
+    """A trainer's loss that raises at these calls."""
+
+    def __init__(self, trainer: Any, at: range) -> None:
+        own, self.calls = type(trainer).compute_loss, 0
+
+        def compute_loss(this: Any, model: Any, inputs: Any, **more: Any) -> Any:
+            self.calls += 1
+            if self.calls in at:
+                raise RuntimeError("out of memory")
+            return own(this, model, inputs, **more)
+
+        trainer.__class__ = type("Refusing", (type(trainer),), {"compute_loss": compute_loss})
+
+
+@pytest.mark.may_not_be_checked
+def test_an_audit_that_cannot_be_made_does_not_end_the_run(tmp_path: Path) -> None:
+    callback = AuditCallback(quick=True)
+    trainer = plain(tmp_path, 0, torch.float32, [callback])
+    Refuses(trainer, range(1, 2))
+    with pytest.warns(WatchWarning, match=r"the audit could not be checked \(RuntimeError: out of memory\)"):
+        trainer.train()
+    assert trainer.state.global_step == 6 and callback.watch is not None
+    assert [f.subject for f in callback.verdict().errors] == ["the audit"]
+    stopped = plain(tmp_path, 0, torch.float32, [AuditCallback(quick=True, stop=True)])
+    Refuses(stopped, range(1, 2))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stopped.train()
+
+
+@pytest.mark.may_not_be_checked
+def test_laws_that_cannot_be_checked_are_rows(tmp_path: Path) -> None:
+    callback = AuditCallback(quick=True)
+    trainer = plain(tmp_path, 0, torch.float32, [callback])
+    Refuses(trainer, range(4, 8))
+    trainer.train()
+    assert callback.audited is not None and callback.audited.errors and trainer.state.global_step == 6
+    assert any(f.outcome == "holds" for f in callback.audited.findings)
+
+
 def test_without_a_trainer_it_says_so() -> None:
     with pytest.raises(StepError, match="for a bare loop use"):
         AuditCallback().on_train_begin(None, None, None)

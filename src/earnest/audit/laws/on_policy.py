@@ -227,7 +227,7 @@ def _rebuilt(probe: Probe, now: Tensor, slope: Tensor, advantages: Tensor, where
         if form == "surrogate":
             c = torch.where(now.detach() != 0, c / now.detach(), torch.zeros_like(c))
     surrogate = -(c.detach() * a.detach() * now).sum()
-    found = torch.autograd.grad(surrogate, list(probe.parameters.values()), allow_unused=True, retain_graph=True)
+    found = probe.differentiate(surrogate, list(probe.parameters.values()), retain=True)
     return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 
@@ -242,7 +242,7 @@ def _raises_what_was_better(
     on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(now) if on is None else on.to(now.dtype)
     score = ((a[..., None] if a.ndim < now.ndim else a) * mask * now).sum()
-    found = torch.autograd.grad(score, list(probe.parameters.values()), allow_unused=True)
+    found = probe.differentiate(score, list(probe.parameters.values()))
     up = Gradient(dict(zip(probe.parameters, found, strict=True)))
     cosine = -down.dot(up) / max(down.norm() * up.norm(), 1e-300)
     return LAW.finding(
