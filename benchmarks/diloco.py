@@ -8,9 +8,12 @@ wire      two processes on this machine: an all-reduce of fp32 by gloo over loop
           a real S3 server (SeaweedFS) by each wire. Both sides start a repetition together, equally often; the slower
           one of the two counts, and the median over repetitions.
 loss      four replicas on nano, each with demonstrations of its own, against data-parallel with the same batches at the
-          same number of tokens: one all-reduce of fp32 gradients an update. Bytes are what a replica sends.
+          same number of tokens: one all-reduce of fp32 gradients an update. "Fewer bytes" compares what a replica
+          sends: its deltas against a gradient of 4 bytes a parameter and update (a ring of N sends 2 (N - 1) / N of
+          that). What it receives in its meetings stands beside it: all that it read from the store, the deltas of
+          every member among it. That grows with N, where a ring's does not.
 goodput   four real processes; every so many seconds one gets SIGKILL and is started again. Useful is the time of
-          the undisturbed run.
+          the undisturbed run, which takes about 40 s. One repetition.
 """
 
 from __future__ import annotations
@@ -46,10 +49,12 @@ from earnest.diloco.wire import KINDS, Wire
 RESULTS = Path("benchmarks/results/diloco.json")
 ARMS: dict[str, tuple[int, str, float | None]] = {
     "fp32, H = 10": (10, "fp32", None),
+    "bf16, H = 10": (10, "bf16", None),
     "int8, H = 10": (10, "int8", None),
     "int4, H = 10": (10, "int4", None),
     "pulse, H = 10": (10, "pulse", None),
     "topk 1/16, H = 10": (10, "topk", 1 / 16),
+    "topk 1/64, H = 10": (10, "topk", 1 / 64),
     "int4, H = 20": (20, "int4", None),
 }
 
@@ -201,7 +206,7 @@ def replicas(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     import earnest as en
 
     every, kind, density = ARMS[arm]
-    sent: dict[int, int] = {}
+    sent, received = dict.fromkeys(range(args.replicas), 0), dict.fromkeys(range(args.replicas), 0)
     curve: list[tuple[int, float]] = []
     with tempfile.TemporaryDirectory() as place:
         learners = [Learner(seed, i, args.lr) for i in range(args.replicas)]
@@ -227,7 +232,8 @@ def replicas(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
                 while not outer.over:
                     engine.step(learners[i].batch(args.rows), en.SFT())
                     if outer.between:
-                        sent[i] = sent.get(i, 0) + int(outer.manager.last["bytes_delta"])
+                        sent[i] += int(outer.manager.last["bytes_delta"])
+                        received[i] += int(outer.manager.last["bytes_received"])
                         if i == 0:
                             curve.append((outer.updates, learners[0].loss(test)))
             except BaseException as error:
@@ -240,7 +246,7 @@ def replicas(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
             thread.join()
         if errors:
             raise errors[0]
-    return {"arm": arm, "seed": seed, "curve": curve, "bytes": sent[0]}
+    return {"arm": arm, "seed": seed, "curve": curve, "bytes": sent[0], "received": received[0]}
 
 
 def one_arm(job: tuple[str, int, argparse.Namespace]) -> dict[str, Any]:
@@ -287,7 +293,7 @@ def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
 
             began = time.monotonic()
             troupe.run({f"replica-{i}": i for i in range(4)}, between, seconds=1200)
-            rows.append({"every": every, "kills": troupe.kills, "seconds": time.monotonic() - began})
+            rows.append({"every": every, "kills": troupe.kills, "seconds": time.monotonic() - began, "repeats": 1})
     return rows
 
 
@@ -309,12 +315,12 @@ def tables(data: dict[str, Any]) -> str:
     if loss := data.get("loss"):
         lines += [
             "| arm | held-out loss at update 20 | at 40 | at the end | ± over seeds | minus data-parallel | ± | "
-            "kB a replica sends | fewer bytes |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "kB a replica sends | kB it receives | fewer bytes sent |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         base = statistics.mean(r["bytes"] for r in loss if r["arm"].startswith("data"))
         begun = [r["curve"][0][1] for r in loss if r["arm"].startswith("data")]
-        lines.append(f"| before | – | – | {statistics.mean(begun):.4f} | {_spread(begun)} | – | – | – | – |")
+        lines.append(f"| before | – | – | {statistics.mean(begun):.4f} | {_spread(begun)} | – | – | – | – | – |")
         beside = {r["seed"]: r["curve"][-1][1] for r in loss if r["arm"].startswith("data")}
         for arm in dict.fromkeys(r["arm"] for r in loss):
             runs = [r for r in loss if r["arm"] == arm]
@@ -324,15 +330,18 @@ def tables(data: dict[str, Any]) -> str:
             apart = [r["curve"][-1][1] - beside[r["seed"]] for r in runs]
             size = statistics.mean(r["bytes"] for r in runs)
             pairs = f"{statistics.mean(apart):+.4f} | {_spread(apart)}" if not arm.startswith("data") else "– | –"
-            worth = f"{statistics.mean(ends):.4f} | {_spread(ends)} | {pairs} | {size / 1e3:.1f} | {base / size:.0f}"
-            lines.append(f"| {arm} | {at} | {worth} |")
+            got = [r["received"] for r in runs if "received" in r]  # not in results of an all-reduce, or older ones
+            came = f"{statistics.mean(got) / 1e3:.1f}" if got else "–"
+            worth = f"{statistics.mean(ends):.4f} | {_spread(ends)} | {pairs} | {size / 1e3:.1f} | {came}"
+            lines.append(f"| {arm} | {at} | {worth} | {base / size:.0f} |")
         lines.append("")
     if good := data.get("goodput"):
-        lines += ["| a kill every | kills | seconds | goodput |", "|---|---|---|---|"]
+        lines += ["| a kill every | kills | seconds | goodput | repetitions |", "|---|---|---|---|---|"]
         calm = good[0]["seconds"]
         for row in good:
             every = "never" if row["every"] is None else f"{row['every']:g} s"
-            lines.append(f"| {every} | {row['kills']} | {row['seconds']:.0f} | {100 * calm / row['seconds']:.0f} % |")
+            worth = f"{100 * calm / row['seconds']:.0f} % | {row.get('repeats', 1)}"
+            lines.append(f"| {every} | {row['kills']} | {row['seconds']:.0f} | {worth} |")
     return "\n".join(lines)
 
 
@@ -353,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.6)
-    parser.add_argument("--goodput-steps", type=int, default=80)
+    parser.add_argument("--goodput-steps", type=int, default=320)
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     data: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
