@@ -7,7 +7,7 @@ The same model (nano), the same prompts and settings, the same number of threads
 time. Windows of time take turns, so that a busy machine disturbs all alike: the base; an adapter while nothing is
 learned; the same adapter while feedback is always waiting, so that an update runs all the time. The first seconds of a
 window are not counted; a window that should learn and made no version ends the benchmark. What was sampled is
-counted by one tokenizer for all.
+counted by one tokenizer for all. Learning that costs chat more than 30 % of its throughput is a failure: exit code 1.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from earnest.tasks.style import TOPICS
 HERE = Path(__file__).parent
 WARM = 2.0
 LENGTH = 32
+MOST = 0.30  # of chat's throughput may go to learning
 
 
 def _port() -> int:
@@ -178,7 +179,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table of the stored result")
     args = parser.parse_args()
     if args.table:
-        print(table(json.loads(args.out.read_text())))
+        stored = json.loads(args.out.read_text())
+        print(table(stored))
+        judge(stored)
         return
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (THEIRS, *WINDOWS)}
 
@@ -212,6 +215,17 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
+    judge(result)
+
+
+def judge(result: dict[str, Any]) -> None:
+    """End with an error where learning takes more of chat than it may."""
+    cost = result["cost_of_learning"]
+    if not cost <= MOST:  # also where it is no number
+        raise SystemExit(
+            f"learning costs chat {cost:.0%} of its throughput, at most {MOST:.0%} is allowed; look at SHARES in "
+            "serve/turns.py and at how long an update works between two breaths."
+        )
 
 
 def table(result: dict[str, Any]) -> str:
