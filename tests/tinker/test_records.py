@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -88,6 +90,39 @@ def test_a_copy_of_a_sampling_client_in_another_process_samples(served: Served, 
 def test_odd_requests_get_a_sentence(served: Served, method: str, path: str, body: bytes, status: int) -> None:
     answer = httpx.request(method, f"{served.url}/api/v1/{path}", content=body, headers={"X-API-Key": KEY})
     assert answer.status_code == status and answer.json(), answer.text
+
+
+UNSERVED: dict[str, Callable[[tinker.RestClient, tinker.TrainingClient, str], Any]] = {
+    "copy_weights": lambda rest, client, path: rest.copy_weights(path, "p"),
+    "publish_checkpoint": lambda rest, client, path: rest.publish_checkpoint_from_tinker_path(path),
+    "unpublish_checkpoint": lambda rest, client, path: rest.unpublish_checkpoint_from_tinker_path(path),
+    "save_weights_external": lambda rest, client, path: client.save_weights_external("x"),
+    "get_external_weights_urls": lambda rest, client, path: rest.get_external_weights_urls(
+        path.replace("sampler", "external")
+    ),
+    "search_sessions": lambda rest, client, path: rest.search_sessions(types.SessionSearchRequest()),
+    "assign_session_project": lambda rest, client, path: rest.assign_session_project("a", "b"),
+    "export_session_trace": lambda rest, client, path: rest.export_session_trace("a"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
+def test_what_the_sdk_offers_and_this_server_does_not_is_refused_and_listed(served: Served) -> None:
+    client = served.training(rank=1)
+    rest = tinker.RestClient(base_url=served.url, api_key=KEY)
+    path = client.save_weights_for_sampler("x").result().path
+    page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+    listed = page.partition("Not served:")[2].partition("\n\n")[0]
+    for name, call in UNSERVED.items():
+        with pytest.raises(tinker.APIStatusError) as refused:
+            call(rest, client, path).result()
+        assert refused.value.status_code in (400, 404, 405), name
+        assert f"`{name}`" in listed, name
+    assert [c.tinker_path for c in rest.list_checkpoints(client.model_id).result().checkpoints] == [path]
+    # An abandoned sample is not cancelled: the SDK is told so, and does not ask.
+    switches = httpx.post(f"{served.url}/api/v1/client/dynamic_config", headers={"X-API-Key": KEY}).json()
+    gone = httpx.post(f"{served.url}/api/v1/cancel_future", json={"request_id": "x"}, headers={"X-API-Key": KEY})
+    assert switches["sample_cancel_enabled"] is False and gone.status_code == 404 and "`cancel_future`" in listed
 
 
 def test_checkpoints_survive_a_restart_and_live_models_say_that_they_do_not(tmp_path: Path) -> None:
