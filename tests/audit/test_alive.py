@@ -42,8 +42,11 @@ def test_a_healthy_step_holds_and_is_left_as_it_was(make_engine: Make, batch: Ba
     engine, twin = make_engine(kicked=kicked), make_engine(kicked=kicked)
     for each in (engine, twin):
         each.step(batch, GRPO(clip=0.2))
+    group, state = engine.optimizer.param_groups[0], dict(engine.optimizer.state)
     verdict = en.prove(engine, GRPO(clip=0.2), batch)
     assert verdict.raise_if_failed().holds and "holds" in str(verdict)
+    assert engine.optimizer.param_groups[0] is group, "a schedule may hold it"
+    assert state and all(engine.optimizer.state[p] is own for p, own in state.items())
     for each in (engine, twin):
         each.step(batch, GRPO(clip=0.2))
     assert engine.version == twin.version == 2

@@ -3,7 +3,7 @@ or overflow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from earnest.audit import Step, audit
 from earnest.audit.gradient import Gradient
 from earnest.audit.laws import inputs, knobs, liveness, masks, splits
-from earnest.audit.probe import Probe, fresh
+from earnest.audit.probe import fresh
 from earnest.audit.verdict import Verdict
-from tests.audit.steps import Tiny, logprobs, sft_loss, sft_step, token_batch
+from tests.audit.steps import Tiny, logprobs, policy_step, sft_loss, sft_step, token_batch
 
 RIGHT = "3 more columns of padding on the right"
 
@@ -134,29 +134,40 @@ def test_the_optimizer_is_put_back_into_the_same_objects() -> None:
 # --- checkpointing ----------------------------------------------------------------------------------------------------
 
 
-class Reentrant(Tiny):
+class Checkpointed(Tiny):
+    """Two blocks; below the first lies no parameter where the embedding is frozen: ``autograd.grad`` passes it by."""
+
+    def __init__(self, reentrant: bool, frozen: bool) -> None:
+        super().__init__(0)
+        self.reentrant = reentrant
+        self.embed.requires_grad_(not frozen)
+
     def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        y: Tensor = checkpoint(self.mix, self.embed(ids), use_reentrant=True)
-        return self.head(torch.tanh(y.chunk(3, -1)[0]))
+        x = self.embed(ids)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_(True)  # what enable_input_require_grads does
+        y: Tensor = checkpoint(self.mix, x, use_reentrant=self.reentrant)
+        return self.head(torch.tanh(checkpoint(self.out, y.chunk(3, -1)[0], use_reentrant=self.reentrant)))
 
 
-def test_reentrant_checkpointing_can_be_audited() -> None:
-    model = Reentrant()
-    model.out.requires_grad_(False)
-    kept = torch.ones_like(model.head.weight)
-    model.head.weight.grad = kept
-    step = on(model, optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
-    step.roles = {"ids": "ids", "labels": "labels"}
-    with Probe(step).open() as probe:
-        found = probe.gradient()
-    loss = sft_loss(model, step.batch)[0]
-    model.zero_grad()
-    loss.backward()
-    assert all(torch.equal(found.parts[n], p.grad) for n, p in model.named_parameters() if p.requires_grad)  # type: ignore[arg-type]
-    model.head.weight.grad = kept
-    verdict = audit(step)
-    assert verdict.holds, str(verdict)
-    assert model.head.weight.grad is kept and bool((kept == 1).all())
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("family", [sft_step, policy_step])
+def test_reentrant_checkpointing_is_audited_like_any_other(family: Callable[[], Step], frozen: bool) -> None:
+    found = []
+    for reentrant in (True, False):
+        step, model = family(), Checkpointed(reentrant, frozen)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        step.model, step.optimizer = model, torch.optim.AdamW(trained, lr=1e-2)
+        step.roles = {r: k for r, k in step.roles.items() if r != "attention"}
+        kept, updates = torch.ones_like(model.head.weight), []
+        model.head.weight.grad = kept
+        model.head.weight.register_post_accumulate_grad_hook(updates.append)
+        verdict = audit(step)
+        assert verdict.holds, str(verdict)
+        assert model.head.weight.grad is kept and bool((kept == 1).all()) and not updates
+        assert model.head.weight._post_accumulate_grad_hooks
+        found.append(verdict.findings)
+    assert found[0] == found[1]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

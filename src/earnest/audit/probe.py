@@ -118,16 +118,17 @@ class Probe:
             return [None] * len(inputs)
         if not self._by_backward:
             return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
-        kept = [(t.grad, dict(t._post_accumulate_grad_hooks or {})) for t in inputs]
+        reached = {id(t): t for t in (*inputs, *self.parameters.values())}  # backward() fills every leaf there is
+        kept = [(t, t.grad, dict(t._post_accumulate_grad_hooks or {})) for t in reached.values()]
         try:
-            for t, (_, hooks) in zip(inputs, kept, strict=True):
+            for t, _, hooks in kept:
                 t.grad = None
                 if hooks:  # an update inside the backward, say
                     t._post_accumulate_grad_hooks.clear()
             value.backward(retain_graph=retain)
             return [t.grad for t in inputs]
         finally:
-            for t, (grad, hooks) in zip(inputs, kept, strict=True):
+            for t, grad, hooks in kept:
                 t.grad = grad
                 if hooks:
                     t._post_accumulate_grad_hooks.update(hooks)
