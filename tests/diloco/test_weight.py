@@ -1,0 +1,105 @@
+"""What a delta weighs, and what it leaves over: also after a restart, and where another life sent it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from earnest.diloco.errors import RoundStuck
+from earnest.diloco.outer import ReplicaOuter, Schedule
+from tests.diloco.test_outer import outer_of, together
+from tests.diloco.test_store import Memory
+from tests.diloco.toy import ToyEngine
+
+
+def test_what_another_life_sent_leaves_nothing_over() -> None:
+    """Replica 0 dies after its upload and comes back without its folder and with other data: what is averaged in its
+    name is not what it has now, so nothing of that is late. One's own delta leaves the rounding."""
+    store = Memory()
+    first = ToyEngine(7)
+    outer_of(first, store, 0, replicas=2, quorum=2, timeout=0.02, wire="int4")
+    for _ in range(3):
+        first.step()
+    with pytest.raises(RoundStuck):
+        first.step()
+    engines, left, outers = [ToyEngine(0), ToyEngine(1)], torch.full((12,), 1e-3), {}
+
+    def life(i: int) -> None:
+        outers[i] = outer_of(engines[i], store, i, replicas=2, quorum=2, rounds=1, wire="int4")
+        outers[i].manager.residual = {0: left.clone()}
+        while not outers[i].over:
+            engines[i].step()
+
+    together({i: (lambda i=i: life(i)) for i in range(2)})
+    assert outers[0].manager.last["superseded"] == 1.0 and outers[1].manager.last["superseded"] == 0.0
+    assert torch.equal(outers[0].manager.residual[0], left)
+    assert not torch.equal(outers[1].manager.residual[0], left)
+
+
+def test_a_residual_that_is_not_finite_is_dropped() -> None:
+    """It would spoil every round from now on; the replica is brought back once, and goes on without it."""
+    engine = ToyEngine(0)
+    outer = outer_of(engine, Memory(), wire="int4", rounds=2, timeout=5.0)
+    outer.manager.residual[0] = torch.full((12,), float("inf"))
+    while not outer.over:
+        engine.step()
+    assert outer.heals == 1 and bool(torch.isfinite(outer.manager.residual[0]).all())
+
+
+def weights_of(outer: ReplicaOuter) -> list[int]:
+    """The tokens by which the only replica's deltas were weighted, by round."""
+    commits = (outer.ledger.commit(k) for k in range(outer.round))
+    return [c.tokens[0] for c in commits if c is not None]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "updates"),
+    [
+        (Schedule(4), [range(1, 5), range(5, 9), range(9, 13)]),
+        (Schedule(4, outer=None), [range(1, 5), range(5, 9), range(9, 13)]),
+        (Schedule(4, 2), [range(1, 3), range(1, 5), range(3, 7)]),
+        (Schedule(4, 2, 1), [range(1, 2), range(1, 4), range(3, 6)]),
+        (Schedule(4, 1, 1), [range(1, 4), range(5, 8), range(9, 12)]),  # update 4 is overwritten: it weighs nowhere
+        (Schedule(4, 1, 1, alpha=0.5), [range(1, 4), range(4, 8), range(8, 12)]),  # half of update 4 is kept
+    ],
+    ids=["whole", "local", "fragments", "delayed fragments", "delayed", "mixed"],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_delta_weighs_what_it_was_trained_on(schedule: Schedule, updates: list[range], restarted: bool) -> None:
+    """Update n trains on 2ⁿ tokens, so a weight names its updates: those since the delta's own fragment last met,
+    also where the process was started again after the first round."""
+    engine = ToyEngine(0)
+    engine.tokens = 1000  # trained before it came here
+    outer = outer_of(engine, Memory(), schedule=schedule, rounds=3)
+    done = 0
+    while not outer.over:
+        if restarted and outer.round == 1 and outer.between:
+            again = ToyEngine(0)  # a new process: its engine counts from 0
+            again.version = engine.version
+            with torch.no_grad():
+                for p, w in zip(again.parameters, engine.parameters, strict=True):
+                    p.copy_(w)
+            resumed = outer_of(again, Memory(), schedule=schedule, rounds=3)
+            resumed.ledger = resumed.manager.ledger = outer.ledger
+            resumed.load_state_dict(outer.state_dict())
+            assert resumed.join(again)
+            engine, outer, restarted = again, resumed, False
+        done += 1
+        engine.step(tokens=2**done)
+    assert weights_of(outer) == [sum(2**n for n in part) for part in updates]
+
+
+def test_who_is_brought_back_weighs_from_there_on() -> None:
+    engine = ToyEngine(0)
+    outer = outer_of(engine, Memory(), schedule=Schedule(4, 2), rounds=3)
+    for n in range(1, 4):
+        engine.step(tokens=2**n)
+    with torch.no_grad():
+        engine.parameters[1][0] = float("nan")
+    engine.outer = None
+    outer.after_update(engine)  # round 1 moves the second fragment: not finite, so all is as it was after round 0
+    assert outer.heals == 1 and outer.round == 1
+    engine.outer = outer  # type: ignore[assignment]
+    for n in range(4, 6):
+        engine.step(tokens=2**n)
+    assert weights_of(outer) == [2 + 4, 16 + 32]
