@@ -116,8 +116,8 @@ def off_policy(step: Step) -> Batch:
 def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
     """Advantages of both signs, none near 0; one value a row where the batch has one a row."""
     old: Tensor = batch[step.roles["advantages"]]
-    size = 0.3 + noise_like(old, rng).abs()
-    spread = torch.sign(noise_like(old, rng)) * (size if old.is_floating_point() else size.ceil())
+    sign, size = torch.sign(noise_like(old, rng)), 0.3 + noise_like(old, rng).abs()
+    spread = sign * (size if old.is_floating_point() else size.ceil())
     on = fit(supervised(step, batch), old)
     if on is not None and old.ndim == 2:
         shown = torch.where(on, old, torch.full_like(old, float("nan")))

@@ -63,7 +63,7 @@ def prove(
                 findings += _seam(probe, engine, objective, batch, law)
                 continue
             findings += law.check(probe)
-    return verdict + Verdict(tuple(findings), probe.cost)
+    return verdict + Verdict(tuple(findings), probe.cost, probe.notes)
 
 
 def relevant(objective: Objective, batch: Batch) -> Batch:
