@@ -142,3 +142,28 @@ def test_a_declared_neutral_value_is_asked_for() -> None:
         step.loss, step.neutral = odd, {"drift": expected}
         failures = {f.subject for f in audit(step, laws=[metrics.LAW]).failures}
         assert ("metric drift, policy unchanged" in failures) == (expected == 0.0)
+
+
+def half_detached(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Reports twice what it descends."""
+    loss, _ = sft_loss(model, batch)
+    return loss + loss.detach()
+
+
+def by_place(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Rows weigh by where they stand in the batch."""
+    logits = model(batch["ids"], batch["attention"])[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    each = -logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0].float() * (labels >= 0)
+    weight = torch.linspace(0.2, 1.8, labels.shape[0])
+    return (each.sum(1) * weight).sum() / (labels >= 0).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("loss", "law"), [(half_detached, "FD"), (by_place, "SE")], ids=["reports twice", "weighs by place"]
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_coarse_dtype_does_not_hide_a_gross_fault(loss: Any, law: str, dtype: torch.dtype, seed: int) -> None:
+    """What may differ follows from what was measured in bf16, not from a multiple of its eps that lets all pass."""
+    assert law in {f.law for f in audit(sft_step(loss, dtype=dtype, seed=seed)).failures}

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from earnest.audit.probe import fresh, restored, seeded
 from earnest.audit.run import LISTENERS, audit
 from earnest.audit.step import StepError
-from earnest.audit.trainers import asks_for_a_mask, step_of_trainer, unchanged, unwrapped
+from earnest.audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged, unwrapped
 from earnest.audit.verdict import LawBroken, Verdict, unchecked
 from earnest.audit.watch import Watch, WatchWarning
 
@@ -89,7 +89,12 @@ class AuditCallback(TrainerCallback):
             with self._safely("watch"):
                 # After the audit: its hooks must not count the audit's own updates.
                 if self.watch is None and self._watches and self.audited is not None:
-                    self.watch = Watch(model, unwrapped(self._trainer.optimizer), self.every)
+                    self.watch = Watch(
+                        model,
+                        unwrapped(self._trainer.optimizer),
+                        self.every,
+                        may_idle=EXPERTS if routes(model) else (),
+                    )
                     self.watch.__enter__()
                 if self.watch is not None and self._watches:
                     self.watch.step(None, None, **self._signals(inputs))

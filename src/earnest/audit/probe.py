@@ -219,8 +219,16 @@ class Probe:
         before = self.gradient(batch)
         with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
             after = self.gradient(batch)
-        eps = max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
-        return max(before.distance(after), self.noise(), 4 * eps)
+        return max(before.distance(after), self.noise(), self._coarsest if self._coarse else 4 * self._coarsest)
+
+    @property
+    def _coarsest(self) -> float:
+        return max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
+
+    @property
+    def _coarse(self) -> bool:
+        """bf16 or fp16: there the measured floor says more than a multiple of eps, which would let anything pass."""
+        return self._coarsest > 1e-4
 
     def _eps(self, p: Tensor) -> float:
         own, coarse = torch.finfo(p.dtype).eps, self.step.precision
@@ -229,7 +237,7 @@ class Probe:
     @property
     def tolerance(self) -> float:
         """What two gradients that ought to be equal may differ by, relatively."""
-        return min(0.5, 16 * self.floor())
+        return min(0.5, (8 if self._coarse else 16) * self.floor())
 
     def same(self, a: Gradient, b: Gradient) -> bool:
         return a.distance(b) <= self.tolerance

@@ -15,6 +15,10 @@ from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 
+TOO_COARSE = 1.0
+"""From here on a slope of 0 would be within the room."""
+
+
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.value_is_loss is False:
@@ -36,6 +40,12 @@ def check(probe: Probe) -> Iterator[Finding]:
             return
         # Along the gradient itself the slope is its norm, the best signal there is against rounding.
         room = max(0.05, 4 * probe.tolerance)
+        if room >= TOO_COARSE:
+            yield Finding(
+                "FD", step.name, f"only within {room:.0%} in this dtype", "-", "not declared",
+                "A slope of nothing would pass; audit the step on an fp32 copy of the model to have this checked.",
+            )  # fmt: skip
+            return
         slopes: list[float] = []
         for reach in (1e-3, 1e-2, 1e-4, 3e-5):  # a clip has corners and a sum has rounding: the best length counts
             slopes.append(_slope(probe, batch, gradient.parts, size, reach))
