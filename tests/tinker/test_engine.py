@@ -364,15 +364,15 @@ def test_an_average_of_distributions_follows_its_recursion(served: Served) -> No
 
 def test_two_averages_on_one_server_keep_their_samplers(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has as many past weights as a session may keep; neither takes the other's."""
-    monkeypatch.setattr(samplers, "SNAPSHOTS", 4)
+    monkeypatch.setattr(samplers, "SNAPSHOTS", 3)
     batch = en.Batch.from_rows([[5, 6, 7]], [[8, 9, 10, 11]], role="demonstration")
     engines = [
         en.TinkerEngine(
-            "earnest/nano", ADAM, base_url=served.url, api_key=KEY, rank=2, outer=en.RemoteEMA(0.3, window=3)
+            "earnest/nano", ADAM, base_url=served.url, api_key=KEY, rank=2, outer=en.RemoteEMA(0.3, window=2)
         )
         for _ in range(2)
     ]
-    for _ in range(5):
+    for _ in range(3):
         for engine in engines:
             assert engine.outer is not None
             engine.step(batch, en.SFT())
