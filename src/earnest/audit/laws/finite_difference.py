@@ -14,7 +14,6 @@ from earnest.audit.law import Law
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
-
 TOO_COARSE = 1.0
 """From here on a slope of 0 would be within the room."""
 
