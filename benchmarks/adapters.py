@@ -1,6 +1,7 @@
 """Adapters here against PEFT on the same layers: time, bytes kept for backward, per-call overhead, attach time.
 
     python benchmarks/adapters.py [--quick] [--only lora dora] [--clock cpu] [--out benchmarks/results/adapters.json]
+    python benchmarks/adapters.py --table benchmarks/results/adapters.json        the table of an earlier run
 
 Both sides run in one process, alternating, and the smallest of several times counts; the ratio is PEFT ÷ earnest, so
 above 1 is in earnest's favour. A layer is 2048², 512 tokens, r = 32, fp32, forward + backward with a gradient for the
@@ -287,6 +288,28 @@ def attach_times(layers: int, width: int, repeats: int) -> dict[str, Any]:
             "detach_s": best["detach"], "ratio": best["peft"] / best["earnest"]}  # fmt: skip
 
 
+def table(result: dict[str, Any]) -> str:
+    """One row a variant; × is PEFT ÷ earnest."""
+    models = {r["variant"]: r for r in result["model"]}
+    calls = {r["variant"]: r for r in result["call"]}
+    lines = [
+        "| variant | PEFT's side | layer × | what it adds × | bytes kept × | small model × | sampling call, µs "
+        "| training call, µs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["layer"]:
+        name, added = row["variant"], row["ratio_of_adapter_cost"]
+        call = calls[name]
+        both = [f"{call[f'earnest_us_{m}']:.0f} / {call[f'peft_us_{m}']:.0f}" for m in ("sampling", "training")]
+        # A few ms of a hundred: where either side is below the noise, its quotient says nothing.
+        added = f"{added:.1f}" if min(row["earnest_ms"], row["peft_ms"]) > 1.06 * row["base_ms"] else "–"
+        lines.append(
+            f"| {name} | {row['peft']} | {row['ratio']:.2f} | {added} | {row['ratio_saved']:.2f} | "
+            f"{models[name]['ratio']:.2f} | {both[0]} | {both[1]} |"
+        )
+    return "\n".join(lines)
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -300,7 +323,11 @@ def main() -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is not quiet")
     parser.add_argument("--tables", nargs="+", choices=("layer", "model", "call", "attach"), default=None)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of this earlier result, and run nothing")
     args = parser.parse_args()
+    if args.table is not None:
+        print(table(json.loads(args.table.read_text(encoding="utf-8"))))
+        return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     global CLOCK
     CLOCK = time.process_time if args.clock == "cpu" else time.perf_counter  # cpu: single-threaded runs only

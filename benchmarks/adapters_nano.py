@@ -4,7 +4,7 @@
     python benchmarks/adapters_nano.py --table [--out FILE.json]        the table of an earlier run
 
 The job is supervised: the answers of a task's training prompts. The learning rate of each variant is chosen on a
-validation part from a grid around its default (×0.3, ×1, ×3, and on by 3 while the best is the last), then the seeds
+validation part from a grid around its default (×0.3, ×1, ×3, and on by 3 while the best is at an end), then the seeds
 are run anew and scored on held-out prompts. The control is the adapter frozen at birth, which is the base. Spread is
 the standard deviation over seeds.
 """
@@ -129,15 +129,26 @@ def main() -> None:
 
 
 def tune(model: nn.Module, variant: Variant, steps: int, fit: Any, valid: Any) -> dict[float, float]:
-    """Validation NLL by learning rate; the grid goes on while its largest is the best."""
+    """Validation NLL by learning rate; the grid goes on, up or down, while its last is the best."""
     grid: dict[float, float] = {}
-    factor = 0.3
-    while len(grid) < 8:
+
+    def ask(factor: float) -> None:
         value = train(model, variant, factor * variant.lr, 1000, steps, fit, valid)["nll"]
         grid[factor * variant.lr] = value if value == value else float("inf")
-        if len(grid) >= 3 and min(grid, key=lambda v: grid[v]) != factor * variant.lr:
-            break
-        factor *= 10 / 3
+
+    def best() -> float:
+        return min(grid, key=lambda v: grid[v])
+
+    low, high = 0.3, 10 / 3
+    for factor in (low, 1.0, high):
+        ask(factor)
+    while len(grid) < 8 and best() in (min(grid), max(grid)):
+        if best() == max(grid):
+            high *= 10 / 3
+            ask(high)
+        else:
+            low *= 0.3
+            ask(low)
     return grid
 
 
