@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from earnest.audit import StepError, Together, WatchWarning, watch
 from earnest.audit.watch import STILL, Watch
@@ -285,3 +286,24 @@ def test_a_wrong_call_says_so(make: Callable[[], object], sentence: str) -> None
     with pytest.raises(ValueError, match=sentence) as error:
         make()
     assert isinstance(error.value, StepError) or "every" in sentence
+
+
+def test_terms_under_reentrant_checkpointing_are_left_alone_with_a_word() -> None:
+    """torch refuses a term's own gradient there; the run goes on."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        with watch(model, optimizer, every=1) as w:
+            for _ in range(12):
+                x = torch.randn(3, 4, requires_grad=True)
+                loss = model[1](checkpoint(model[0], x, use_reentrant=True)).square().mean()
+                w.terms({"a": loss, "b": 0.5 * loss})
+                loss.backward()
+                w.step(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert w.updates == 12
+
+    with pytest.warns(WatchWarning, match="use_reentrant=False"):
+        run()

@@ -17,6 +17,7 @@ at the end. What is not handed over is "not declared", and never a pass.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,20 @@ WATCHED: list[list[Watch]] = []
 
 class WatchWarning(UserWarning):
     """The watch saw a law broken while a run went on."""
+
+
+def _reentrant(loss: Tensor) -> bool:
+    """Whether its graph has a reentrant checkpoint, which passes `autograd.grad` by without a word."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        todo += [parent for parent, _ in node.next_functions]
+    return False
 
 
 @dataclass
@@ -105,6 +120,11 @@ class Watch:
     def terms(self, losses: Mapping[str, Tensor]) -> None:
         """Each term's share of the gradient, now and then: one more backward a term, so ⅔ % of the run at most."""
         if not self.due or self.looks < PATIENCE - 1 or self.updates < self._terms_at:
+            return
+        if any(_reentrant(loss) for loss in losses.values()):
+            text = "terms: reentrant checkpointing hides a term's own gradient, so their shares are not watched; "
+            warnings.warn(WatchWarning(text + "use_reentrant=False shows it."), stacklevel=2)
+            self._terms_at = sys.maxsize
             return
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         norms: dict[str, float] = {}
