@@ -84,10 +84,11 @@ def test_the_clip_by_hand() -> None:
 def test_the_metrics_tell_the_two_sides_of_the_clip_apart() -> None:
     """Unequal counts on each side, so that a comparison turned round shows; k3 of the gap to the behaviour policy."""
     ratios, advantages = [0.5, 0.4, 1.5, 1.6, 1.7, 0.6], [-1.0, -1.0, -1.0, 1.0, 1.0, 1.0]
-    batch, lp = rows([[r] for r in ratios], advantages)
+    # Inside the clip on either side, as the last two, nothing is clipped.
+    batch, lp = rows([[r] for r in [*ratios, 0.9, 1.1]], [*advantages, -1.0, 1.0])
     _, _, metrics = run(GRPO(clip=0.2), batch, lp)
-    assert metrics["clip_low"] == pytest.approx(2 / 6)  # ρ < 0.8 and A < 0: rows 0 and 1
-    assert metrics["clip_high"] == pytest.approx(2 / 6)  # ρ > 1.2 and A > 0: rows 3 and 4
+    assert metrics["clip_low"] == pytest.approx(2 / 8)  # ρ < 0.8 and A < 0: rows 0 and 1
+    assert metrics["clip_high"] == pytest.approx(2 / 8)  # ρ > 1.2 and A > 0: rows 3 and 4
     flipped, lp = rows([[r] for r in [*ratios, 0.3]], [*(-a for a in advantages), 1.0])
     _, _, metrics = run(GRPO(clip=0.2), flipped, lp)
     assert metrics["clip_low"] == pytest.approx(1 / 7) and metrics["clip_high"] == pytest.approx(1 / 7)
@@ -370,6 +371,12 @@ def test_the_surrogate_is_a_lower_bound_on_the_unclipped_one(
         assert min(abs(slope + r * a / n), abs(slope)) < 1e-6 * (1 + abs(a))
         if 1 - clip < r < 1 + high:
             assert slope == pytest.approx(-r * a / n, abs=1e-6)
+
+
+def test_a_route_that_nobody_takes_is_idle_and_says_so() -> None:
+    batch, _ = rows([[1.0], [1.0]], [1, 2], correct=torch.tensor([True, True]))
+    assert GRPO(route="failed").idle(batch) == "no rollout is failed"
+    assert GRPO(route="correct").idle(batch) is None and GRPO().idle(batch) is None
 
 
 def test_routes_share_out_the_rollouts() -> None:
