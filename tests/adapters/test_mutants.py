@@ -255,16 +255,16 @@ def _stale_cache(real: Any) -> Any:
 
 
 def _drop_gate(real: Any) -> Any:
-    def run(layer: Any, slots: Any, x: Tensor, rest: Any) -> Tensor:
+    def run(layer: Any, slots: Any, *rest: Any) -> Tensor:
         for slot in slots:
             slot.gate.scale = slot.gate.scale or 1.0
-        return real(layer, slots, x, rest)
+        return real(layer, slots, *rest)
 
     return run
 
 
 def _first_slot_only(real: Any) -> Any:
-    return lambda layer, slots, x, rest: real(layer, slots[:1], x, rest)
+    return lambda layer, slots, *rest: real(layer, slots[:1], *rest)
 
 
 def _no_fingerprint(real: Any) -> Any:
