@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
 
 from earnest.audit.mutation import OPERATORS, Outcome, Score, score_tests
-from earnest.audit.mutation.run import MutationError, findings
+from earnest.audit.mutation.run import MutationError, _left_out, findings
 from earnest.audit.mutation_ops import mutants
 
 SOURCE = """
@@ -98,3 +99,11 @@ def test_whole_methods_stop_working() -> None:
     assert made["forward is bypassed"].count("return x") == 1 and "x + 1" not in made["forward is bypassed"]
     for text in made.values():
         ast.parse(text)
+
+
+def test_a_package_that_is_called_runs_is_copied_and_results_are_not(tmp_path: Path) -> None:
+    for folder in ("runs", "src/thing/runs", "src/thing/__pycache__", ".venv-other"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copytree(tmp_path, tmp_path.parent / "copy", ignore=lambda p, names: _left_out(tmp_path, p, names))
+    found = {str(p.relative_to(tmp_path.parent / "copy")) for p in (tmp_path.parent / "copy").rglob("*")}
+    assert found == {"src", "src/thing", "src/thing/runs"}

@@ -26,9 +26,11 @@ from earnest.audit.verdict import Finding
 from earnest.errors import EarnestError
 
 Fate = Literal["killed", "timeout", "survived"]
-IGNORED = shutil.ignore_patterns(
-    ".git", ".venv", "venv", "__pycache__", ".*_cache", ".hypothesis", "node_modules", "runs", "*.egg-info"
+ANYWHERE = shutil.ignore_patterns(
+    ".git", ".venv*", "venv", "__pycache__", ".*_cache", ".hypothesis", "node_modules", "*.egg-info"
 )
+RESULTS = {"runs", "wandb", "mlruns"}
+"""Folders of a project's root that may be large; a package of that name further down is code."""
 SLACK = 5.0  # a mutant may take so many times what the tests take
 
 
@@ -126,7 +128,7 @@ def score_tests(
     results: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / root.name
-        shutil.copytree(root, copy, ignore=IGNORED, symlinks=True)
+        shutil.copytree(root, copy, ignore=lambda place, names: _left_out(root, place, names), symlinks=True)
         room = _baseline(copy, place)
         for number, (file, mutant) in enumerate(plan, 1):
             key = hashlib.sha256(f"{file}\n{mutant.source}".encode()).hexdigest()[:16]
@@ -136,6 +138,10 @@ def score_tests(
             results.append(done[key])
             say(f"{number}/{len(plan)} {file}:{mutant.line} {mutant.what}: {done[key].fate}")
     return Score(tuple(results))
+
+
+def _left_out(root: Path, place: str, names: list[str]) -> set[str]:
+    return ANYWHERE(place, names) | (RESULTS & set(names) if Path(place) == root else set())
 
 
 def _inside(path: Path, root: Path) -> Path:
