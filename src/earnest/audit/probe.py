@@ -219,14 +219,14 @@ class Probe:
         before = self.gradient(batch)
         with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
             after = self.gradient(batch)
-        return max(before.distance(after), self.noise(), self._coarsest if self._coarse else 4 * self._coarsest)
+        return max(before.distance(after), self.noise(), self._coarsest if self.coarse else 4 * self._coarsest)
 
     @property
     def _coarsest(self) -> float:
         return max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
 
     @property
-    def _coarse(self) -> bool:
+    def coarse(self) -> bool:
         """bf16 or fp16: there the measured floor says more than a multiple of eps, which would let anything pass."""
         return self._coarsest > 1e-4
 
@@ -237,7 +237,7 @@ class Probe:
     @property
     def tolerance(self) -> float:
         """What two gradients that ought to be equal may differ by, relatively."""
-        return min(0.5, (8 if self._coarse else 16) * self.floor())
+        return min(0.5, (8 if self.coarse else 16) * self.floor())
 
     def same(self, a: Gradient, b: Gradient) -> bool:
         return a.distance(b) <= self.tolerance
