@@ -96,6 +96,14 @@ def test_the_metrics_tell_the_two_sides_of_the_clip_apart() -> None:
     assert metrics["behaviour_kl"] == pytest.approx(k3)
 
 
+def test_the_dual_clip_bounds_only_what_is_beyond_it() -> None:
+    """δ = 3: with A = -1 the value is min(ρ, 3), its slope ρ below and 0 beyond; A > 0 is not touched."""
+    batch, lp = rows([[1.5], [5.0], [1.1]], [-1, -1, 1])
+    loss, grad, metrics = run(GRPO(clip=0.2, dual_clip=3.0), batch, lp)
+    assert loss == pytest.approx((1.5 + 3.0 - 1.1) / 3)
+    assert grad == pytest.approx([1.5 / 3, 0, -1.1 / 3]) and metrics["clip_dual"] == pytest.approx(1 / 3)
+
+
 def test_bnpo_in_parts_by_hand() -> None:
     """Parts of 1 and 2 rows: each token mean counts by its part's share of the sequences."""
     batch, lp = rows([[1.0], [1.0, 1.0, 1.0], [1.0]], [1, 2, 4])
