@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,24 @@ from earnest.adapters.kernel import Around, Factors, low_rank
 
 def plain(y: Tensor, x: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
     return y + s * (x @ a.T) @ b.T
+
+
+def drawing(seed: int, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
+    """Normal numbers of a shape, from one stream."""
+    rng = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=rng, dtype=dtype)
+
+
+def same_gradients(
+    got: Tensor, mine: Sequence[Tensor], want: Tensor, others: Sequence[Tensor], upstream: Tensor
+) -> None:
+    """Both outputs give their leaves the same gradients, and to the same of them none."""
+    got.backward(upstream)
+    want.backward(upstream)
+    for a, b in zip(mine, others, strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
 
 
 @given(
@@ -39,12 +59,7 @@ def test_value_and_gradients(lead, m, n, k, s, needs, seed) -> None:
     got = low_rank(tensors[0], tensors[1], Factors(tensors[2], tensors[3], s))
     want = plain(*copies, s)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    got.backward(upstream)
-    want.backward(upstream)
-    for a, b in zip(tensors, copies, strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if b.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+    same_gradients(got, tensors, want, copies, upstream)
 
 
 @given(
@@ -64,8 +79,7 @@ def test_around_a_frozen_start_equals_its_plain_factors(m, n, r, strong, needs, 
 
 
 def _around_equals_plain(m: int, n: int, r: int, strong: bool, needs: list[bool], seed: int) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
+    draw = drawing(seed, torch.float64)
     start, frozen = draw(r, n), draw(m, r)
     trained = [draw(3, m), draw(3, n), draw(r, n), draw(m, r), draw(1)]
     for t, q in zip(trained, needs, strict=True):
@@ -84,21 +98,15 @@ def _around_equals_plain(m: int, n: int, r: int, strong: bool, needs: list[bool]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     with torch.no_grad():
         torch.testing.assert_close(low_rank(*form(*trained)), want, rtol=1e-10, atol=1e-10)
-    got.backward(upstream)
-    want.backward(upstream)
-    for a, b in zip(trained, copies, strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if b.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+    same_gradients(got, trained, want, copies, upstream)
 
 
 @pytest.mark.parametrize("small", [0, 2**17])  # by the Functions, and by plain autograd
 @pytest.mark.parametrize("half", [1, 2])  # both halves share their numbers, or each has its own
 def test_gains_and_turns_against_autograd(half: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SMALL", small)
-    rng = torch.Generator().manual_seed(half)
-    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64, requires_grad=True)  # noqa: E731
-    y, e, e1, e2 = draw(2, 3, 12), draw(12), draw(2, half, 3), draw(2, half, 3)
+    draw = drawing(half, torch.float64)
+    y, e, e1, e2 = (draw(*shape).requires_grad_() for shape in ((2, 3, 12), (12,), (2, half, 3), (2, half, 3)))
     assert torch.autograd.gradcheck(gained, (y, e))
     assert torch.autograd.gradcheck(turned, (y, e1, e2))
 
@@ -115,8 +123,7 @@ def test_gains_and_turns_against_autograd(half: int, small: int, monkeypatch: py
 def test_a_strength_in_bf16_is_not_swallowed_by_one(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A strength of 1.0025 is 1 in bf16; what it multiplies keeps the difference, and so does its gradient."""
     monkeypatch.setattr(kernel, "SMALL", small)
-    rng = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    draw = drawing(0)
     start, delta, left, frozen = draw(4, 64), 0.1 * draw(4, 64), draw(64, 4), draw(64, 4)
     x, y = draw(256, 64).bfloat16(), torch.zeros(256, 64, dtype=torch.bfloat16)
 
