@@ -28,13 +28,18 @@ ULPS = 32
 """After 4 rounds of 3 terms. 11 were seen, on weights that came near to 0; most have none."""
 
 
-def replica(url: str, number: int, replicas: int, case: str, lighthouse: str | None, out: str) -> None:
-    """Train the toy job to the end over a bucket, or over gloo, and write the weights."""
+def _alone(out: str) -> None:
+    """A process of its own: one thread, and what it says goes to its log."""
     os.environ["RUST_LOG"] = "error"
-    log = open(f"{out}.log", "w")  # noqa: SIM115
+    log = open(f"{out}.log", "w")  # noqa: SIM115 (as long as the process)
     os.dup2(log.fileno(), 2)
     sys.stderr = log
     torch.set_num_threads(1)
+
+
+def replica(url: str, number: int, replicas: int, case: str, lighthouse: str | None, out: str) -> None:
+    """Train the toy job to the end over a bucket, or over gloo, and write the weights."""
+    _alone(out)
     from earnest.diloco.ledger import Ledger
     from earnest.diloco.lighthouse import LighthouseOuter
     from earnest.diloco.outer import ReplicaOuter
@@ -105,11 +110,7 @@ def late(url: str, address: str, out: str) -> None:
     """Replica 0 trains two rounds alone; replica 1 comes with the first state, and is healed where it sends, in the
     middle of its first round. Both are threads of this process. Written: the weights of 0 at that send, and those that
     1 goes on with."""
-    os.environ["RUST_LOG"] = "error"
-    log = open(f"{out}.log", "w")  # noqa: SIM115
-    os.dup2(log.fileno(), 2)
-    sys.stderr = log
-    torch.set_num_threads(1)
+    _alone(out)
     from concurrent.futures import ThreadPoolExecutor
 
     from earnest.diloco.ledger import Ledger
