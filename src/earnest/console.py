@@ -106,11 +106,16 @@ def _pm(value: float, se: float | None, sign: str = "") -> str:
 
 def audit(recipe: str, overrides: list[str], as_json: bool, quick: bool = False) -> int:
     """Print the verdict on a recipe's step; 1 where it does not hold."""
-    from earnest import config
+    from earnest import config, experiments
+    from earnest.config import recipes
     from earnest.runs import check
 
-    _, settings = config.load(recipe, overrides)
-    return _judge(check(settings, Console(stderr=True), quick=quick), as_json)
+    data = recipes.read(recipe)[1]
+    if "experiment" in data:
+        found = experiments.check(data, overrides, quick=quick, console=Console(stderr=True))
+    else:
+        found = check(config.load(recipe, overrides)[1], Console(stderr=True), quick=quick)
+    return _judge(found, as_json)
 
 
 def audit_script(path: Path, arguments: list[str], as_json: bool, quick: bool) -> int:

@@ -31,7 +31,7 @@ ALL = [
     {"kind": "grpo"},
     {"kind": "sdpo", "weight": 0.5, "support": "full"},
     {"kind": "simpo", "weight": 0.1},
-    {"kind": "kl_barrier", "tau": 0.0},
+    {"kind": "kl_barrier", "tau": 0.05},
     {"kind": "reference_kl", "weight": 0.1},
 ]
 
@@ -40,9 +40,7 @@ ALL = [
     "teacher", [{"kind": "live"}, {"kind": "base"}, {"kind": "ema", "mix": 0.3}, {"kind": "trust_region"}]
 )
 def test_all_channels_run_with_every_teacher(tmp_path: Path, model: Path, teacher: dict) -> None:
-    path = recipe(
-        tmp_path / "r.yaml", model, objective=ALL, teacher=teacher, steps=2, out=str(tmp_path / "out"), check=False
-    )
+    path = recipe(tmp_path / "r.yaml", model, objective=ALL, teacher=teacher, steps=2, out=str(tmp_path / "out"))
     start("test", load_file(path), Console(quiet=True))
     (first, last) = lines(tmp_path / "out")
     assert set(first["terms"]) | set(first["idle"]) == {t["kind"] for t in ALL}
@@ -80,7 +78,7 @@ def test_a_teacher_is_told_what_the_grader_said_of_this_very_attempt() -> None:
 
 def test_an_ema_teacher_resumes_bit_for_bit(tmp_path: Path, model: Path) -> None:
     """The average is part of the checkpoint: two steps and a resume for two more equal four."""
-    shared = {"objective": ALL[:2], "teacher": {"kind": "ema"}, "check": False, "steps": 4}
+    shared = {"objective": ALL[:2], "teacher": {"kind": "ema"}, "steps": 4}
     start("test", load_file(recipe(tmp_path / "a.yaml", model, out=str(tmp_path / "a"), **shared)), Console(quiet=True))
     start(
         "test",

@@ -8,7 +8,7 @@
 The probe runs on the engine itself and puts it back, bit for bit. It would have seen a distillation term that is always
 0, an adapter slot that is reused with A = B = 0, a bf16 parameter whose update rounds away, a base weight that trains
 along. What must not raise an alarm: a parameter without a gradient at birth by design (LoRA's A while B = 0) may get it
-at step 2.
+at step 2, and a term that sleeps by design (a barrier below its τ, a KL at its reference) is woken first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from earnest.audit.awake import Awake, awake
 from earnest.audit.restore import remember
 from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.engines.local import LocalEngine
@@ -39,10 +40,16 @@ def prove_alive(
     findings: list[Finding] = []
     with restored(engine):
         say("terms")
-        findings += _terms(engine, objective, batch)
         findings.append(_sets(engine))
-        say("parameters")
-        findings += _parameters(engine, objective, batch)
+        with awake(engine, objective, batch) as woken:
+            findings += _terms(engine, woken, batch)
+            alone = len(woken.how) == len(list(objective.live()))
+            if alone:  # nothing else trains: the parameters are looked at where something does
+                say("parameters")
+                findings += _parameters(engine, woken.objective, batch)
+        if not alone:
+            say("parameters")
+            findings += _parameters(engine, objective, batch)
     return collect(findings)
 
 
@@ -72,12 +79,14 @@ def restored(engine: LocalEngine) -> Iterator[None]:
             guard.load_state_dict(held)
 
 
-def _terms(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:
+def _terms(engine: LocalEngine, woken: Awake, batch: Batch) -> Iterator[Finding]:
+    objective = woken.objective
     for label, (norm, share) in engine.gradient_shares(batch, objective).items():
+        asleep = f" (asleep at first; this is {woken.how[label]})" if label in woken.how else ""
         yield Finding(
             law="GL",
             subject=f"term {label}",
-            measured=f"gradient norm {norm:.3g}, {share:.0%} of the sum",
+            measured=f"gradient norm {norm:.3g}, {share:.0%} of the sum{asleep}",
             expected="above 0",
             outcome="holds" if norm > 0 else "fails",
             meaning=f"The term {label} adds nothing to the gradient: it trains nothing. Look at its signal (all "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from earnest.audit import own_metrics, own_settings
 from earnest.audit.alive import prove_alive
+from earnest.audit.awake import Awake, awake
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.laws import LAWS, paths
@@ -51,19 +52,26 @@ def prove(
     verdict = prove_alive(engine, objective, batch, progress=progress)
     if quick:
         return verdict
-    step = step_of(engine, objective, batch)
-    probe = Probe(step, progress)
+    with awake(engine, objective, batch) as woken:
+        return verdict + _laws(engine, woken, batch, progress)
+
+
+def _laws(engine: LocalEngine, woken: Awake, batch: Batch, progress: Callable[[str], None] | None) -> Verdict:
+    """Every law but liveness, which is checked on the engine's real update, guard and clipping included."""
+    objective = woken.objective
+    probe = Probe(step_of(engine, objective, batch), progress)
     findings: list[Finding] = []
     with probe.open():
         for number, law in enumerate(LAWS, 1):
             probe.say(f"law {number}/{len(LAWS)}: {law.code} {law.name}")
-            if law.name == "liveness":  # checked above on the engine's real update, guard and clipping included
+            if law.name == "liveness":
                 continue
             if law.name == "paths":
                 findings += _seam(probe, engine, objective, batch, law)
                 continue
             findings += law.check(probe)
-    return verdict + Verdict(tuple(findings), probe.cost, probe.notes)
+    asleep = tuple(f"{label} sleeps where this run begins, and was looked at {how}" for label, how in woken.how.items())
+    return Verdict(tuple(findings), probe.cost, probe.notes + asleep)
 
 
 def relevant(objective: Objective, batch: Batch) -> Batch:
@@ -72,7 +80,8 @@ def relevant(objective: Objective, batch: Batch) -> Batch:
     """
     read = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
     for w in objective.live():
-        read[batch.row[w.term.tokens(batch)]] = True
+        if any(not isinstance(n, SpectralNorm) for n in w.term.needs(batch, w.term.initial_state())):
+            read[batch.row[w.term.tokens(batch)]] = True
     kept = read.nonzero()[:, 0]
     return batch.rows(kept) if 0 < len(kept) < len(batch) else batch
 

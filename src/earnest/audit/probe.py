@@ -20,7 +20,7 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.restore import copied, without_dropout
+from earnest.audit.restore import copied, kick_sizes, without_dropout
 from earnest.audit.restore import restored as restored
 from earnest.audit.restore import seeded as seeded
 from earnest.audit.step import Loss, Step, StepError
@@ -219,16 +219,16 @@ class Probe:
         before = self.gradient(batch)
         with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
             after = self.gradient(batch)
-        return max(before.distance(after), self.noise(), self._coarsest if self.coarse else 4 * self._coarsest)
+        return max(before.distance(after), self.noise(), self.coarsest if self.coarse else 4 * self.coarsest)
 
     @property
-    def _coarsest(self) -> float:
+    def coarsest(self) -> float:
         return max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
 
     @property
     def coarse(self) -> bool:
         """bf16 or fp16: there the measured floor says more than a multiple of eps, which would let anything pass."""
-        return self._coarsest > 1e-4
+        return self.coarsest > 1e-4
 
     def _eps(self, p: Tensor) -> float:
         own, coarse = torch.finfo(p.dtype).eps, self.step.precision
@@ -273,15 +273,8 @@ class Probe:
     def kicked(self, size: float = 0.05) -> Iterator[None]:
         """Away from symmetric and zero states: every parameter gets noise of ``size`` times its own (or a typical)
         rms."""
-        rms = [float(p.detach().float().square().mean().sqrt()) for p in self.parameters.values()]
-        alive = sorted(r for r in rms if r > 0)
-        typical = alive[len(alive) // 2] if alive else 1.0
-
-        def by(p: Tensor, noise: Tensor) -> Tensor:
-            own = float(p.detach().float().square().mean().sqrt())
-            return size * (own if own > 0 else typical) * noise
-
-        with self.moved(f"kicked by {size}", by):
+        sizes = iter(kick_sizes(self.parameters.values(), size))
+        with self.moved(f"kicked by {size}", lambda _, noise: next(sizes) * noise):
             yield
 
     def off_policy(self) -> dict[str, Any]:

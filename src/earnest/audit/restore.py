@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,3 +205,11 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, list):
         return parts
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def kick_sizes(parameters: Iterable[Tensor], size: float = 0.05) -> list[float]:
+    """How far each parameter is kicked: ``size`` times its own rms, or a typical one where it is all 0."""
+    rms = [float(p.detach().float().square().mean().sqrt()) for p in parameters]
+    alive = sorted(r for r in rms if r > 0)
+    typical = alive[len(alive) // 2] if alive else 1.0
+    return [size * (r if r > 0 else typical) for r in rms]

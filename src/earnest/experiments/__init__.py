@@ -4,19 +4,24 @@ A recipe's YAML names its experiment (``experiment: hacking``). Each is a module
 
     Config                                     a ``Strict`` model with fields ``experiment``, ``seed`` and ``out``
     start(config, *, full, folder, console)    does what is left to do in ``folder`` and returns the page to look at
+    prove(config, *, quick, progress)          the verdict on the steps that it trains with; nothing is written
 
 ``start`` is resumable: called again with the same config and folder, it keeps what is finished.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
 from earnest.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from earnest.audit import Verdict
 
 EXPERIMENTS: dict[str, str] = {"hacking": "earnest.experiments.hacking", "heal": "earnest.experiments.heal"}
 """Name in a recipe → module."""
@@ -29,12 +34,25 @@ class Experiment(Protocol):
 
     def start(self, config: Any, *, full: bool, folder: Path, console: Console) -> Path: ...
 
+    def prove(self, config: Any, *, quick: bool, progress: Callable[[str], None]) -> Verdict: ...
+
 
 def find(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise ConfigError(f"experiment {name!r} is unknown: {nearest(name, EXPERIMENTS)}")
     module: Any = import_module(EXPERIMENTS[name])
     return module
+
+
+def check(data: dict[str, Any], overrides: list[str], *, quick: bool, console: Console) -> Verdict:
+    """Prove the steps of an experiment without training it."""
+    from earnest.audit.progress import shown
+    from earnest.config.load import check_mapping
+
+    experiment = find(data["experiment"])
+    config = check_mapping(experiment.Config, data, overrides)
+    with shown(console) as progress:
+        return experiment.prove(config, quick=quick, progress=progress)
 
 
 def run(name: str, data: dict[str, Any], overrides: list[str], *, full: bool, resume: bool, console: Console) -> Path:

@@ -50,8 +50,8 @@ class Term:
     ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its
     gradient), "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current
     its gradient is REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with
-    gradient 0), "dormant_at_source" (no gradient while the policy equals the source). Fields are ``settings.setting``s:
-    validated here, listed by ``earnest objectives``.
+    gradient 0), "dormant_at_source" (no gradient while the policy equals the source, or within a threshold of it: see
+    ``woken``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
     """
 
     kind: ClassVar[str]
@@ -130,6 +130,11 @@ class Term:
         if bool(batch.has_role(self.roles)[batch.row].any()) or not set(self.roles) & set(batch.sought):
             return None
         return f"no {' or '.join(self.roles)} row was found for this batch"
+
+    def woken(self, metrics: Mapping[str, float]) -> Self:
+        """This term with its threshold, if it has one, within what these metrics say: what an audit looks at while
+        the term sleeps by design."""
+        return self
 
     def initial_state(self) -> dict[str, Any]:
         """State that lives from step to step and in the checkpoint (JSON-able); most terms have none."""

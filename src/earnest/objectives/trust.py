@@ -156,6 +156,9 @@ class KLBarrier(Term):
         }
         return Value(loss, f"{self.over} of {view.ran(self.need)} against {self.reference}, tau {self.tau:g}", metrics)
 
+    def woken(self, metrics: Mapping[str, float]) -> Self:
+        return self if metrics["aggregate"] > self.tau else replace(self, tau=0.5 * metrics["aggregate"])
+
     def calibrated(self, batch: Batch, scalars: Scalars, margin: float = 2.0) -> Self:
         """This barrier with τ set from a healthy batch: ``engine.scalars(batch, barrier.needs(batch, {}))``."""
         view = View.of(batch, scalars, self.tokens(batch), batch.counts(), {}, self.label)
@@ -190,6 +193,9 @@ class SpectralCap(Term):
             "capped": Mean.of(norms > self.cap),
         }
         return Value(torch.relu(norms - self.cap).mean(), f"mean excess over {self.cap:g}, {view.ran(need)}", metrics)
+
+    def woken(self, metrics: Mapping[str, float]) -> Self:
+        return self if metrics["sigma_max"] > self.cap else replace(self, cap=0.5 * metrics["sigma"])
 
 
 @register

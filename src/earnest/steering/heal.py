@@ -100,6 +100,40 @@ def demonstrations(policy: Policy, samples: Sequence[Sample]) -> Batch:
     ).to(policy.device)
 
 
+@dataclass(frozen=True)
+class Ward:
+    """A round before its first step: what trains, what it is asked for, and every survivor with its reference."""
+
+    engine: LocalEngine
+    objective: Objective
+    everything: Batch
+
+
+def admit(
+    policy: Policy,
+    samples: Sequence[Sample],
+    variant: Variant,
+    optimizer: Optimizer | None = None,
+    *,
+    objective: Objective,
+    targets: str | Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    round_number: int = 0,
+    seed: int = 0,
+    max_grad_norm: float | None = 1.0,
+) -> Ward:
+    """A new adapter on top of what is attached, ready to be trained on ``samples``."""
+    adapter = attach(policy, variant, targets, layers, seed=seed)
+    try:
+        engine = LocalEngine(policy, adapter, optimizer or AdamW(lr=2e-3), max_grad_norm=max_grad_norm)
+        engine.objective_state = _state(objective, round_number)
+        # Neither reference moves while this adapter trains, so it is scored once.
+        return Ward(engine, objective, with_reference(engine, demonstrations(policy, samples), objective))
+    except BaseException:
+        adapter.detach()
+        raise
+
+
 def heal(
     policy: Policy,
     samples: Sequence[Sample],
@@ -119,24 +153,31 @@ def heal(
     objective: another one than ``how`` describes (it must read demonstrations).
     """
     how = how or Healing()
-    objective = how.objective() if objective is None else objective
-    adapter = attach(policy, variant, targets, layers, seed=seed)
+    ward = admit(
+        policy,
+        samples,
+        variant,
+        optimizer,
+        objective=how.objective() if objective is None else objective,
+        targets=targets,
+        layers=layers,
+        round_number=round_number,
+        seed=seed,
+        max_grad_norm=max_grad_norm,
+    )
     try:
-        engine = LocalEngine(policy, adapter, optimizer or AdamW(lr=2e-3), max_grad_norm=max_grad_norm)
-        engine.objective_state = _state(objective, round_number)
-        # Neither reference moves while this adapter trains, so it is scored once.
-        everything = with_reference(engine, demonstrations(policy, samples), objective)
         generator = torch.Generator().manual_seed(seed)
         reports = []
         for step in range(how.steps):
-            chosen = torch.randperm(len(everything), generator=generator)[: how.rows]
+            chosen = torch.randperm(len(ward.everything), generator=generator)[: how.rows]
             measure = step % how.pressure_every == how.pressure_every - 1
-            reports.append(engine.step(everything.rows(chosen.to(policy.device)), objective, shares=measure))
+            rows = ward.everything.rows(chosen.to(policy.device))
+            reports.append(ward.engine.step(rows, ward.objective, shares=measure))
     except BaseException:
-        adapter.detach()
+        ward.engine.adapter.detach()
         raise
-    adapter.freeze()
-    return Healed(adapter, tuple(reports))
+    ward.engine.adapter.freeze()
+    return Healed(ward.engine.adapter, tuple(reports))
 
 
 def _state(objective: Objective, round_number: int) -> dict[str, dict[str, Any]]:

@@ -40,27 +40,30 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
     if sharpen != 1.0 and (head is None or twin is None or given):
         why = f"the {given[0]}'s log-probs belong to the policy as it is" if given else "no matrix to scale up"
         return Finding("F64", what, why, "-", "not applicable")
+    # Rounding errors of many operations add up; 64 units of this step's own resolution is far below a wrong formula.
+    room, own = min(0.5, 64 * probe.floor()), 0.0
     with probe.kicked(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
-        own = dict(shadow.named_parameters())
+        lifted = dict(shadow.named_parameters())
         for name, p in probe.parameters.items():
             if sharpen == 1.0 or p is not head:
-                own[name].copy_(p.double())
+                lifted[name].copy_(p.double())
         batch = probe.off_policy()
         mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
         try:
             theirs, islands = _shadow_gradient(probe, shadow, batch)
         except Exception as error:
             return Finding("F64", what, f"the shadow cannot run ({str(error)[:60]})", "-", "not applicable", "")
+        change = mine.distance(theirs)
+        if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
+            own = _conditioning(probe, shadow, batch, theirs)
     if theirs.norm() == 0 and mine.norm() > 0:
         return Finding("F64", what, "the loss does not use the model that it is given", "-", "not applicable", "")
     if not theirs.finite():
         return Finding("F64", what, "the float64 shadow is not finite either", "-", "not applicable", "")
-    # Rounding errors of many operations add up; 64 units of this step's own resolution is far below a wrong formula.
-    room = min(0.5, 64 * probe.floor())
-    change = mine.distance(theirs) if mine.finite() else float("inf")
-    if room < change < 0.5:  # perhaps this state is worse conditioned than the usual one: measure before judging
-        with probe.kicked(), _scaled(head, sharpen):
-            room = min(0.5, 64 * probe.resolution(dict(batch)))
+    if 8 * own > 0.5:
+        why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
+        return Finding("F64", what, why, "-", "not applicable", "")
+    room = min(0.5, max(room, 64 * own))
     return LAW.finding(
         what,
         f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
@@ -87,6 +90,23 @@ def _shadow_gradient(probe: Probe, shadow: nn.Module, batch: edits.Batch) -> tup
         for hook in hooks:
             hook.remove()
     return Gradient(dict(zip(probe.parameters, found, strict=True))), len(islands)
+
+
+def _conditioning(probe: Probe, shadow: nn.Module, batch: edits.Batch, exact: Gradient) -> float:
+    """How far the exact gradient moves when every weight, a frozen one too, does by a unit in the model's own last
+    place: what rounding alone may do here to a step that is right."""
+    rng = torch.Generator().manual_seed(probe.step.seed + 23)
+    kept = [p.detach().clone() for p in shadow.parameters()]
+    with torch.no_grad():
+        for p in shadow.parameters():
+            sign = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+            p.addcmul_(p.abs(), sign, value=probe.coarsest)
+    try:
+        return exact.distance(_shadow_gradient(probe, shadow, batch)[0])
+    finally:
+        with torch.no_grad():
+            for p, old in zip(shadow.parameters(), kept, strict=True):
+                p.copy_(old)
 
 
 def _watch(name: str, islands: set[str]) -> Any:

@@ -5,14 +5,18 @@ Jobs are trained one after the other, each into a file of its own under ``jobs/`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from earnest.experiments.hacking.config import Config as Config
 from earnest.experiments.hacking.plan import Job, plan
+
+if TYPE_CHECKING:
+    from earnest.audit import Verdict
 
 TEACHER = "teacher.safetensors"
 
@@ -45,6 +49,13 @@ def start(config: Config, *, full: bool, folder: Path, console: Console) -> Path
     from earnest.experiments.hacking.page import write_page
 
     return write_page(folder, config, jobs, full)
+
+
+def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
+    """The step of every arm, proved."""
+    from earnest.experiments.hacking.prove import prove as prove_arms
+
+    return prove_arms(config, quick=quick, progress=progress)
 
 
 def place(folder: Path, job: Job) -> Path:

@@ -39,6 +39,7 @@ from earnest.models import SampleSpec, load
 from earnest.objectives import GRPO, Objective
 from earnest.runs.evaluate import HELDOUT_SEED
 from earnest.runs.seeds import derive
+from earnest.signals import Batch
 from earnest.signals.advantages import with_advantages
 from earnest.signals.rollouts import batch_of
 from earnest.tasks import Grade, Prompt, PromptStream, get_task, grade_all
@@ -58,7 +59,7 @@ class Trained:
 def run_job(config: Config, job: Job, pool: Pool | None, tell: Tell = lambda _: None) -> Trained:
     """Train, evaluating every policy of the job at every ``eval_every`` steps."""
     begun = time.monotonic()
-    engine, guard, directions = _build(config, job)
+    engine, guard, directions = build(config, job)
     watched: dict[str, Callable[[], AbstractContextManager[None]]] = {job.arm: nullcontext}
     if isinstance(guard, Panel):
         watched |= {name: route.ablated for name, route in guard.routes.items()}
@@ -98,20 +99,27 @@ def train_step(
     engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
 ) -> dict[str, float]:
     """Sample, grade, one update on the groups whose rewards differ."""
+    grades, batch = telling_rows(engine, config, job, prompts, pool, step)
+    line = {"step": float(step), **_rates(grades)}
+    if len(batch):
+        report = engine.step(batch, OBJECTIVE)
+        line |= {"update_norm": report.update.update_norm, **report.update.guard}
+    return line
+
+
+def telling_rows(
+    engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
+) -> tuple[list[Grade], Batch]:
+    """Every answer's grade, and the rows that say something: of groups whose rewards differ."""
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, temperature=1.0, seed=derive(job.seed, "sampling", step))
     rendered = [engine.policy.render(p.messages) for p in prompts]
     rollouts = engine.sample(rendered, config.completions_per_prompt, spec)
     if pool is not None:
         rollouts = pool.replace(rollouts, prompts, config)
     grades = _grade(engine, prompts, rollouts)
-    line = {"step": float(step), **_rates(grades)}
     batch = with_advantages(batch_of(rollouts), [g.reward for g in grades])
     assert batch.advantages is not None
-    telling = batch.row[batch.advantages != 0].unique()
-    if len(telling):
-        report = engine.step(batch.rows(telling), OBJECTIVE)
-        line |= {"update_norm": report.update.update_norm, **report.update.guard}
-    return line
+    return grades, batch.rows(batch.row[batch.advantages != 0].unique())
 
 
 def _grade(engine: LocalEngine, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Grade]:
@@ -147,7 +155,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _build(config: Config, job: Job) -> tuple[LocalEngine, Guard | None, dict[str, Directions]]:
+def build(config: Config, job: Job) -> tuple[LocalEngine, Guard | None, dict[str, Directions]]:
     """The engine with the job's guard, and the first directions of each guard by name."""
     plain = make_engine(config, job.seed, None)
     here: dict[str, LocalEngine] = {"engine": plain}  # a guard is made before the engine that it extracts on

@@ -46,7 +46,7 @@ def all_arms(same: float, calibrated: dict[str, float]) -> list[Arm]:
 
 
 class Bench:
-    """The policy, its yardstick, and what both say before anything is done."""
+    """The policy, its yardstick, and (after ``look``) what both say before anything is done."""
 
     def __init__(self, config: HealConfig, say: Say, advance: Callable[[int], None] = lambda rounds: None) -> None:
         from earnest.models import load
@@ -68,11 +68,16 @@ class Bench:
             temperature=self.steering.temperature,
             floor=config.eval.floor,
         )
+        self.seconds = time.monotonic() - begun  # before the first round; each round has its own
+
+    def look(self) -> None:
+        """Measure the base, as it is and told the trait."""
+        begun = time.monotonic()
         self.before = self.yardstick.measure()
         self.prompted = self.yardstick.measure(self.contrast.high[0])
         for what, found in (("base", self.before), (f"told {self.contrast.high[0]!r}", self.prompted)):
-            say(f"{what}: trait {found.trait:.2f}, coherence {found.coherence:.3f}")
-        self.seconds = time.monotonic() - begun  # before the first round; each round has its own
+            self.say(f"{what}: trait {found.trait:.2f}, coherence {found.coherence:.3f}")
+        self.seconds += time.monotonic() - begun
 
     def loop(self, folder: Path, seed: int, **changes: Any) -> Loop:
         config = self.config

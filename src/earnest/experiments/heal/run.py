@@ -35,6 +35,7 @@ def start(config: HealConfig, *, full: bool, folder: Path, console: Console) -> 
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
         bench = Bench(config, say, lambda done: bar.advance(rounds, done))
+        bench.look()
         write_results(folder, bench, _full(bench, folder) if full else [_one(bench, folder)])
     return write_page(folder)
 

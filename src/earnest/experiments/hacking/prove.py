@@ -1,0 +1,40 @@
+"""`earnest audit hacking`: the guarded step of each arm, on a batch of the arm's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from earnest.audit import Verdict
+from earnest.audit import prove as prove_step
+from earnest.errors import ObjectiveError
+from earnest.experiments.hacking.config import Config
+from earnest.experiments.hacking.plan import plan
+from earnest.experiments.hacking.train import OBJECTIVE, build, telling_rows
+from earnest.runs.seeds import derive
+from earnest.tasks import PromptStream, get_task
+
+TRIES = 8
+
+
+def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
+    """Every arm of the short plan. Their loss is one and the same, so its laws are proved once; what lives and moves,
+    and what a guard takes out, for each."""
+    verdict = Verdict(())
+    for number, job in enumerate(plan(config, full=False)):
+        progress(f"extracting directions for {job.name}")
+        engine, _, _ = build(config, job)
+        stream = PromptStream(get_task("holes"), derive(job.seed, "check") % 2**31)
+        for attempt in range(TRIES):
+            _, batch = telling_rows(engine, config, job, stream.next(config.prompts_per_step), None, attempt)
+            if len(batch):
+                break
+        else:
+            raise ObjectiveError(
+                f"{job.name}: in {TRIES} batches all answers to a prompt were worth the same, so there is no step to "
+                "prove; raise prompts_per_step or completions_per_prompt."
+            )
+        found = prove_step(engine, OBJECTIVE, batch, quick=quick or number > 0, progress=progress)
+        named = tuple(replace(f, subject=f"{job.arm}: {f.subject}") for f in found.findings)
+        verdict += replace(found, findings=named)
+    return verdict

@@ -1,0 +1,36 @@
+"""``earnest audit heal``: the first round's step, on answers that survived steering."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from earnest.audit import Verdict
+from earnest.audit import prove as prove_step
+from earnest.experiments.heal.arms import Bench
+from earnest.experiments.heal.config import HealConfig
+from earnest.runs.seeds import derive
+from earnest.steering.heal import admit
+
+
+def prove(config: HealConfig, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
+    """Steer, keep what is sane, and prove what would train on it; nothing is written."""
+    progress("loading the model")
+    bench = Bench(config, progress)
+    with tempfile.TemporaryDirectory() as nowhere:
+        loop = bench.loop(Path(nowhere), config.seed)
+        progress("steering, and keeping what is sane")
+        survivors = loop.harvest(1)[2].survivors
+    ward = admit(
+        bench.policy,
+        survivors[: loop.healing.rows],
+        loop.variant,
+        loop.optimizer,
+        objective=loop.healing.objective(),
+        targets=loop.targets,
+        layers=loop.adapter_layers,
+        seed=derive(config.seed, "heal", 1) % 2**31,
+        max_grad_norm=loop.max_grad_norm,
+    )
+    return prove_step(ward.engine, ward.objective, ward.everything, quick=quick, progress=progress)
