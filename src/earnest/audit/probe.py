@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
@@ -55,6 +55,8 @@ class Probe:
         self._noise: float | None = None
         self._random: bool | None = None
         self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
+        self._precision = step.precision
+        self._buffers: list[_Buffer] = []
         self.notes: tuple[str, ...] = ()
 
     # --- measuring ----------------------------------------------------------------------------------------------------
@@ -152,8 +154,17 @@ class Probe:
         graph: bool = True,
         seed: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        with seeded(self.step.seed if seed is None else seed), torch.set_grad_enabled(graph), _no_graph_asked(graph):
-            return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
+        try:
+            with (
+                seeded(self.step.seed if seed is None else seed),
+                torch.set_grad_enabled(graph),
+                _no_graph_asked(graph),
+            ):
+                return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
+        finally:
+            if self._state != "in training":  # what a forward pass writes down must not reach the next one
+                for buffer in self._buffers:
+                    buffer.put_back()
 
     def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Every knob and the first mode of every option, with ``knobs`` in their place."""
@@ -231,7 +242,7 @@ class Probe:
         return self.coarsest > 1e-4
 
     def _eps(self, p: Tensor) -> float:
-        own, coarse = torch.finfo(p.dtype).eps, self.step.precision
+        own, coarse = torch.finfo(p.dtype).eps, self._precision
         return own if coarse is None else max(own, torch.finfo(coarse).eps)
 
     @property
@@ -310,9 +321,12 @@ class Probe:
         rows = torch.arange(len(now), device=now.device, dtype=now.dtype)
         side = torch.where(rows % 2 == 0, 1.0, -1.0) * 0.4 * 0.1 ** (3 * rows / max(len(now), 2))
         spread = 10 ** (edits.noise_like(now, rng).clamp(-2, 0.5) - 0.3)  # from ratios of almost 1 to some of 5
-        moved = now + side.reshape(-1, *[1] * (now.ndim - 1)) + spread * edits.noise_like(now, rng)
-        moved = moved.clamp(max=-1e-3)
         on = edits.fit(edits.supervised(step, batch), now)
+        wander = spread * edits.noise_like(now, rng)
+        if now.ndim == 2:  # a row's own mean stays at its side of ratio 1, however near that is
+            taken = torch.ones_like(now) if on is None else on.to(now.dtype)
+            wander = wander - (wander * taken).sum(-1, keepdim=True) / taken.sum(-1, keepdim=True).clamp(min=1)
+        moved = (now + side.reshape(-1, *[1] * (now.ndim - 1)) + wander).clamp(max=-1e-3)
         batch[key] = moved if on is None else torch.where(on, moved, batch[key])
         return batch
 
@@ -322,7 +336,64 @@ class Probe:
         with restored(self.step.model, self.step.optimizer), without_dropout(self.step.model) as rates:
             if rates:
                 self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
+            self._buffers = list(_buffers(self.step.model))
+            if self._precision is None and (found := self._computes_in()) is not None:
+                self._precision = found
+                self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
             yield self
+
+    def _computes_in(self) -> torch.dtype | None:
+        """A dtype that is coarser than the parameters of the very module that puts it out: autocast, say."""
+        seen: list[torch.dtype] = []
+
+        def look(module: nn.Module, _args: Any, output: Any) -> None:
+            own = [p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()]
+            given = output.dtype if isinstance(output, Tensor) and output.is_floating_point() else None
+            if own and given and torch.finfo(given).eps > max(torch.finfo(d).eps for d in own):
+                seen.append(given)
+
+        hooks = [m.register_forward_hook(look) for m in self.step.model.modules()]
+        try:
+            self.read()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return max(seen, key=lambda d: torch.finfo(d).eps, default=None)
+
+    # --- what it may cost ---------------------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> float:
+        """The most that a full audit costs, in step times: 20 + 2 × (inputs + knobs + modes + terms)."""
+        step = self.step
+        return 20 + 2 * (len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.terms))
+
+    def afford(self, more: float, keep: float = 4.0) -> bool:
+        """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for the laws to come."""
+        return self.cost + more + keep <= self.budget
+
+
+class _Buffer:
+    """A buffer of the model as it was, whether it is written into or replaced."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        self.module, self.name, self.tensor = module, name, tensor
+        self.kept, self.version = tensor.detach().clone(), tensor._version
+
+    def put_back(self) -> None:
+        if self.module._buffers.get(self.name) is not self.tensor:
+            self.module._buffers[self.name] = self.tensor
+        if self.tensor._version != self.version:
+            with torch.no_grad():
+                self.tensor.copy_(self.kept)
+            self.version = self.tensor._version
+
+
+def _buffers(model: nn.Module) -> Iterator[_Buffer]:
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and not tensor.is_inference():
+                yield _Buffer(module, name, tensor)
 
 
 def fresh(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""What an audit finds out by itself: the precision of autocast, what a forward pass writes down, and its own budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.audit import audit
+from earnest.audit.probe import Probe
+from tests.audit.steps import Tiny, policy_step, sft_loss, sft_step
+
+
+def test_autocast_is_seen_and_is_no_fault() -> None:
+    """In fp32's room the same step fails; broken under autocast it fails all the same."""
+    step = sft_step()
+    plain = step.loss
+
+    def cast(model: Any, batch: Mapping[str, Any], **knobs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return plain(model, batch, **knobs)
+
+    step.loss = cast
+    verdict = audit(step)
+    assert verdict.holds, str(verdict)
+    assert any("compute in bfloat16" in note for note in verdict.notes)
+    step.loss = lambda model, batch: cast(model, {**batch, "labels": batch["labels"].roll(1, 0)})
+    assert not audit(step).holds
+    assert not any("compute in" in note for note in audit(sft_step(), quick=True).notes)
+
+
+class Centred(Tiny):
+    """Subtracts a running mean of its outputs, which every forward pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        y = super().forward(ids, attention, documents)
+        with torch.no_grad():
+            self.centre.mul_(0.5).add_(0.5 * y.mean())
+            self.calls = self.calls + 1  # replaced, not written into
+        return y * (1 + self.centre)
+
+
+def test_what_a_forward_pass_writes_does_not_reach_the_next_one() -> None:
+    step, model = sft_step(), Centred()
+    step.model, step.loss = model, sft_loss
+    probe = Probe(step)
+    with probe.open():
+        first, again = probe.gradient(dict(step.batch)), probe.gradient(dict(step.batch))
+        assert first.distance(again) == 0
+        assert float(model.calls) == 0 and float(model.centre) == 0
+
+
+def test_the_budget_is_the_promise() -> None:
+    step = policy_step()
+    probe = Probe(step)
+    declared = len(step.roles) + len(step.knobs) + len(step.terms) + sum(map(len, step.options.values()))
+    assert probe.budget == 20 + 2 * declared
+    probe.cost = probe.budget - 5
+    assert probe.afford(1) and not probe.afford(2)
