@@ -86,6 +86,10 @@ class Step:
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
+    ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
+    ``pure``       settings that leave the divergence or the preference alone: {"alpha": 1.0} of α·KL + (1-α)·CE
+    ``inert``      knobs that must not matter: chunk lengths, tile sizes, checkpointing
+    ``fixed``      metrics that are terms of weight 1; once declared, terms and fixed are the whole loss
     """
 
     model: nn.Module
@@ -110,6 +114,10 @@ class Step:
     value_is_loss: bool | None = None
     switches: Sequence[str] = ()
     rows_interact: bool = False
+    pairwise: bool = True
+    pure: Mapping[str, Any] = field(default_factory=dict)
+    inert: Sequence[str] = ()
+    fixed: Sequence[str] = ()
     all_supervised: bool | None = False
     precision: torch.dtype | None = None
     twins: frozenset[tuple[Any, Any]] = frozenset()
@@ -142,9 +150,12 @@ class Step:
                 raise StepError(
                     f"term {metric!r} is weighed by {knob!r}, which is no knob: {nearest(knob, self.knobs)}"
                 )
-        for knob in self.switches:
-            if knob not in self.knobs:
-                raise StepError(f"the switch {knob!r} is no knob: {nearest(knob, self.knobs)}")
+        for what, named in (("switch", self.switches), ("pure setting", self.pure), ("inert knob", self.inert)):
+            if isinstance(named, str):
+                raise StepError(f"the {what} {named!r} is one text: give a sequence of names, ({named!r},).")
+            for knob in named:
+                if knob not in self.knobs and not (what == "pure setting" and knob in self.options):
+                    raise StepError(f"the {what} {knob!r} is no knob: {nearest(knob, self.knobs)}")
         for option, modes in self.options.items():
             if len(set(map(repr, modes))) < 2:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
