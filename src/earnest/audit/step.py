@@ -43,6 +43,8 @@ Role = Literal[
     "rejected",  # token ids of the others
     "chosen_mask",  # 1 where the preferred answer's tokens are [P, T]
     "rejected_mask",  # … and the other's
+    "chosen_attention",  # 1 real token, 0 padding, of the preferred answers [P, T]
+    "rejected_attention",  # … and of the others
     "reference_chosen",  # reference log-probs of the preferred answers
     "reference_rejected",  # … and of the others
     "group",  # which prompt a row belongs to [B]
@@ -86,6 +88,7 @@ class Step:
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
+    ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
     ``pure``       settings that leave the divergence or the preference alone: {"alpha": 1.0} of α·KL + (1-α)·CE
     ``inert``      knobs that must not matter: chunk lengths, tile sizes, checkpointing
@@ -114,6 +117,7 @@ class Step:
     value_is_loss: bool | None = None
     switches: Sequence[str] = ()
     rows_interact: bool = False
+    drops_tokens: bool = False
     pairwise: bool = True
     pure: Mapping[str, Any] = field(default_factory=dict)
     inert: Sequence[str] = ()
