@@ -186,6 +186,8 @@ class Step:
             return "preference"
         if "teacher" in self.roles:
             return "divergence"
+        if "rewards" in self.roles:
+            return "policy gradient"
         return "sft" if "labels" in self.roles else None
 
     @property
