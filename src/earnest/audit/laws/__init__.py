@@ -3,6 +3,7 @@
 from earnest.audit.law import Law
 from earnest.audit.laws import (
     at_reference,
+    averages,
     clipping,
     coverage,
     direction,
@@ -14,6 +15,7 @@ from earnest.audit.laws import (
     masks,
     metrics,
     on_policy,
+    pair_metrics,
     paths,
     shadow,
     splits,
@@ -34,6 +36,8 @@ LAWS: tuple[Law, ...] = tuple(
         coverage,
         paths,
         metrics,
+        averages,
+        pair_metrics,
         finite_difference,
         direction,
         shadow,

@@ -22,6 +22,10 @@ UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
 
 
+# Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
+REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
+
+
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     reading = probe.read()
@@ -133,12 +137,19 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
         forms["kl"] += [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap]
         forms["ratio"] += [gap.exp()]
         forms["clip"] += _clipped(probe, gap, batch)
+    forms["reference"] = _to_reference(probe, now, batch, forms["ratio"])
     for name, value in probe.look(batch).metrics.items():
         short = name.lower().rsplit("/", 1)[-1]
         kind = "ratio" if UNCHANGED.get(short) == 1.0 else "kl" if short.endswith("_kl") else "clip"
-        if short not in UNCHANGED or not forms[kind]:
+        if short in REFERENCE:
+            kind = "reference"
+        elif short not in UNCHANGED:
+            continue
+        if not forms[kind]:
             continue
         known = [m for form in forms[kind] for m in _means(form, mask)]
+        if kind == "ratio":  # of whole sequences: the ratio of their products, or its geometric mean
+            known += [float(f.mean()) for form in forms[kind] for f in _sequences(form, mask)]
         near = min(known, key=lambda k: abs(k - value))
         yield LAW.finding(
             f"metric {name}, recomputed",
@@ -148,6 +159,26 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
             f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
             "normaliser is off.",
         )
+
+
+def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Tensor]) -> list[Tensor]:
+    """Estimates of the KL to the reference on the sampled tokens, plain or weighed by the ratio; also times the term's
+    own weight."""
+    step = probe.step
+    given = step.value("reference")
+    if given is None or given.shape != step.batch[step.roles[step.ratio_role]].shape:
+        return []
+    gap = now - batch[step.roles["reference"]].double().reshape(now.shape)
+    plain = [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
+    found = plain + [r * f for r in ratios for f in plain]
+    weights = {float(step.knobs[t]) for m, t in step.terms.items() if isinstance(t, str) and "kl" in m.lower()}
+    return found + [w * f for w in weights if w for f in found]
+
+
+def _sequences(ratio: Tensor, mask: Tensor) -> list[Tensor]:
+    rows = mask.sum(-1) > 0
+    logs = (ratio.log() * mask).sum(-1)[rows]
+    return [logs.exp(), (logs / mask.sum(-1)[rows]).exp()]
 
 
 def _clipped(probe: Probe, gap: Tensor, batch: edits.Batch) -> list[Tensor]:
@@ -165,7 +196,8 @@ def _clipped(probe: Probe, gap: Tensor, batch: edits.Batch) -> list[Tensor]:
 def _means(values: Tensor, mask: Tensor) -> list[float]:
     rows = mask.sum(-1) > 0
     by_row = (values * mask).sum(-1)[rows] / mask.sum(-1)[rows]
-    return [float((values * mask).sum() / mask.sum()), float(by_row.mean()), float((values * mask).sum())]
+    whole = (values * mask).sum()
+    return [float(whole / mask.sum()), float(by_row.mean()), float(whole), float(whole / rows.sum())]
 
 
 LAW = Law(

@@ -1,0 +1,88 @@
+"""MR: a metric that is an average does not see how many rows there are, nor how far they are padded.
+
+every row twice          the same number; or as many times as the loss itself, where that is a sum
+3 columns of padding     the same number
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from earnest.audit import edits
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe, Reading
+from earnest.audit.verdict import Finding
+
+USUAL = {"kl", "entropy", "accuracy", "accuracies", "margin", "margins", "ratio", "clipfrac", "frac", "fraction",
+         "nll", "perplexity", "ppl", "logp", "logps", "logprob", "logprobs", "loss"}  # fmt: skip
+# Sums, extremes, spreads and lengths lawfully see the rows or the padding.
+APART = {"sum", "total", "count", "num", "tokens", "max", "min", "pad", "padding", "padded", "length", "len", "std",
+         "var", "time", "step", "lr", "sec"}  # fmt: skip
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    names = [n for n in probe.look().metrics if is_average(probe, n)]
+    if not names:
+        yield Finding("MR", "averages", "no metric that is known to be one", "-", "not applicable")
+        return
+    with probe.kicked():
+        here = probe.look()
+        changes = {"3 more columns of padding": edits.pad(step)} if _paddable(probe) else {}
+        if step.rows > 1 and not step.rows_interact:
+            changes["every row twice"] = edits.repeat_rows(step)
+        for subject, batch in changes.items():
+            try:
+                there = probe.look(batch)
+            except Exception as error:
+                yield Finding("MR", f"averages, {subject}", f"cannot be run ({type(error).__name__})", "-", "not "
+                              "applicable", str(error)[:120])  # fmt: skip
+                continue
+            yield probe.fair(_compare(probe, subject, names, here, there))
+
+
+def is_average(probe: Probe, name: str) -> bool:
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    declared = name in probe.step.terms or (name in probe.step.metrics and name not in probe.step.still)
+    return not words & APART and (declared or bool(words & USUAL))
+
+
+def _paddable(probe: Probe) -> bool:
+    step = probe.step
+    return step.value("ids") is not None and (step.value("mask") is not None or step.value("labels") is not None)
+
+
+def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there: Reading) -> Finding:
+    relative = max(1e-3, probe.tolerance)
+    grown = there.loss / here.loss if here.loss else 1.0
+    off = []
+    for name in names:
+        if name not in there.metrics:
+            continue
+        was, now = here.metrics[name], there.metrics[name]
+        room = relative * max(abs(was), abs(now)) + probe.coarsest
+        if abs(now - was) > room and abs(now - grown * was) > room:
+            off.append(f"{name} {was:.4g} → {now:.4g}")
+    return LAW.finding(
+        f"averages, {subject}",
+        "; ".join(off) or f"{len(names)} metrics stay",
+        f"the same, within {relative:.1g}",
+        not off,
+        "An average that changes with the number of rows or of padded columns is divided by something else than what "
+        "it sums, or sums more than what is supervised: what is logged depends on how the batch was cut.",
+    )
+
+
+LAW = Law(
+    code="MR",
+    name="averages",
+    sentence="A metric that is an average does not see how many rows there are, nor how far they are padded.",
+    needs="a step that returns (loss, metrics) under usual names, or metrics=… and terms; ids and a mask for padding",
+    how="Metrics of the batch with every row twice, and with three more columns of padding.",
+    traps="Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, "
+    "its metrics may be sums.",
+    caught="TRL #6121 (an entropy that counts padding), a KL that is summed and logged as a mean",
+    check=check,
+    quick=False,
+)

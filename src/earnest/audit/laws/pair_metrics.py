@@ -1,0 +1,84 @@
+"""MR: of a pair, the side that the loss wants is the side that the metrics call right.
+
+L(chosen, rejected) < L(rejected, chosen)   ⟺   margin > 0 and accuracy = 1, for one pair alone
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.law import Law
+from earnest.audit.laws.on_policy import quiet_knobs
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+RIGHT = {"accuracy", "accuracies", "acc"}
+WIDE = {"margin", "margins"}
+PAIRS = 3
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if not {"chosen", "rejected"} <= step.roles.keys():
+        return
+    names = [n for n in probe.look().metrics if set(re.split(r"[^a-z]+", n.lower())) & (RIGHT | WIDE)]
+    if not names:
+        return
+    seen: dict[str, list[bool]] = {name: [] for name in names}
+    with probe.kicked(0.5):
+        for row in range(min(PAIRS, step.rows)):
+            one = edits.take_rows(step, torch.tensor([row]))
+            try:
+                here, there = (probe.look(b, quiet_knobs(probe)) for b in (one, swapped(one)))
+            except Exception as error:
+                why = f"one pair alone cannot be run ({type(error).__name__})"
+                yield Finding("MR", "metrics of a pair", why, "-", "not applicable", str(error)[:120])
+                return
+            gap = there.loss - here.loss
+            if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
+                continue
+            for name in names:
+                centre = 0.0 if set(re.split(r"[^a-z]+", name.lower())) & WIDE else 0.5
+                a, b = here.metrics[name] - centre, there.metrics[name] - centre
+                if a * b < 0:  # it tells the two sides apart, so it can be asked which
+                    seen[name].append((a > 0) == (gap > 0))
+    for name, agree in seen.items():
+        if agree:
+            yield LAW.finding(
+                f"metric {name}, which side",
+                f"{sum(agree)} of {len(agree)} pairs as the loss has it",
+                "all",
+                all(agree),
+                f"{name} calls the answers right that the loss pushes down: a comparison is turned round, or chosen "
+                "and rejected are swapped in one of the two.",
+            )
+
+
+def swapped(batch: edits.Batch) -> edits.Batch:
+    """Every key of the chosen answer takes the place of the rejected one's, and the other way round."""
+
+    def twin(key: str) -> str:
+        return (
+            key.replace("chosen", "\0").replace("rejected", "chosen").replace("\0", "rejected")
+            if "chosen" in key or "rejected" in key
+            else key
+        )
+
+    return {key: batch.get(twin(key), value) for key, value in batch.items()}
+
+
+LAW = Law(
+    code="MR",
+    name="pair metrics",
+    sentence="Of a pair, the side that the loss wants is the side that accuracy and margin call right.",
+    needs="roles chosen and rejected, with these words in the batch's keys; a metric named accuracy or margin",
+    how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics say?",
+    traps="Other terms are switched off; a metric that does not change sides when the pair does is not asked.",
+    caught="an accuracy that is 1 - accuracy, a margin of rejected minus chosen",
+    check=check,
+    quick=False,
+)
