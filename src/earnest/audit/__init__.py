@@ -11,14 +11,17 @@ from earnest.audit.step import StepError as StepError
 from earnest.audit.subjects import Accumulation as Accumulation
 from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
 from earnest.audit.subjects import Census as Census
+from earnest.audit.subjects import Ema as Ema
 from earnest.audit.subjects import Gather as Gather
 from earnest.audit.subjects import Merge as Merge
+from earnest.audit.subjects import MergedLayer as MergedLayer
 from earnest.audit.subjects import OuterStep as OuterStep
 from earnest.audit.subjects import Resume as Resume
 from earnest.audit.subjects import RoundTrip as RoundTrip
 from earnest.audit.subjects import Schedule as Schedule
 from earnest.audit.subjects import Subject as Subject
 from earnest.audit.subjects import Unbiased as Unbiased
+from earnest.audit.subjects import Update as Update
 from earnest.audit.subjects import WeightSync as WeightSync
 from earnest.audit.together import Together as Together
 from earnest.audit.verdict import Finding as Finding

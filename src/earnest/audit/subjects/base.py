@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from earnest.audit.gradient import Gradient
 from earnest.audit.verdict import Finding
 
 UNITS = 64  # what rounding may add up to, in units in the last place: far below a wrong formula (as the laws of a Step)
+COARSE = 1e-4  # bf16 and fp16 have a larger eps: there a multiple of eps would let anything pass
 
 
 @runtime_checkable
 class Subject(Protocol):
-    """``check`` yields findings; it leaves what it was given as it was."""
+    """``check`` yields findings; it leaves what it was given as it was, as far as it can be told how: what the caller's
+    own functions move (a kick, a run) only they can put back."""
 
     def check(self) -> Iterator[Finding]: ...
 
@@ -26,5 +29,64 @@ def rounding(*values: Tensor, precision: torch.dtype | None = None) -> float:
     return min(0.125, UNITS * max((torch.finfo(d).eps for d in dtypes), default=0.0))
 
 
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| entry by entry; 0 where they are equal, which two infinities of one sign are."""
+    a, b = a.detach(), b.detach()
+    return torch.where(a == b, torch.zeros_like(a - b), (a - b).abs())
+
+
+def largest(t: Tensor) -> float:
+    """The largest entry; 0 where there is none, NaN where one is NaN."""
+    return float(t.max()) if t.numel() else 0.0
+
+
+def nudged(model: nn.Module, seed: int, precision: torch.dtype | None) -> float:
+    """Every trainable parameter moves by one unit in the last place of what the step computes in; returns the largest
+    such unit."""
+    floating = [p for p in model.parameters() if p.requires_grad]
+    rng = torch.Generator().manual_seed(seed)
+    units = [max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype)) for p in floating]
+    with torch.no_grad():
+        for p, unit in zip(floating, units, strict=True):
+            side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+            p.add_(p.abs() * unit * side)
+    return max(units)
+
+
+def room_of(floor: float, unit: float) -> float:
+    """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one unit
+    in the last place of every parameter does."""
+    return min(0.5, 8 * max(floor, unit) if unit > COARSE else 16 * max(floor, 4 * unit))
+
+
+def left_in(model: nn.Module) -> Gradient:
+    """A copy of what stands in ``.grad``."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named})
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
+    return max(set(sizes), key=sizes.count)
+
+
+def uneven(rows: int) -> list[int]:
+    first = max(1, rows // 4)
+    return [first, rows - first] if rows > 1 else [1]
+
+
+def cut(batch: Mapping[str, Any], rows: int, split: Sequence[int]) -> Iterator[dict[str, Any]]:
+    start = 0
+    for size in split:
+        part = slice(start, start + size)
+        yield {k: v[part] if isinstance(v, Tensor) and v.ndim and v.shape[0] == rows else v for k, v in batch.items()}
+        start += size
+
+
 def judged(code: str, subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
     return Finding(code, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
+
+
+def unjudged(code: str, subject: str, measured: str, meaning: str) -> Finding:
+    """A row that is neither a pass nor a failure, and says why."""
+    return Finding(code, subject, measured, "-", "not applicable", meaning)

@@ -7,22 +7,27 @@ Resume      2N steps = N steps, save, load, N steps; bit for bit, the next batch
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest.audit.law import Law
-from earnest.audit.subjects.base import judged
+from earnest.audit.restore import seeded
+from earnest.audit.subjects.base import gap, judged, largest, unjudged
 from earnest.audit.verdict import Finding
 
 
 @dataclass
 class RoundTrip:
-    """``make()`` gives a fresh object, ``kick(x)`` moves it away from birth, ``outputs(x)`` is what must survive."""
+    """``make()`` gives a fresh object, ``kick(x)`` moves it away from birth, ``outputs(x)`` is what must survive.
+
+    Of modules, what is trainable, the dtypes and which tensors are one must survive too; ``for_training=False`` where
+    ``load`` is for inference, and freezes or casts by design.
+    """
 
     make: Callable[[], Any]
     kick: Callable[[Any], None]
@@ -30,13 +35,14 @@ class RoundTrip:
     load: Callable[[Any, Path], Any]
     outputs: Callable[[Any], Tensor]
     tolerance: float = 0.0
+    for_training: bool = True
 
     def check(self) -> Iterator[Finding]:
         born, kicked = self.make(), self.make()
         self.kick(kicked)
         with torch.no_grad():
             birth, wanted = self.outputs(born).clone(), self.outputs(kicked).clone()
-        moved = float((wanted - birth).abs().max())
+        moved = largest(gap(wanted, birth))
         yield judged(
             "MU",
             "the kick",
@@ -48,11 +54,10 @@ class RoundTrip:
         with tempfile.TemporaryDirectory() as folder:
             self.save(kicked, Path(folder))
             loaded = self.make()
-            given = self.load(loaded, Path(folder))
-            loaded = loaded if given is None else given
+            loaded = _which(loaded, self.load(loaded, Path(folder)))
             with torch.no_grad():
                 found = self.outputs(loaded)
-        off = float((found - wanted).abs().max())
+        off = largest(gap(found, wanted))
         yield judged(
             "RT",
             "save → load",
@@ -62,12 +67,50 @@ class RoundTrip:
             "What is loaded is not what was saved: keys are missing or ignored, a tensor is re-initialised, or "
             "something that matters is not saved.",
         )
+        if self.for_training and isinstance(kicked, nn.Module) and isinstance(loaded, nn.Module):
+            yield from _structure(kicked, loaded)
+
+
+def _which(made: Any, given: Any) -> Any:
+    """What a load has loaded: what it returns, where that is such an object; else what it was handed. Reports, such as
+    that of ``load_state_dict``, are no such object."""
+    if isinstance(given, (type(made), nn.Module)):
+        return given
+    report = given is None or isinstance(given, tuple | list | Mapping | str | int | float)
+    return made if report else given
+
+
+def _structure(saved: nn.Module, loaded: nn.Module) -> Iterator[Finding]:
+    """What outputs do not show and the next step does: frozen parameters, other dtypes, ties that are undone."""
+    mine, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (saved, loaded))
+    names = [n for n in mine if n in theirs]
+    if not names:
+        yield unjudged("RT", "what is trainable", "no names in common", "Parameters have other names after the load.")
+        return
+    flags = [n for n in names if mine[n].requires_grad != theirs[n].requires_grad]
+    types = [n for n in names if mine[n].dtype != theirs[n].dtype]
+    ties = [n for n, first in _first(mine, names).items() if _first(theirs, names)[n] != first]
+    for subject, wrong, meaning in (
+        ("what is trainable", flags, "are frozen (or not) after the load, unlike before the save: a resumed run trains "
+         "another set. A load for inference declares for_training=False"),
+        ("dtypes", types, "have another dtype after the load"),
+        ("tied parameters", ties, "were one tensor and are two after the load, or the other way round: they drift "
+         "apart with the first update"),
+    ):  # fmt: skip
+        said = f"{', '.join(wrong[:3])} {meaning}."
+        yield judged("RT", subject, f"{len(wrong)} of {len(names)} differ", "none", not wrong, said)
+
+
+def _first(parameters: Mapping[str, nn.Parameter], names: list[str]) -> dict[str, str]:
+    """name -> the first name of the same tensor."""
+    seen: dict[int, str] = {}
+    return {n: seen.setdefault(id(parameters[n]), n) for n in names}
 
 
 @dataclass
 class Resume:
     """``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is
-    trained."""
+    trained, averages of weights included. Both runs and the resumed one start from one state of the generators."""
 
     make: Callable[[], Any]
     run: Callable[[Any, int], list[Any]]
@@ -75,20 +118,23 @@ class Resume:
     load: Callable[[Any, Path], Any]
     state: Callable[[Any], Tensor]
     steps: int = 3
+    seed: int = 0
 
     def check(self) -> Iterator[Finding]:
-        straight = self.make()
-        seen = [*self.run(straight, self.steps), *self.run(straight, self.steps)]
-        first = self.make()
-        seen_first = self.run(first, self.steps)
+        with seeded(self.seed):
+            straight = self.make()
+            seen = [*self.run(straight, self.steps), *self.run(straight, self.steps)]
         with tempfile.TemporaryDirectory() as folder:
-            self.save(first, Path(folder))
-            second = self.make()
-            given = self.load(second, Path(folder))
-            second = second if given is None else given
-        seen_second = self.run(second, self.steps)
+            with seeded(self.seed):
+                first = self.make()
+                seen_first = self.run(first, self.steps)
+                self.save(first, Path(folder))
+            with seeded(self.seed):  # a new process begins from the seed again; what went on in between it must load
+                second = self.make()
+                second = _which(second, self.load(second, Path(folder)))
+                seen_second = self.run(second, self.steps)
         equal = torch.equal(self.state(straight), self.state(second))
-        off = float((self.state(straight).double() - self.state(second).double()).abs().max())
+        off = largest(gap(self.state(straight).double(), self.state(second).double()))
         yield judged(
             "RT",
             f"{2 * self.steps} steps = {self.steps} + resume + {self.steps}",
@@ -106,18 +152,25 @@ class Resume:
             seen_second == seen[len(seen_first) :],
             "The data stream starts again, or skips, after a resume.",
         )
+        if len(set(map(repr, seen))) == len(seen):
+            yield unjudged(
+                "RT", "the end of an epoch", f"no datum came twice in {2 * self.steps} steps",
+                "A shuffle that is not restored shows only after an epoch has ended: give steps=… of an epoch or more.",
+            )  # fmt: skip
 
 
 LAWS = (
     Law(
         code="RT",
         name="save and load (RoundTrip)",
-        sentence="What is loaded is what was saved.",
+        sentence="What is loaded is what was saved; of modules also what is trainable, the dtypes and the ties.",
         needs="make, kick, save, load, outputs",
         how="Saved from a kicked state, loaded onto a fresh object, outputs compared; that the kick moved the outputs "
         "is checked as MU.",
-        traps="From birth a save that loses everything passes, hence the kick.",
-        caught="an empty state dict, keys that are ignored, a tensor that is made anew",
+        traps="From birth a save that loses everything passes, hence the kick. A load for inference freezes by design: "
+        "for_training=False.",
+        caught="an empty state dict, keys that are ignored, a tensor that is made anew, PEFT #282 and TRL #6700 (an "
+        "adapter comes back frozen), pytorch #188346 (ties undone by assign=True)",
         check=RoundTrip.check,
     ),
     Law(
@@ -125,8 +178,9 @@ LAWS = (
         name="resume (Resume)",
         sentence="2N steps are N steps, a save, a load and N steps, bit for bit, the next data included.",
         needs="make, run, save, load, state",
-        how="Both runs, their states and the data that they saw are compared.",
-        traps="Other thread counts sum in another order: resume on the same number.",
+        how="Both runs, their states and the data that they saw are compared; each begins from the same seed.",
+        traps="Other thread counts sum in another order: resume on the same number. What ends with an epoch shows only "
+        "in runs of more than one; the verdict says where none ended.",
         caught="moments, schedules, random states or data streams that start afresh",
         check=Resume.check,
     ),

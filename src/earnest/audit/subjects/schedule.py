@@ -1,14 +1,17 @@
 """A learning-rate schedule: planned for optimizer steps, the same for one rank and for many.
 
-lr(k, total) rises in the warm-up, is at its peak after it, and reaches its end at k = total, not before
+lr(k, total) rises in the warm-up (where one is declared), is at its peak after it, and reaches its end at k = total,
+not before; each parameter group has its own peak and end
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-from earnest.audit.law import Law
+from earnest.audit.law import Law, not_declared
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
 
@@ -16,12 +19,14 @@ from earnest.audit.verdict import Finding
 @dataclass
 class Schedule:
     """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
-    takes."""
+    takes; one number a step, or one a group: then ``peak`` and ``final`` may have one a group too. ``warmup`` is the
+    number of steps in which the rate rises."""
 
-    rates: Callable[[int, int], Sequence[float]]
-    peak: float
-    final: float
+    rates: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]]
+    peak: float | Sequence[float]
+    final: float | Sequence[float]
     total: int = 40
+    warmup: int | None = None
 
     def check(self) -> Iterator[Finding]:
         one, many = list(self.rates(self.total, 1)), list(self.rates(self.total, 4))
@@ -33,34 +38,12 @@ class Schedule:
             len(one) == self.total,
             "The schedule is stepped another number of times than there are updates.",
         )
-        top = max(one)
-        yield judged(
-            "MR",
-            "peak",
-            f"{top:.3g}",
-            f"{self.peak:.3g}",
-            abs(top - self.peak) <= 0.1 * self.peak,
-            "The peak is never reached.",
-        )
-        middle = one[len(one) // 2]
-        low, high = sorted((self.peak, self.final))
-        yield judged(
-            "MR",
-            "half way",
-            f"{middle:.3g}",
-            "between the peak and the end",
-            low < middle <= high or self.peak == self.final,
-            "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
-        )
-        room = 0.1 * self.peak
-        yield judged(
-            "MR",
-            "end",
-            f"{one[-1]:.3g}",
-            f"{self.final:.3g}",
-            abs(one[-1] - self.final) <= room,
-            "The run ends before the schedule does, or long after.",
-        )
+        groups = [list(g) for g in zip(*(_row(r) for r in one), strict=True)]
+        peaks, finals = (_spread(v, len(groups)) for v in (self.peak, self.final))
+        for number, (rates, peak, final) in enumerate(zip(groups, peaks, finals, strict=True)):
+            yield from self._group(rates, peak, final, f" (group {number})" if len(groups) > 1 else "")
+        if self.warmup is None:
+            yield not_declared("MR", "warm-up", "warmup=…, in optimizer steps,")
         yield judged(
             "SE",
             "1 rank = 4 ranks",
@@ -70,15 +53,76 @@ class Schedule:
             "The schedule depends on the number of ranks.",
         )
 
+    def _group(self, one: list[float], peak: float, final: float, of: str) -> Iterator[Finding]:
+        top = max(one)
+        yield judged(
+            "MR",
+            f"peak{of}",
+            f"{top:.3g}",
+            f"{peak:.3g}",
+            abs(top - peak) <= 0.1 * peak,
+            "The peak is never reached, or it is another group's: one rate is written over every group.",
+        )
+        middle = one[len(one) // 2]
+        low, high = sorted((peak, final))
+        yield judged(
+            "MR",
+            f"half way{of}",
+            f"{middle:.3g}",
+            "between the peak and the end",
+            low < middle <= high or peak == final,
+            "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
+        )
+        # A linear decay is one step above its end in its last step, and that is much in a short run.
+        last = abs(one[-1] - one[-2]) if len(one) > 1 else 0.0
+        yield judged(
+            "MR",
+            f"end{of}",
+            f"{one[-1]:.3g}",
+            f"{final:.3g}",
+            abs(one[-1] - final) <= max(0.1 * peak, 1.5 * last),
+            "The run ends before the schedule does, or long after.",
+        )
+        if self.warmup is not None:
+            yield self._warm(one, top, of)
+
+    def _warm(self, one: list[float], top: float, of: str) -> Finding:
+        """The top comes at the end of the warm-up; a step early or late is how steps are counted."""
+        assert self.warmup is not None
+        at = one.index(top)
+        rising = all(a <= b for a, b in pairwise(one[: at + 1]))
+        holds = rising and abs(at - self.warmup) <= 1 + self.warmup // 4 and (self.warmup < 2 or one[0] < top)
+        return judged(
+            "MR",
+            f"warm-up{of}",
+            f"the top is at step {at}" + ("" if rising else ", and the rate falls before it"),
+            f"at step {self.warmup}, and a rise to it",
+            holds,
+            "The warm-up is not the one that was declared: it is read as 0, or counted in epochs, ranks or "
+            "micro-batches.",
+        )
+
+
+def _row(rates: Any) -> tuple[float, ...]:
+    return tuple(map(float, rates)) if isinstance(rates, Sequence) else (float(rates),)
+
+
+def _spread(value: float | Sequence[float], groups: int) -> list[float]:
+    found = list(value) if isinstance(value, Sequence) else [value] * groups
+    if len(found) != groups:
+        raise ValueError(f"{len(found)} peaks or ends for {groups} groups: give one number, or one a group.")
+    return found
+
 
 LAW = Law(
     code="MR",
     name="schedule (Schedule)",
     sentence="A schedule has as many steps as there are updates, reaches its peak and, at the end, its end; for one "
-    "rank and for many.",
-    needs="rates(total, ranks), peak, final",
+    "rank and for many, for every group; a declared warm-up happens.",
+    needs="rates(total, ranks), peak, final; warmup; a rate a group, where there are groups",
     how="The learning rates of a whole run, for 1 rank and for 4.",
-    traps="Peak and end may be missed by a tenth of the peak: warm-ups that start at 1/n do.",
-    caught="a scheduler that is stepped once a process, a plan in micro-batches",
+    traps="Peak and end may be missed by a tenth of the peak: warm-ups that start at 1/n do. The end may also be "
+    "missed by one and a half times the last step's change.",
+    caught="a scheduler that is stepped once a process, a plan in micro-batches, hi-ml #611 (one rate for all groups)",
     check=Schedule.check,
 )
