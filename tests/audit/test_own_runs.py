@@ -115,3 +115,13 @@ def test_the_command_shows_progress(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert end.value.code == 0 and json.loads(out)["holds"]
     assert "terms …" in err and "parameters …" in err
+
+
+def test_an_experiment_is_audited_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["steering.questions=8", "steering.enough=2", "steering.contexts=4"]
+    with pytest.raises(SystemExit) as end:
+        main(["audit", "heal", *small, "--json", "--quick"])
+    out, err = capsys.readouterr()
+    found = {f["subject"]: f["measured"] for f in json.loads(out)["findings"]}
+    assert end.value.code == 0 and "steering, and keeping what is sane" in err
+    assert "asleep at first" in found["term kl_barrier"] and "asleep" not in found["term sft"]
