@@ -33,13 +33,15 @@ ROLE_OF = {
     "rejected": "rejected",
     "chosen_mask": "chosen_mask",
     "rejected_mask": "rejected_mask",
+    "label": "correct",
     "ref_chosen_logps": "reference_chosen",
     "ref_rejected_logps": "reference_rejected",
 }
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
 DOCUMENTS = "documents of the packed rows"  # ours, and never handed to the trainer
 EXPERTS = ("*.experts.*",)  # where the models that route keep them
-APART = ("prompt_ids", "prompt_mask")  # as wide as a completion only by accident: never padded together with it
+# As wide as the completions only by accident: never padded together with them.
+APART = ("prompt_ids", "prompt_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "KL_token_type_ids")
 
 
 def step_of_trainer(
@@ -47,7 +49,7 @@ def step_of_trainer(
     items: Any = None, all_supervised: bool | None = None,
 ) -> Step:  # fmt: skip
     """``compute_loss`` is the trainer's own; ``items`` is its num_items_in_batch."""
-    pairs, taught = _is_paired(inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
+    pairs, taught = _is_paired(trainer, inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
     batch = _apart(_split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs))
     documents = _documents(inputs)
     if documents is not None:
@@ -69,9 +71,14 @@ def step_of_trainer(
         roles["documents"] = DOCUMENTS
     if getattr(trainer.args, "distillation_weight", None) == 1:
         roles.pop("advantages", None)  # TRL's SDPO makes them and, told to distil alone, rightly reads none
+    if not _is_a(trainer, "KTOTrainer"):
+        roles.pop("correct", None)
     if "labels" in roles:
         roles.pop("mask", None)  # the labels were made from it
     kind = type(trainer).__name__
+    logprobs: Callable[[nn.Module, Inputs], Any] | None = _scores if pairs and _is_a(trainer, "RewardTrainer") else None
+    if "advantages" in roles and hasattr(trainer, LOGPROBS):
+        logprobs = _logprobs(trainer)
     return Step(
         model=model,
         loss=loss,
@@ -81,15 +88,51 @@ def step_of_trainer(
         terms={"kl": "beta"} if "reference" in roles and "beta" in knobs else {},
         optimizer=unwrapped(trainer.optimizer),
         max_grad_norm=getattr(trainer.args, "max_grad_norm", None) or None,
-        value_is_loss=False if getattr(trainer.args, "loss_type", None) == "dft" else None,
-        logprobs=_logprobs(trainer) if "advantages" in roles and hasattr(trainer, LOGPROBS) else None,
+        value_is_loss=False if _weighs_under_a_detach(trainer) else None,
+        logprobs=logprobs,
         all_supervised=all_supervised,
-        rows_interact=_balances(model),
+        rows_interact=_balances(model) or _couples(trainer),
+        pairwise=not _each_by_itself(trainer),
         may_idle=EXPERTS if routes(model) else (),
         precision=_precision(trainer),
         name=f"{kind}'s step",
         seed=int(getattr(trainer.args, "seed", 0)),
     )
+
+
+# --- what a trainer's settings say of its loss ------------------------------------------------------------------------
+
+# TRL's DPO losses that weigh each answer by itself against the reference, or add a likelihood of the chosen one.
+BY_ITSELF = {"nca_pair", "bco_pair", "sppo_hard", "apo_down", "sft"}
+SORTED = {"aot", "aot_unpaired"}  # the batch's log-ratios are sorted: rows interact
+
+
+def _is_a(trainer: Any, *names: str) -> bool:
+    return any(c.__name__ in names for c in type(trainer).__mro__)
+
+
+def _loss_types(trainer: Any) -> set[str]:
+    """TRL's DPO may add several losses up."""
+    found = getattr(trainer, "loss_types", None) or getattr(trainer, "loss_type", None) or ()
+    return {found} if isinstance(found, str) else set(found)
+
+
+def _weighs_under_a_detach(trainer: Any) -> bool:
+    """DFT's weight is the token's own probability, WPO's the pair's."""
+    return getattr(trainer.args, "loss_type", None) == "dft" or bool(getattr(trainer, "use_weighting", False))
+
+
+def _each_by_itself(trainer: Any) -> bool:
+    return bool(_loss_types(trainer) & BY_ITSELF) or bool(getattr(trainer.args, "center_rewards_coefficient", None))
+
+
+def _couples(trainer: Any) -> bool:
+    """Rows that reach into each other: a sort, KTO's KL over the batch, or two terms with a normaliser each (a mean
+    over pairs and a mean over tokens), which no weights of the parts can put together."""
+    kinds = _loss_types(trainer)
+    likelihood = "sft" in kinds and len(kinds) > 1
+    likelihood = likelihood or _is_a(trainer, "ORPOTrainer") or bool(getattr(trainer, "cpo_alpha", 0))
+    return likelihood or bool(kinds & SORTED) or _is_a(trainer, "KTOTrainer")
 
 
 def asks_for_a_mask(trainer: Any, inputs: Inputs) -> bool:
@@ -117,10 +160,11 @@ def _precision(trainer: Any) -> torch.dtype | None:
 _PAIRED = {"input_ids": "", "attention_mask": "_attention", "completion_mask": "_mask"}
 
 
-def _is_paired(inputs: Inputs) -> bool:
+def _is_paired(trainer: Any, inputs: Inputs) -> bool:
+    """DPO's batch and a reward model's; KTO's has a label for every row instead of a rival."""
     ids = inputs.get("input_ids")
-    told = "completion_mask" in inputs and "labels" not in inputs and "prompt_ids" not in inputs
-    return told and isinstance(ids, Tensor) and len(ids) % 2 == 0
+    told = "completion_mask" in inputs and not {"labels", "label", "prompt_ids"} & inputs.keys()
+    return (told or _is_a(trainer, "RewardTrainer")) and isinstance(ids, Tensor) and len(ids) % 2 == 0
 
 
 def _split_pairs(inputs: Inputs) -> dict[str, Any]:
@@ -205,8 +249,10 @@ def _knobs(trainer: Any, inputs: Inputs) -> dict[str, float]:
         names += ["beta"] if "ref_per_token_logps" in inputs else []
         acts = getattr(trainer, "loss_type", None) in CLIPPED and "old_per_token_logps" in inputs
         names += ["epsilon_low", "epsilon_high"] if acts else []
-    elif _is_paired(inputs) or hasattr(trainer, "teacher_model"):
+    elif _is_paired(trainer, inputs) or hasattr(trainer, "teacher_model"):
         names += ["beta"]
+    elif isinstance(label := inputs.get("label"), Tensor) and _is_a(trainer, "KTOTrainer"):
+        names += ["beta", *(["desirable_weight", "undesirable_weight"] if 0 < int(label.sum()) < len(label) else [])]
     found = {name: getattr(trainer, name, None) for name in names}
     return {name: float(v) for name, v in found.items() if isinstance(v, float) and v}
 
@@ -219,6 +265,13 @@ def _logprobs(trainer: Any) -> Callable[[nn.Module, Inputs], Tensor]:
         return getattr(trainer, LOGPROBS)(model, ids, shown, batch["completion_ids"].shape[1])[0]
 
     return logprobs
+
+
+def _scores(model: nn.Module, changed: Inputs) -> Any:
+    """A reward model's scores of the chosen and the rejected answers."""
+    batch = _join_pairs(changed)
+    found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    return found.logits.squeeze(-1).chunk(2)
 
 
 # --- the trainer is left as it was ------------------------------------------------------------------------------------

@@ -23,11 +23,13 @@ def check(probe: Probe) -> Iterator[Finding]:
     if step.value_is_loss is False:
         yield Finding("FD", step.name, "stop-gradients by declaration", "-", "not applicable", "")
         return
-    if step.value_is_loss is None and step.kind in ("policy gradient", None):
+    # A divergence whose teacher is no input has it made in the step, under a detach as a rule.
+    detached = step.kind == "divergence" and "teacher" not in step.roles
+    if step.value_is_loss is None and (detached or step.kind in ("policy gradient", None)):
         yield Finding(
             "FD", step.name, "not checked", "-", "not declared",
             "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
-            "divergences).",
+            "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight).",
         )  # fmt: skip
         return
     with probe.kicked():
@@ -58,7 +60,8 @@ def check(probe: Probe) -> Iterator[Finding]:
         f"within {room:.0%}",
         off <= room,
         "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, "
-        "detach), a backward is hand-written and wrong, or one of them is scaled.",
+        "detach), a backward is hand-written and wrong, or one of them is scaled. Where a factor is detached by design "
+        "(DFT, WPO), declare value_is_loss=False.",
     )
 
 
@@ -84,7 +87,8 @@ LAW = Law(
     code="FD",
     name="finite difference",
     sentence="The finite difference of the reported loss agrees with the gradient.",
-    needs="value_is_loss=True for policy gradients; SFT, divergences and preferences are taken to be so",
+    needs="value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and "
+    "preferences are taken to be so",
     how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best "
     "counts (a clip has corners).",
     traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO): they declare "

@@ -1,181 +1,136 @@
-"""LAW, divergences and preferences: what is identical costs nothing and pulls nowhere.
+"""LAW, divergences: what is identical costs least and pulls nowhere.
 
-teacher = student               →  divergence 0, gradient 0
-chosen = rejected, token by token →  gradient 0
+teacher = student   →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
+GJS_α between two that share nothing is H(α)·scale, largest at α = ½: swapped outer weights turn that round
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
-from earnest.audit.laws.on_policy import quiet_knobs
+from earnest.audit.laws.clip_names import last
+from earnest.audit.laws.on_policy import on_policy
+from earnest.audit.laws.parts import Part, mixer, weakest
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
 
+WEIGHTS = ("alpha", "beta", "jsd_beta", "jsd_alpha")
+ENDS = (1e-3, 0.5, 1 - 1e-3)
+# Swapped, the ends are (1-ε)·ln(1/ε)/ln 2 ≈ 10 times the middle; Amari's α-divergence, which is right, has 250.
+TURNED = (1.5, 40.0)
+
 
 def check(probe: Probe) -> Iterator[Finding]:
-    if "teacher" in probe.step.roles:
-        yield from _teacher(probe)
-    if {"chosen", "rejected"} <= probe.step.roles.keys():
-        yield from _pair(probe)
-
-
-def _teacher(probe: Probe) -> Iterator[Finding]:
     step = probe.step
+    if "teacher" not in step.roles:
+        return
     if step.student is None:
         yield not_declared("LAW", "identical distributions", "student=lambda model, batch: …, in the teacher's form,")
         return
+    sampled = step.ratio_role in step.roles  # teachers as advantages: 0 only where the sampler is the policy
+    if sampled and step.logprobs is None:
+        yield not_declared("LAW", "identical distributions", "logprobs=lambda model, batch: …")
+        return
     key = step.roles["teacher"]
     with probe.kicked():
-        usual_loss, usual = probe.read().loss, probe.gradient()
+        base = on_policy(probe) if sampled else step.batch
         with seeded(step.seed), torch.no_grad():
-            own = step.student(step.model, fresh(step.batch))
-        batch = {**step.batch, key: own.detach().to(step.batch[key].dtype).reshape(step.batch[key].shape)}
-        reading = probe.read(batch)
-    loss, gradient = reading.loss, reading.gradient
-    scale = max(abs(usual_loss), 1e-12)
-    # A divergence is quadratic at its zero, so its gradient there is of the order of sqrt(eps) at worst.
-    room = max(probe.tolerance, torch.finfo(own.dtype).eps ** 0.5 if own.is_floating_point() else 1e-3)
-    pull = gradient.norm() / max(usual.norm(), 1e-300)
-    yield LAW.finding(
-        "identical distributions",
-        f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull:.2g} of the usual",
-        "0 and 0",
-        abs(loss) <= room * max(scale, 1.0) and pull <= room and gradient.finite(),
-        "A student that equals its teacher is still pushed: mixture weights are swapped, log-probs are mixed in "
-        "place of probabilities, supports differ, or a temperature is applied to one side only.",
-    )
+            own = step.student(step.model, fresh(step.batch)).detach()
+        twin = own.to(step.batch[key].dtype).reshape(step.batch[key].shape)
+        same = probe.kept_batch("the student as its teacher", lambda: {**base, key: twin})
+        # A divergence is quadratic at its zero, so its gradient there is of the order of sqrt(eps) at worst.
+        room = max(probe.tolerance, torch.finfo(own.dtype).eps ** 0.5 if own.is_floating_point() else 1e-3)
+        pull = weakest(probe, base, same, room)
+        if pull is not None:
+            usual_loss, loss = pull.part.loss(probe, base), pull.part.loss(probe, same)
+            scale = max(abs(usual_loss), 1e-12)
+            least = -room * max(scale, 1.0) <= loss <= max(usual_loss, 0.0) + room * max(scale, 1.0)
+            outcome = pull.size <= room and pull.finite and least
+            mixing = None if outcome else mixer(probe, pull.part, base, same, room)
+            measured = f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull.size:.2g} of the usual"
+            if mixing is not None:
+                name, value = mixing
+                yield Finding(
+                    "LAW", "identical distributions", measured, "0 and 0", "not declared",
+                    f"At {name} = {value:g} nothing is left: {name} mixes another loss in. Declare "
+                    f'pure={{"{name}": {value}}} and the divergence alone is checked.',
+                )  # fmt: skip
+            else:
+                yield LAW.finding(
+                    "identical distributions",
+                    measured,
+                    "0 (or the teacher's entropy) and 0",
+                    outcome,
+                    "A student that equals its teacher is still pushed: mixture weights are swapped, log-probs are "
+                    "mixed in place of probabilities, supports differ, a temperature is applied to one side only, or "
+                    "another term is in the loss: declare it in terms, or pure={…} where a weight mixes the two.",
+                )
+        whole = probe.read(base)
+    size = pull.usual.norm() if pull is not None else 0.0
     yield LAW.finding(
         "different distributions",
-        f"cost {usual_loss:.2g}, gradient {usual.norm():.2g}",
+        f"cost {whole.loss:.2g}, gradient {size:.2g}",
         "not 0",
-        usual.norm() > 0,
+        size > 0,
         "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not "
         "special-cased), or a softmax runs over an axis of length 1.",
     )
-    yield from _bounded(probe, key)
+    if pull is not None:
+        yield from _turned(probe, pull.part, key, own)
 
 
-def _bounded(probe: Probe, key: str) -> Iterator[Finding]:
-    """GJS_α ≤ H(α): swapped outer weights break it, at any α but ½."""
+def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding]:
+    """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. One that is several times
+    larger near both ends than in the middle has its outer weights swapped against its mixture's; other divergences
+    with a setting of that name rise or fall from one end to the other."""
     step = probe.step
-    knob = next((k for k in ("alpha", "beta", "jsd_beta", "jsd_alpha") if isinstance(step.knobs.get(k), float)), None)
-    if knob is None or not 0 < float(step.knobs[knob]) < 1 or step.batch[key].ndim < 3:
+    teacher: Tensor = step.batch[key]
+    found = [k for k, v in step.knobs.items() if last(k) in WEIGHTS and isinstance(v, float) and 0 < v < 1]
+    knob = next((k for k in found if k not in part.knobs), None)
+    if knob is None or part.less is not None or teacher.ndim < 3 or not teacher.is_floating_point():
         return
-    alpha = 0.1
-    entropy = -alpha * math.log(alpha) - (1 - alpha) * math.log(1 - alpha)
-    far = torch.full_like(step.batch[key], -40.0)
-    lowest = step.batch[key].argmin(-1, keepdim=True)
-    far = far.scatter(-1, lowest, 40.0)
-    twice = probe.gradient(edits.repeat_rows(step)).best_scale(probe.gradient())
-    if abs(twice - 1) > 0.01:
-        return  # a sum, not a mean: its bound depends on how many tokens there are
-    value = probe.look({**step.batch, key: far}, {knob: alpha}).loss
+    far = {**step.batch, key: elsewhere(teacher, own.reshape(teacher.shape))}
+    try:
+        values = [probe.look(far, {**part.knobs, knob: at}).loss for at in ENDS]
+    except Exception:
+        return  # the step refuses such weights: it is no mixture's share
+    middle = max(abs(values[1]), 1e-300)
+    ends = [values[0] / middle, values[2] / middle]
     yield LAW.finding(
-        f"bound at {knob} = {alpha}",
-        f"{value:.3g} for a teacher far away",
-        f"≤ H({alpha}) = {entropy:.3g}, above 0",
-        0 < value <= entropy * 1.01,
-        "A generalised Jensen–Shannon divergence cannot exceed the binary entropy of its weight: the mixture's "
-        "weights are swapped against the outer ones, a factor is lost, or it is another divergence than its setting "
-        "says.",
+        f"a mixture's weight {knob}",
+        f"{ends[0]:.2g} and {ends[1]:.2g} times the value at ½, near 0 and near 1, for a teacher far away",
+        "not larger near both ends",
+        not all(TURNED[0] < end < TURNED[1] for end in ends),
+        "A generalised Jensen–Shannon divergence is largest at ½ and fades towards both ends of its weight. This one "
+        "grows: the mixture's weights are swapped against the outer ones.",
     )
 
 
-def _pair(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    chosen, rejected = step.batch[step.roles["chosen"]], step.batch[step.roles["rejected"]]
-    if chosen.shape != rejected.shape:
-        yield Finding(
-            "LAW",
-            "identical pairs",
-            "shapes differ",
-            "-",
-            "not applicable",
-            "chosen and rejected are padded differently.",
-        )
-        return
-    batch: edits.Batch = dict(step.batch)
-    batch[step.roles["rejected"]] = chosen.clone()
-    for key in list(batch):  # masks, labels and attention go with their ids
-        twin = key.replace("rejected", "chosen")
-        if "rejected" in key and twin in batch and key not in (step.roles.get("reference_rejected"),):
-            batch[key] = batch[twin]
-    if {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-        batch[step.roles["reference_rejected"]] = batch[step.roles["reference_chosen"]]
-    with probe.kicked():
-        usual = probe.gradient(None, quiet_knobs(probe))
-        same = probe.gradient(batch, quiet_knobs(probe))
-    pull = same.norm() / max(usual.norm(), 1e-300)
-    yield LAW.finding(
-        "identical pairs",
-        f"gradient {pull:.2g} of the usual",
-        "0",
-        pull <= probe.tolerance,
-        "A pair whose two answers are one text has nothing to prefer, yet it pulls: roles are mixed up, one side is "
-        "masked or normalised differently, or another term is in the loss.",
-    )
-    yield from _margin(probe)
-
-
-def _margin(probe: Probe) -> Iterator[Finding]:
-    """Descending the loss must widen the margin; and at the reference every pair pulls alike."""
-    step = probe.step
-    if step.logprobs is None:
-        yield not_declared("DR", "the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
-        return
-    with probe.kicked():
-        wider = _margin_gradient(probe, step.batch)
-        down = probe.gradient()
-        cosine = -down.dot(wider) / max(down.norm() * wider.norm(), 1e-300)
-        yield LAW.finding(
-            "descending widens the margin",
-            f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)",
-            "above 0",
-            cosine > 0.05,
-            "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.",
-        )
-        if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-            return
-        with seeded(step.seed), torch.no_grad():
-            chosen, rejected = step.logprobs(step.model, fresh(step.batch))
-        keys = step.roles["reference_chosen"], step.roles["reference_rejected"]
-        at = {**step.batch, keys[0]: chosen.detach(), keys[1]: rejected.detach()}
-        gradient = probe.gradient(at)
-    alike = abs(gradient.dot(wider)) / max(gradient.norm() * wider.norm(), 1e-300)
-    yield LAW.finding(
-        "at the reference every pair pulls alike",
-        f"cosine {alike:.3f} between ∇L and the plain sum over pairs",
-        "1",
-        alike > 1 - max(probe.tolerance, 1e-2),
-        "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
-        "reference enters with the wrong sign, on the wrong side, or normalised differently.",
-    )
-
-
-def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
-    assert probe.step.logprobs is not None
-    probe.cost += 1
-    with seeded(probe.step.seed), torch.enable_grad():
-        chosen, rejected = probe.step.logprobs(probe.step.model, fresh(batch))
-    found = probe.differentiate((chosen - rejected).sum(), list(probe.parameters.values()))
-    return Gradient(dict(zip(probe.parameters, found, strict=True)))
+def elsewhere(teacher: Tensor, own: Tensor) -> Tensor:
+    """A teacher that puts everything where the student puts least, in its own form."""
+    lowest = own.argmin(-1, keepdim=True)
+    if edits._probability_like(teacher):
+        low, high = 1e-12, 1.0
+    elif edits._log_like(teacher):
+        low, high = -40.0, -1e-6
+    else:
+        low, high = -40.0, 40.0
+    return torch.full_like(teacher, low).scatter(-1, lowest, high)
 
 
 LAW = Law(
     code="LAW",
     name="identical",
-    sentence="Identical distributions cost 0 and pull nowhere; so do identical pairs; different ones do not cost 0.",
-    needs="roles teacher and student=fn, or roles chosen and rejected",
-    how="The teacher is replaced by the student's own output, the rejected answer by the chosen one.",
-    traps="In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype.",
+    sentence="Identical distributions cost least and pull nowhere; different ones do pull.",
+    needs="roles teacher and student=fn; terms, or pure={setting: value}, where another loss is mixed in",
+    how="The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.",
+    traps="In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the "
+    "teacher's entropy as its value. A weight named alpha may mix a likelihood in: its own end is found and asked for.",
     caught="a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture "
     "weights",
     check=check,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
-from earnest.audit.probe import Probe
+from earnest.audit.probe import Probe, seeded
+from earnest.audit.step import Raises, Step
 from earnest.audit.verdict import Finding
 
 
@@ -27,13 +29,16 @@ def check(probe: Probe) -> Iterator[Finding]:
             )  # fmt: skip
             return
         for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
-            yield _must_matter(probe, role, _change(probe, base, origin, role, 100 + salt))
+            yield _values(probe, base, origin, role, 100 + salt)
         if "correct" in step.roles:
             yield _must_matter(probe, "correct", _largest(probe, base, origin))
-        if "mask" in step.roles:
-            yield _must_matter(probe, "mask", origin.distance(probe.gradient(_thin_mask(probe, base))))
+        for role in ("mask", "chosen_mask", "rejected_mask"):
+            if role in step.roles:
+                yield _must_matter(probe, role, origin.distance(probe.gradient(_thin_mask(probe, base, role))))
         if "labels" in step.roles:
-            yield _must_matter(probe, "labels", origin.distance(probe.gradient(_other_labels(probe, base))))
+            yield _labels(probe, base, origin)
+        if (other := _other_positions(probe, base)) is not None:
+            yield _must_matter(probe, "positions", origin.distance(probe.gradient(other)))
         for role in ("ids", "attention", "chosen", "rejected"):
             if (other := _other_context(probe, base, role)) is not None:
                 yield _must_matter(probe, role, origin.distance(probe.gradient(other)))
@@ -41,19 +46,56 @@ def check(probe: Probe) -> Iterator[Finding]:
         if "reference" in step.roles or "reference_chosen" in step.roles:
             yield not_declared("IG", "the reference policy", "reference=lambda: …, what the reference says now,")
         return
-    yield _reference_stays(probe)
+    yield from _reference_stays(probe)
 
 
-def _must_matter(probe: Probe, role: str, change: float) -> Finding:
+def _must_matter(probe: Probe, role: str, change: float, how: str = "") -> Finding:
     matters = change > 4 * probe.noise()
     return LAW.finding(
         f"input {role} ({probe.step.roles[role]})",
-        f"changing it moved the gradient by {change:.2g}",
+        f"changing it moved the gradient by {change:.2g}{how}",
         "above the step's noise" if probe.noise() else "above 0",
         matters,
         f"The gradient does not depend on {probe.step.roles[role]!r} at all: the value is ignored, overwritten, or "
         "only used under a detach. What is trained is another objective than the one that reads it.",
     )
+
+
+def _values(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: int) -> Finding:
+    """What other values do: usual ones, then far ones (a hinge feels its reference only beyond its corner), then with
+    the weights that are 0 awake (a KL of weight 0 reads no reference)."""
+    change = _change(probe, base, origin, role, salt)
+    if change > 4 * probe.noise():
+        return _must_matter(probe, role, change)
+    for batch in _far(probe, base, role) if role in edits.LOGPROBS else ():
+        change = origin.distance(probe.gradient(batch))
+        if change > 4 * probe.noise():
+            return _must_matter(probe, role, change, ", far away")
+    if asleep := _asleep(probe.step):
+        other = edits.perturb(probe.step, base, role, edits.generator(probe.step, salt))
+        change = probe.gradient(base, asleep).distance(probe.gradient(other, asleep))
+        awake = " and ".join(f"{k} = {v:g}" for k, v in asleep.items())
+        return _must_matter(probe, role, change, f", at {awake} (it is 0)")
+    return _must_matter(probe, role, change)
+
+
+def _far(probe: Probe, base: edits.Batch, role: str) -> Iterator[edits.Batch]:
+    """Much less likely rows and almost certain ones, of this role alone and with the other references far as well."""
+    roles = [r for r in edits.LOGPROBS if r in probe.step.roles]
+    for factors in ({role: 30.0}, {role: 1e-3}, {r: 30.0 if r == role else 10.0 for r in roles}):
+        batch = dict(base)
+        for name, factor in factors.items():
+            key = probe.step.roles[name]
+            where = edits.fit(edits.supervised(probe.step, base), base[key])
+            far = (base[key] * factor).to(base[key].dtype)
+            batch[key] = far if where is None else torch.where(where, far, base[key])
+        yield batch
+
+
+def _asleep(step: Step) -> dict[str, float]:
+    """Declared weights that are 0, at 1."""
+    knobs = [t.knob if isinstance(t, Raises) else t for t in step.terms.values()]
+    return {k: 1.0 for k in [*knobs, *step.switches] if not step.knobs[k]}
 
 
 def _change(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: int) -> float:
@@ -83,17 +125,41 @@ def _largest(probe: Probe, base: edits.Batch, origin: Gradient) -> float:
     return change
 
 
-def _thin_mask(probe: Probe, batch: edits.Batch) -> edits.Batch:
+def _thin_mask(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch:
     """Silence every second supervised token of a row; of the batch, where no row has two. Never all of it."""
-    key = probe.step.roles["mask"]
-    mask = batch[key].clone()
-    places = (mask != 0).nonzero()
+    key = probe.step.roles[role]
+    return {**batch, key: torch.where(_every_second(batch[key] != 0), torch.zeros_like(batch[key]), batch[key])}
+
+
+def _every_second(on: Tensor) -> Tensor:
+    places = on.nonzero()
     row = places[:, 0]
     first = torch.searchsorted(row.contiguous(), row.contiguous())
     within = places[(torch.arange(len(places), device=row.device) - first) % 2 == 1]
     drop = within if len(within) else places[1::2] if len(places) > 1 else places
-    mask[tuple(drop.T)] = 0
-    return {**batch, key: mask}
+    dropped = torch.zeros_like(on)
+    dropped[tuple(drop.T)] = True
+    return dropped
+
+
+def _labels(probe: Probe, base: edits.Batch, origin: Gradient) -> Finding:
+    """Other targets; or, where labels only say where and the ids say what, fewer of them."""
+    change = origin.distance(probe.gradient(_other_labels(probe, base)))
+    if change > 4 * probe.noise():
+        return _must_matter(probe, "labels", change)
+    key = probe.step.roles["labels"]
+    fewer = torch.where(_every_second(base[key] != -100), torch.full_like(base[key], -100), base[key])
+    return _must_matter(
+        probe, "labels", origin.distance(probe.gradient({**base, key: fewer})), ", by where they stand alone"
+    )
+
+
+def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
+    """Every row's positions in reverse: legal ones, and further apart from each other for no pair of tokens alike."""
+    value = probe.step.value("positions")
+    if value is None or value.ndim < 2 or torch.equal(value, value.flip(-1)):
+        return None
+    return {**batch, probe.step.roles["positions"]: value.flip(-1)}
 
 
 def _other_labels(probe: Probe, batch: edits.Batch) -> edits.Batch:
@@ -106,7 +172,7 @@ def _other_labels(probe: Probe, batch: edits.Batch) -> edits.Batch:
 
 
 def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch | None:
-    """Other tokens, or fewer visible ones, in front of the first supervised position (anywhere if that is unknown)."""
+    """Other tokens, or fewer visible ones, where no loss is taken and some follows (anywhere if that is unknown)."""
     step = probe.step
     value = step.value(role)
     if value is None or value.ndim != 2:
@@ -125,7 +191,9 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
     if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
         # Only the context: a token that is a target as well would be felt through the target alone.
         target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
-        context = real & (target.cumsum(-1) == 0)
+        # Packed rows have prompts behind answers too, so any token that some answer follows is one.
+        follows = target.flip(-1).cumsum(-1).flip(-1) > 0
+        context = real & (target == 0) & follows
         real = context if bool(context.any()) else real
     # Rows of one prompt share their context, so tokens are drawn from the whole batch.
     order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
@@ -133,17 +201,30 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
     return {**batch, step.roles[role]: torch.where(real, other, value)}
 
 
-def _reference_stays(probe: Probe) -> Finding:
-    reference = probe.step.reference
+def _reference_stays(probe: Probe) -> Iterator[Finding]:
+    """The reference is one function: the same under another seed, and when the policy has moved."""
+    reference, seed = probe.step.reference, probe.step.seed
     assert reference is not None
-    with torch.no_grad():
-        before = reference().detach().clone()
-        again = reference().detach().clone()
-        with probe.kicked(0.2):
-            after = reference().detach().clone()
-    noise = float((before - again).abs().max())
-    change = float((before - after).abs().max())
-    return LAW.finding(
+
+    def says(at: int) -> Tensor:
+        with torch.no_grad(), seeded(at):
+            return reference().detach().clone()
+
+    before, redrawn = says(seed), says(seed + 1)
+    with probe.kicked(0.2):
+        after = says(seed)
+    noise = _apart(before, says(seed))
+    drawn, change = _apart(before, redrawn), _apart(before, after)
+    if drawn > 4 * noise:
+        yield LAW.finding(
+            "the reference policy, drawn again",
+            f"another seed moved it by {drawn:.2g}",
+            "0",
+            False,
+            "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every "
+            "KL and every margin. Call .eval() on it.",
+        )
+    yield LAW.finding(
         "the reference policy",
         f"kicking the policy moved it by {change:.2g}",
         "0",
@@ -154,14 +235,21 @@ def _reference_stays(probe: Probe) -> Finding:
     )
 
 
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference; equal infinities are none."""
+    return float(torch.where(a == b, torch.zeros_like(a), a - b).abs().max()) if a.numel() else 0.0
+
+
 LAW = Law(
     code="IG",
     name="inputs",
-    sentence="The gradient depends on every declared input, and the reference does not move when the policy does.",
+    sentence="The gradient depends on every declared input; the reference is one function, and does not move when the "
+    "policy does.",
     needs="roles; reference=… for the reference policy",
     how="Each input is changed where the loss is taken, from a kicked, off-policy state, and the gradient must change.",
     traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has no gradient: both are left "
-    "first.",
+    "first. A hinge feels its reference beyond its corner only, and a term of weight 0 reads nothing: far values and "
+    "a weight of 1 are tried before anything is said.",
     caught="SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534",
     check=check,
 )

@@ -9,9 +9,12 @@ from typing import Any
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
+from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
 from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding, unchecked
+
+GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -27,9 +30,10 @@ def check(probe: Probe) -> Iterator[Finding]:
             return
         weights = {t.knob if isinstance(t, Raises) else t for t in step.terms.values()}
         for knob, value in step.knobs.items():
-            if knob in weights:
-                continue  # a weight is asked for more below
-            yield _knob(probe, base, origin, knob, value)
+            if knob in step.inert:
+                yield _inert(probe, base, origin, knob, value)
+            elif knob not in weights:  # a weight is asked for more below
+                yield from _knob(probe, base, origin, knob, value)
         for option, modes in step.options.items():
             yield from _modes(probe, base, origin, option, list(modes))
         for metric, term in step.terms.items():
@@ -48,7 +52,29 @@ def candidates(value: Any) -> list[Any]:
     return []
 
 
-def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Finding:
+def _inert(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Finding:
+    """A chunk's length must not matter, above all a short one, which leaves a remainder."""
+    others = [3 if value != 3 else 2, value * 4 + 3] if type(value) is int else candidates(value)[:2]
+    changes: dict[Any, float] = {}
+    for other in others:
+        try:
+            changes[other] = origin.distance(probe.gradient(base, {knob: other}))
+        except Exception:
+            continue  # the step refuses this value, as it may
+    if not changes:
+        return Finding("KG", f"knob {knob}", f"no other legal value of {value!r} was found", "-", "not applicable")
+    worst = max(changes, key=lambda k: changes[k])
+    return LAW.finding(
+        f"knob {knob}",
+        f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
+        f"≤ {probe.tolerance:.1g}, declared inert",
+        changes[worst] <= probe.tolerance,
+        f"{knob} is declared to change nothing, and it does: means of chunks are averaged although chunks differ in "
+        "size, or a remainder is dropped.",
+    )
+
+
+def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Iterator[Finding]:
     tried: list[Any] = []
     for batch in (base, edits.opposite(probe.step, base)):  # one side of a clip acts on one sign of the advantage
         if batch is None:
@@ -62,26 +88,44 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
             tried.append(other)
             if gradient.finite() and probe.differs(present, gradient):
                 moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
-                return LAW.finding(f"knob {knob}", moved, "above 0", True)
+                yield LAW.finding(f"knob {knob}", moved, "above 0", True)
+                if not isinstance(value, bool) and value and 0.5 <= other / value <= 2:
+                    yield from _vanished(knob, value, other, present.norm(), gradient.norm())
+                return
     if not tried:
-        return Finding(
-            "KG",
-            f"knob {knob}",
-            f"no other legal value of {value!r} was found",
-            "-",
-            "not declared",
+        yield Finding(
+            "KG", f"knob {knob}", f"no other legal value of {value!r} was found", "-", "not declared",
             "Declare it in options, with its modes.",
+        )  # fmt: skip
+    elif last(knob) in LOW + HIGH + BEYOND and probe.step.ratio_role not in probe.step.roles:
+        yield Finding(
+            "KG", f"knob {knob}", "no change", "-", "not declared",
+            "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
+            f'step is on-policy by design, inert=("{knob}",).',
+        )  # fmt: skip
+    else:
+        yield LAW.finding(
+            f"knob {knob}",
+            f"{value} → {', '.join(f'{t:g}' for t in dict.fromkeys(tried))} left the gradient bit-equal"
+            if not probe.noise()
+            else "no change above the noise",
+            "a change",
+            False,
+            f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
+            f'without a gradient. Where it is meant to change nothing (a chunk length), declare inert=("{knob}",).',
         )
-    return LAW.finding(
-        f"knob {knob}",
-        f"{value} → {', '.join(f'{t:g}' for t in dict.fromkeys(tried))} left the gradient bit-equal"
-        if not probe.noise()
-        else "no change above the noise",
-        "a change",
-        False,
-        f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
-        "without a gradient.",
-    )
+
+
+def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Iterator[Finding]:
+    """A setting whose present value all but ends the training, where one within a factor of two does not."""
+    if here < GONE * there:
+        yield LAW.finding(
+            f"knob {knob}, its present value",
+            f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}",
+            f"≥ {GONE:g}",
+            False,
+            f"{knob} = {value:g} trains next to nothing: an end of its range is clamped instead of treated by itself.",
+        )
 
 
 def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes: list[Any]) -> Iterator[Finding]:
@@ -143,12 +187,13 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
 LAW = Law(
     code="KG",
     name="knobs",
-    sentence="The gradient depends on every knob, every mode of an option differs from the others, a weight weighs "
-    "its term.",
-    needs="knobs, options, terms",
+    sentence="The gradient depends on every knob and not on inert ones, every mode of an option differs from the "
+    "others, a weight weighs its term.",
+    needs="knobs, options, terms; inert for what must not matter",
     how="Gradients (never loss values) at other values of the knob, from a kicked, off-policy state.",
     traps="A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not "
     "sufficient: a sign or swapped modes pass here and fail elsewhere.",
-    caught="SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha)",
+    caught="SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means "
+    "of chunks), verl-recipe #151 (an end of β that is clamped)",
     check=check,
 )

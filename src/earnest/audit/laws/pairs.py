@@ -1,0 +1,231 @@
+"""LAW, preferences: a pair whose answers are one text pulls nowhere, and descending widens the margin.
+
+chosen = rejected, token by token   →   gradient 0
+lp = reference                      →   every pair pulls alike, towards a wider margin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law, not_declared
+from earnest.audit.laws.clip_names import last
+from earnest.audit.laws.parts import Part, Pull, mixer, weakest
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.step import Step
+from earnest.audit.verdict import Finding
+
+REFERENCES = ("reference_chosen", "reference_rejected")
+SMOOTHING = ("label_smoothing", "label_smoothing_factor", "smoothing")
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if not {"chosen", "rejected"} <= step.roles.keys():
+        return
+    with probe.kicked():
+        pull = None
+        if not step.pairwise:
+            why = "each answer is weighed by itself, by declaration"
+            yield Finding("LAW", "identical pairs", why, "-", "not applicable")
+        elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
+            why = "chosen and rejected are padded differently."
+            yield Finding("LAW", "identical pairs", "shapes differ", "-", "not applicable", why)
+        else:
+            same = probe.kept_batch("identical pairs", lambda: _one_text(step))
+            pull = weakest(probe, step.batch, same, probe.tolerance)
+            yield from _identical(probe, pull, same)
+        if step.logprobs is None:
+            yield not_declared("DR", "the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
+        else:
+            yield from _margin(probe, pull.part if pull is not None else Part("the loss", {}))
+        yield from _smoothing(probe, pull)
+
+
+def sides(step: Step) -> list[tuple[str, str]]:
+    """Keys of the batch that belong together: by their roles, and by their names."""
+    found = [(step.roles[r], step.roles[r.replace("chosen", "rejected")]) for r in step.roles
+             if "chosen" in r and r.replace("chosen", "rejected") in step.roles]  # fmt: skip
+    named = [(k, k.replace("chosen", "rejected")) for k in step.batch if "chosen" in k]
+    return list(dict.fromkeys([*found, *((c, r) for c, r in named if r in step.batch)]))
+
+
+def _one_text(step: Step) -> edits.Batch:
+    """Every rejected answer is its rival's text, with that one's masks and reference."""
+    return {**step.batch, **{rejected: step.batch[chosen] for chosen, rejected in sides(step)}}
+
+
+def _identical(probe: Probe, pull: Pull | None, same: edits.Batch) -> Iterator[Finding]:
+    if pull is None:
+        yield Finding("LAW", "identical pairs", "no gradient: GL says so", "-", "not applicable")
+        return
+    measured, outcome = f"gradient {pull.size:.2g} of the usual", pull.size <= probe.tolerance
+    why = None
+    if not outcome:
+        if _by_itself(probe, pull.part):
+            why = (
+                "The same constant on both reference log-probs changes the gradient: each answer is weighed by itself. "
+                "Where that is meant (SPPO, NCA, BCO), declare pairwise=False."
+            )
+        elif mixing := mixer(probe, pull.part, probe.step.batch, same, probe.tolerance):
+            knob, end = mixing
+            why = f"At {knob} = {end:g} nothing is left: {knob} weighs another term. Declare it in terms or switches."
+    if why is not None:
+        yield Finding("LAW", "identical pairs", measured, "0", "not declared", why)
+        return
+    yield LAW.finding(
+        "identical pairs",
+        measured,
+        "0",
+        outcome,
+        "A pair whose two answers are one text has nothing to prefer, yet it pulls: roles are mixed up, one side is "
+        "masked or normalised differently, or another term is in the loss (declare it in terms or switches; where each "
+        "answer is weighed by itself, pairwise=False).",
+    )
+
+
+def _by_itself(probe: Probe, part: Part) -> bool:
+    """Whether both references together matter: in a margin their common part cancels."""
+    step = probe.step
+    if not set(REFERENCES) <= step.roles.keys():
+        return False
+    keys = [step.roles[r] for r in REFERENCES]
+    # Another amount for each pair: a batch's mean may be taken off.
+    size = max(float(step.batch[k].float().abs().mean()) for k in keys) / 2
+    shift = size * torch.rand(step.batch[keys[0]].shape, generator=edits.generator(step, 31))
+    moved = {**step.batch, **{k: step.batch[k] - shift.to(step.batch[k].device, step.batch[k].dtype) for k in keys}}
+    # Rounding: a shift that cancels exactly still moves fp32 margins by eps times their parts.
+    return part.gradient(probe, step.batch).distance(part.gradient(probe, moved)) > max(1e-3, probe.tolerance)
+
+
+def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
+    """Descending the loss must widen the margin; and at the reference every pair pulls alike."""
+    step = probe.step
+    wider = _margin_gradient(probe, step.batch)
+    cosine = -_cosine(part.gradient(probe, step.batch), wider)
+    referred = set(REFERENCES) <= step.roles.keys()
+    alike = _at_reference(probe, part, wider) if referred else 0.0
+    measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
+    if referred and cosine <= 0.05:  # a margin beyond its target (IPO) is lawfully drawn back; at the reference none is
+        measured += f", {-alike:+.2f} at the reference"
+    yield LAW.finding(
+        "descending widens the margin",
+        measured,
+        "above 0",
+        cosine > 0.05 or (referred and alike < -0.05),
+        "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.",
+    )
+    if not referred:
+        return
+    if not step.pairwise or step.value_is_loss is False:
+        why = "pairs weigh differently by declaration"
+        yield Finding("LAW", "at the reference every pair pulls alike", why, "-", "not applicable")
+        return
+    enough = 1 - max(probe.tolerance, 1e-2)
+    if abs(alike) <= enough and _by_itself(probe, part):
+        yield Finding(
+            "LAW", "at the reference every pair pulls alike", f"cosine {abs(alike):.3f}", "1", "not declared",
+            "Each answer is weighed by itself against the reference. Where that is meant, declare pairwise=False.",
+        )  # fmt: skip
+        return
+    yield LAW.finding(
+        "at the reference every pair pulls alike",
+        f"cosine {abs(alike):.3f} between ∇L and the plain sum over pairs",
+        "1",
+        abs(alike) > enough,
+        "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
+        "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights of "
+        "their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach).",
+    )
+
+
+def _at_reference(probe: Probe, part: Part, wider: Gradient) -> float:
+    """The cosine between ∇L and the margins' gradient where the policy is its own reference. Cached references may be
+    sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
+    step = probe.step
+    assert step.logprobs is not None
+    with seeded(step.seed), torch.no_grad():
+        now = [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
+    keys = [step.roles[r] for r in REFERENCES]
+    ones = (
+        {step.roles["weights"]: torch.ones_like(step.batch[step.roles["weights"]])} if "weights" in step.roles else {}
+    )
+
+    def cosine(values: list[Tensor]) -> float:
+        at = {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
+        return _cosine(part.gradient(probe, {**step.batch, **ones, **at}), wider)
+
+    found = cosine(now)
+    masks = [step.value(role) for role in ("chosen_mask", "rejected_mask")]
+    if abs(found) <= 1 - max(probe.tolerance, 1e-2) and all(m is not None for m in masks):
+        lengths = [m.sum(-1).clamp_min(1) for m in masks if m is not None]
+        if all(n.shape == v.shape for n, v in zip(lengths, now, strict=True)):
+            again = cosine([v * n for v, n in zip(now, lengths, strict=True)])
+            found = max(found, again, key=abs)
+    return found
+
+
+def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
+    assert probe.step.logprobs is not None
+    probe.cost += 1
+    with seeded(probe.step.seed), torch.enable_grad():
+        chosen, rejected = probe.step.logprobs(probe.step.model, fresh(batch))
+    found = probe.differentiate((chosen - rejected).sum(), list(probe.parameters.values()))
+    return Gradient(dict(zip(probe.parameters, found, strict=True)))
+
+
+def _smoothing(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
+    """L(chosen, rejected; ε) pulls where L(rejected, chosen; 1 - ε) does: a wrong label is a swapped pair. A target
+    margin keeps the two from being equal, not from pointing one way."""
+    step = probe.step
+    knob = next((k for k, v in step.knobs.items() if last(k) in SMOOTHING and isinstance(v, float)), None)
+    keys = sides(step)
+    apart = {k for pair in keys for k in pair}
+    told = all(k in apart for k in step.batch if "chosen" in k or "rejected" in k)
+    if knob is None or pull is None or not told or not {step.roles["chosen"], step.roles["rejected"]} <= apart:
+        return
+    swapped = dict(step.batch)
+    for chosen, rejected in keys:
+        swapped[chosen], swapped[rejected] = step.batch[rejected], step.batch[chosen]
+    knobs = pull.part.knobs
+    try:
+        here = probe.gradient(step.batch, {**knobs, knob: 0.1})
+        there = probe.gradient(swapped, {**knobs, knob: 0.9})
+    except Exception:
+        return  # the step refuses more than half of the labels wrong, as it may
+    if not (here.finite() and there.finite() and here.norm() > 0 and there.norm() > 0):
+        return
+    cosine = _cosine(here, there)
+    yield LAW.finding(
+        f"swapped answers at 1 - {knob}",
+        f"cosine {cosine:+.2f} to the answers as they are at {knob} = 0.1",
+        "above 0",
+        cosine > 0,
+        f"{knob} is the share of pairs whose label is wrong, so swapping the answers and the share changes nothing. "
+        "Here it turns the gradient round: the smoothed part has a wrong sign, or does not swap the answers.",
+    )
+
+
+def _cosine(a: Gradient, b: Gradient) -> float:
+    return a.dot(b) / max(a.norm() * b.norm(), 1e-300)
+
+
+LAW = Law(
+    code="LAW",
+    name="pairs",
+    sentence="A pair of one text pulls nowhere, descending widens the margin, at the reference every pair pulls alike.",
+    needs="roles chosen and rejected; logprobs=fn for the margin; terms or switches where another term is in the loss",
+    how="The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε "
+    "is compared with 1 - ε on swapped answers.",
+    traps="SPPO, NCA and BCO weigh each answer by itself: pairwise=False. A margin beyond its target (IPO) is drawn "
+    "back.",
+    caught="sign errors, swapped or differently masked answers, a smoothed half with a wrong sign",
+    check=check,
+    quick=False,
+)
