@@ -8,20 +8,30 @@ side
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
-from earnest.audit.laws.on_policy import HIGH, LOW, last, on_policy, quiet_knobs, whitening
+from earnest.audit.laws.clip_names import HIGH, LOW, clips, last
+from earnest.audit.laws.on_policy import on_policy, quiet_knobs, whitening
+from earnest.audit.laws.ratio import at_one, pull, slopes
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
+
+INSIDE = 0.3  # of the usual pull: soft clips fade inside their range, a lost sign or a wrong bound is at 0
+Case = tuple[float, int]
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.kind != "policy gradient" or step.ratio_role not in step.roles:
+        return
+    if not {"advantages", "rewards"} & step.roles.keys():
+        yield not_declared("LAW", "clip", 'roles={"advantages": …} (or "rewards")')
         return
     low, high = clip_range(probe)
     if low is None or high is None:
@@ -33,18 +43,23 @@ def check(probe: Probe) -> Iterator[Finding]:
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
     with probe.kicked():
-        how = whitening(probe, on_policy(probe), quiet_knobs(probe))
+        how = whitening(probe, on_policy(probe), quiet_knobs(probe)) if "advantages" in step.roles else None
         if how is not None:  # the sign that a row is given is not the sign that its ratio meets
             yield Finding("LAW", "clip", how, "-", "not applicable")
             return
-        pulls = _pulls(probe, cases)
-    if pulls is None:
-        yield Finding(
-            "LAW", "clip", "behaviour has no slope", "-", "not applicable", "The ratio is under a stop-gradient."
-        )
+        pulls = _pulls(probe, cases, quiet_knobs(probe))
+        if isinstance(pulls, str):
+            yield Finding("LAW", "clip", pulls, "-", "not applicable")
+            return
+        other = None
+        if pulls[0] <= INSIDE or pulls[2] <= 0.1:
+            other = _silencer(probe, cases)
+    inside, done, undone = pulls
+    if other is not None:
+        why = f"{other} silences tokens here, and not the clip."
+        yield Finding("LAW", "clip", f"silent inside its range, unless {other} is far away", "-", "not applicable", why)
         return
-    inside, done, undone = min(pulls[:2]), max(pulls[2:4]), min(pulls[4:])
-    yield _finding("inside the clip range", inside, "every token pulls", inside > 0.3)
+    yield _finding("inside the clip range", inside, "every token pulls", inside > INSIDE)
     yield _finding("outside, already done", done, "pulls less than inside", done < 0.7)
     yield _finding("outside, to be undone", undone, "pulls", undone > 0.1)
 
@@ -56,8 +71,26 @@ def _finding(subject: str, measured: float, expected: str, holds: bool) -> Findi
         expected,
         holds,
         "The clip does not do what a pessimistic clip does: a bound is wrong on one side, minimum and maximum are "
-        "swapped, or one of two uses of the setting is ignored.",
+        "swapped, or one of two uses of the setting is ignored. (A threshold that silences whole rows does this too: "
+        "declare it as a knob.)",
     )
+
+
+def _silencer(probe: Probe, cases: list[Case]) -> str | None:
+    """Another setting that is inert at ratio 1 and gives the pull back when it is far away: a threshold on the distance
+    to the sampler, say, whose silence is not the clip's."""
+    step, quiet = probe.step, quiet_knobs(probe)
+    for knob, value in step.knobs.items():
+        known = knob in quiet or knob in clips(step) or isinstance(value, bool)
+        if known or not isinstance(value, int | float) or not value or not probe.afford(3, keep=0):
+            continue
+        far = {**quiet, knob: value * 1000}
+        if not probe.same(at_one(probe).gradient, probe.gradient(on_policy(probe), far)):
+            continue
+        again = _pulls(probe, cases, far)
+        if not isinstance(again, str) and again[0] > INSIDE and again[2] > 0.1:
+            return f"{knob}={value:g}"
+    return None
 
 
 def clip_range(probe: Probe) -> tuple[float | None, float | None]:
@@ -73,57 +106,95 @@ def _value(probe: Probe, names: tuple[str, ...]) -> float | None:
     return None
 
 
-def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> list[float] | None:
-    """For every (ratio, sign): how hard a row's tokens pull there, against how hard they pull at ratio 1.
-
-    ∂L/∂lp = -∂L/∂(behaviour) wherever the ratio is differentiated, so one slope has every token's own pull.
-    """
-    step, quiet, base = probe.step, quiet_knobs(probe), on_policy(probe)
-    role = step.ratio_role
-    behaviour: Tensor = base[step.roles[role]]
-    advantages: Tensor = base[step.roles["advantages"]].abs()
-    at_one = probe.slope(role, {**base, step.roles["advantages"]: advantages}, quiet)
-    if at_one is None or not bool((at_one != 0).any()):
-        return None
-    rows = len(behaviour)
+def _pulls(probe: Probe, cases: list[Case], knobs: Mapping[str, Any]) -> tuple[float, float, float] | str:
+    """How hard tokens pull against how hard they pull at ratio 1: the least inside the range, the most where it is
+    already done, the least where it is to be undone. Or why that cannot be asked."""
+    step, base = probe.step, dict(on_policy(probe))
+    ours, here = "advantages" in step.roles, at_one(probe).inputs
+    usual, reference = pull(here), here.get("reference")
+    if ours:
+        a: Tensor = base[step.roles["advantages"]]
+        base[step.roles["advantages"]] = a.abs()
+        if usual is not None:
+            usual = usual.abs()  # linear in the advantages, which has its own law; unless one sign has no pull at all
+            on = edits.fit(edits.supervised(step), usual)
+            asked = (a != 0).reshape(len(a), -1).any(-1) & (True if on is None else on.flatten(1).any(-1))
+            if not bool(usual.flatten(1).any(-1)[asked].all()):
+                usual = pull(slopes(probe, ("behaviour", "proximal"), base, knobs).inputs)
+    if usual is None or not bool((usual != 0).any()):
+        return "the ratio is under a stop-gradient, it has no slope"
+    if reference is not None and bool((reference != 0).any()):
+        return "the rewards hold a KL to the reference, and with it the behaviour"
     found: dict[int, float] = {}
+    plans = _given_signs(probe, cases, base) if ours else _own_signs(cases, usual)
+    for chosen, sign in plans:
+        _measure(probe, cases, base, knobs, usual, chosen, sign, found)
+    pairs = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
+    if not all(pairs) or (ours and len(found) < len(cases)):
+        return "no row with a pull for every side of the clip"
+    return min(pairs[0]), max(pairs[1]), min(pairs[2])
+
+
+def _given_signs(probe: Probe, cases: list[Case], base: edits.Batch) -> Iterator[tuple[list[int], Tensor | None]]:
+    """A case for every row, and the sign that its advantage is given for it."""
+    step = probe.step
+    rows, a = len(base[step.roles[step.ratio_role]]), base[step.roles["advantages"]]
     for start in range(0, len(cases), rows):
         chosen = [(start + r) % len(cases) for r in range(rows)]
-        shape = (-1, *[1] * (behaviour.ndim - 1))
-        ratio = torch.tensor([cases[c][0] for c in chosen], dtype=behaviour.dtype, device=behaviour.device).reshape(
-            shape
-        )
-        sign = torch.tensor([cases[c][1] for c in chosen], dtype=advantages.dtype, device=advantages.device)
-        moved = behaviour - ratio.log()
-        possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
-        # The sampler's log-probs go with the trainer's, so that the gap between the two stays 0.
-        both = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
-        batch = {
-            **base,
-            **dict.fromkeys(both, torch.where(possible, moved, behaviour)),
-            step.roles["advantages"]: advantages * sign.reshape(-1, *[1] * (advantages.ndim - 1)),
-        }
-        slope = probe.slope(role, batch, quiet)
-        assert slope is not None
-        for row, case in enumerate(chosen):
-            on = possible[row] & (at_one[row] != 0)
-            usual = float((at_one[row].abs() * on).sum())
-            if usual > 0:
-                pull = float((slope[row].abs() * on).sum()) / (usual * cases[case][0])
-                found[case] = (
-                    min(found.get(case, pull), pull) if case in (0, 1, 4, 5) else max(found.get(case, pull), pull)
-                )
-    return [found[c] for c in range(len(cases))] if len(found) == len(cases) else None
+        yield chosen, torch.tensor([cases[c][1] for c in chosen], dtype=a.dtype, device=a.device)
+
+
+def _own_signs(cases: list[Case], pulls: Tensor) -> Iterator[tuple[list[int], Tensor | None]]:
+    """The step makes its advantages; their signs are those of the pull at ratio 1, and each row gets its case."""
+    up = (pulls.flatten(1).sum(-1) > 0).tolist()
+    for pair in ((0, 1), (2, 3), (4, 5)):
+        by_sign = {cases[c][1]: c for c in pair}
+        yield [by_sign[+1 if u else -1] for u in up], None
+
+
+def _measure(
+    probe: Probe,
+    cases: list[Case],
+    base: edits.Batch,
+    knobs: Mapping[str, Any],
+    usual: Tensor,
+    chosen: list[int],
+    sign: Tensor | None,
+    found: dict[int, float],
+) -> None:
+    step = probe.step
+    behaviour: Tensor = base[step.roles[step.ratio_role]]
+    shape = (-1, *[1] * (behaviour.ndim - 1))
+    ratio = torch.tensor([cases[c][0] for c in chosen], dtype=behaviour.dtype, device=behaviour.device).reshape(shape)
+    moved = behaviour - ratio.log()
+    possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
+    # The sampler's log-probs go with the trainer's, so that the gap between the two stays 0.
+    both = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    batch = {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}
+    if sign is not None:
+        a = base[step.roles["advantages"]]
+        batch[step.roles["advantages"]] = a * sign.reshape(-1, *[1] * (a.ndim - 1))
+    slope = pull(slopes(probe, ("behaviour", "proximal"), batch, knobs).inputs)
+    slope = torch.zeros_like(usual) if slope is None else slope
+    for row, case in enumerate(chosen):
+        # Of a row that has both signs, only the tokens that its case is about.
+        on = possible[row] & ((usual[row] != 0) if sign is not None else usual[row] * cases[case][1] > 0)
+        whole = float((usual[row].abs() * on).sum())
+        if whole > 0:
+            got = float((slope[row].abs() * on).sum()) / (whole * cases[case][0])
+            pick = max if case in (2, 3) else min
+            found[case] = pick(found.get(case, got), got)
 
 
 LAW = Law(
     code="LAW",
     name="clipping",
     sentence="A pessimistic clip is silent only where the ratio has already gone the way that the advantage asks.",
-    needs="a knob named like a clip, with a value below 1; roles behaviour and advantages; logprobs=fn",
+    needs="a knob named like a clip, with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn",
     how="Rows are put at ratios inside and outside the range; each token's own pull is the loss's slope by its "
-    "behaviour.",
-    traps="Soft clips (SAPO) and one-sided ones (CISPO) have settings of other names and are not asked.",
+    "behaviour and proximal together. Where the step makes its advantages, their signs are read off at ratio 1.",
+    traps="A threshold that silences rows is found among the declared knobs. Soft clips (SAPO) and one-sided ones "
+    "(CISPO) have settings of other names and are not asked.",
     caught="swapped minimum and maximum, a clip that is obeyed on one side only, TRL #4499",
     check=check,
     quick=False,

@@ -15,41 +15,17 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
+from earnest.audit.laws import clip_names
+from earnest.audit.laws.clip_names import HIGH as HIGH
+from earnest.audit.laws.clip_names import LOW as LOW
+from earnest.audit.laws.clip_names import last as last
+from earnest.audit.laws.ratio import at_one, pull, reach, shifted, wider
+from earnest.audit.laws.ratio import on_policy as on_policy
 from earnest.audit.probe import Probe, fresh, seeded
-from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
 
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift is far outside
-# A clip's settings by their usual names, and by nothing less: smooth_eps, huber_delta, reward_clip and
-# cliprange_value are other things.
-LOW = (
-    "clip",
-    "clip_low",
-    "eps",
-    "epsilon",
-    "epsilon_low",
-    "eps_low",
-    "clip_eps",
-    "clip_epsilon",
-    "clip_range",
-    "clip_range_low",
-    "cliprange",
-    "cliprange_low",
-    "eps_clip",
-    "eps_clip_low",
-    "clip_ratio",
-    "clip_ratio_low",
-)
-HIGH = (
-    "clip_high",
-    "epsilon_high",
-    "eps_high",
-    "clip_range_high",
-    "cliprange_high",
-    "eps_clip_high",
-    "clip_ratio_high",
-)
-BEYOND = ("delta", "dual_clip", "clip_dual", "clip_ratio_c", "importance_clip")  # other bounds that are inert at 1
+REINFORCE = "on-policy gradient = REINFORCE"
 MEANING = (
     "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
     "for a swapped branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are "
@@ -63,7 +39,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     quiet = quiet_knobs(probe)
     if "advantages" not in step.roles:
-        yield not_declared("LAW", "on-policy gradient", 'roles={"advantages": …}')
+        yield from _own_advantages(probe, quiet)
         return
     with probe.kicked():
         yield from _zero(probe, quiet)
@@ -77,32 +53,31 @@ def check(probe: Probe) -> Iterator[Finding]:
         with seeded(step.seed), torch.enable_grad():
             now = step.logprobs(step.model, fresh(batch))
         if how is None:
-            yield from _reinforce(probe, batch, quiet, now)
+            yield from _reinforce(probe, batch, now)
         else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
             yield Finding("LAW", "on-policy gradient = REINFORCE", how, "-", "not applicable")
-        yield _raises_what_was_better(probe, batch, quiet, now, centred=how is not None)
+        yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
 def quiet_knobs(probe: Probe) -> dict[str, Any]:
     """Every declared term's weight at 0, so that the policy gradient stands alone."""
-    knobs = [t.knob if isinstance(t, Raises) else t for t in probe.step.terms.values()]
-    return dict.fromkeys([*knobs, *probe.step.switches], 0.0)
+    return clip_names.quiet_knobs(probe.step)
 
 
-def on_policy(probe: Probe) -> edits.Batch:
-    """Behaviour = what the current policy says; advantages of both signs."""
-    return probe.kept_batch("on-policy", lambda: _on_policy(probe))
-
-
-def _on_policy(probe: Probe) -> edits.Batch:
+def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+    """Of a step that makes its advantages from rewards: the clips, which need no advantage to be inert."""
     step = probe.step
-    batch = edits.off_policy(step)
-    now = probe.now()
-    for key in (step.roles[role] for role in ("behaviour", "proximal") if role in step.roles):
-        batch[key] = now.to(batch[key].dtype).reshape(batch[key].shape)
-    if "importance" in step.roles:
-        batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
-    return batch
+    if "rewards" not in step.roles:
+        yield not_declared("LAW", "on-policy gradient", 'roles={"advantages": …}')
+        return
+    yield Finding("LAW", REINFORCE, "the step makes its own advantages", "-", "not applicable")
+    if step.logprobs is None or step.ratio_role not in step.roles:
+        yield not_declared("LAW", "clips at ratio 1", 'logprobs=lambda model, batch: … and roles={"behaviour": …}')
+        return
+    with probe.kicked():
+        once = at_one(probe).gradient
+        for knob, value in wider(probe).items():
+            yield _inert(probe, knob, once.distance(probe.gradient(on_policy(probe), {**quiet, knob: value})))
 
 
 def _advantages(probe: Probe, batch: Mapping[str, Any], values: Tensor) -> edits.Batch:
@@ -115,7 +90,7 @@ def whitening(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> str
     if not probe.step.rows_interact:
         return None
     a = batch[probe.step.roles["advantages"]]
-    once = probe.gradient(batch, quiet)
+    once = at_one(probe).gradient
     constant = a.float().abs().mean().to(a.dtype)
     if once.distance(probe.gradient(_advantages(probe, batch, a + constant), quiet)) <= ROOM:
         return "the step centres its advantages, rows interact by declaration"
@@ -129,7 +104,7 @@ def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     key = probe.step.roles["advantages"]
     size = probe.gradient(batch).norm()
     left = probe.gradient(_advantages(probe, batch, torch.zeros_like(batch[key])), quiet).norm()
-    others = bool(set(probe.step.knobs) - set(quiet) - set(_clips(probe)))
+    others = bool(set(probe.step.knobs) - set(quiet) - set(clip_names.clips(probe.step)))
     outcome = left <= probe.tolerance * max(size, 1e-300)
     if not outcome and others and not probe.step.terms:
         yield Finding(
@@ -148,18 +123,23 @@ def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str | None) -> Iterator[Finding]:
-    """Twice the advantages, twice the gradient; and wider clips change nothing. Both at once, apart only if that
-    fails."""
+    """Twice the advantages, twice the gradient; and wider clips change nothing, nor do ratios of ρ but for a factor ρ
+    (or 1, without a ratio). All at once, apart only if that fails."""
     key, subject = probe.step.roles["advantages"], "linear in the advantages, on-policy"
-    once, doubled = probe.gradient(batch, quiet), _advantages(probe, batch, 2 * batch[key])
-    wider = {knob: float(probe.step.knobs[knob]) * 1.25 for knob in _clips(probe)}
+    once, wide = at_one(probe).gradient, wider(probe)
     bend, both = 0.0, False
     if how is not None:
         yield Finding("LAW", subject, how, "-", "not applicable")
     else:
-        bend = probe.gradient(doubled, {**quiet, **wider}).distance(once.times(2.0))
+        doubled = shifted(probe, doubled=True)
+        there = probe.gradient(doubled, {**quiet, **wide})
+        bend = min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
         both = bend <= probe.tolerance
-        if not both and wider:
+        if not both:
+            doubled = _advantages(probe, batch, 2 * batch[key])
+            bend = probe.gradient(doubled, {**quiet, **wide}).distance(once.times(2.0))
+            both = bend <= probe.tolerance
+        if not both and wide:
             bend = probe.gradient(doubled, quiet).distance(once.times(2.0))
         yield LAW.finding(
             subject,
@@ -168,75 +148,126 @@ def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str
             bend <= probe.tolerance,
             MEANING,
         )
-    for knob, value in wider.items():
-        change = bend if both else once.distance(probe.gradient(batch, {**quiet, knob: value}))
-        yield LAW.finding(
-            f"clip {knob} at ratio 1",
-            f"moved the gradient by {change:.2g}",
-            f"≤ {probe.tolerance:.1g}",
-            change <= probe.tolerance,
-            f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself, or "
-            "the ratio is not 1 for the unchanged policy.",
-        )
+    for knob, value in wide.items():
+        yield _inert(probe, knob, bend if both else once.distance(probe.gradient(batch, {**quiet, knob: value})))
 
 
-def _reinforce(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], now: Tensor) -> Iterator[Finding]:
-    """Take the normaliser from the loss itself, through its derivative by the advantages, and rebuild the gradient."""
-    step = probe.step
-    assert step.logprobs is not None
-    key = step.roles["advantages"]
-    if not batch[key].is_floating_point():
-        return
-    slope = probe.slope("advantages", batch, quiet)
-    if slope is None:
-        yield LAW.finding(
-            "on-policy gradient = REINFORCE",
-            "the loss's value does not depend on the advantages",
-            "it does",
-            False,
-            MEANING,
-        )
-        return
-    actual = probe.gradient(batch, quiet)
-    where = edits.supervised(step, batch)
-    forms = [_rebuilt(probe, now, slope, batch[key], where, form) for form in ("ratio", "surrogate")]
-    factors = [actual.best_scale(form) for form in forms]
-    off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(forms, factors, strict=True))
-    room = max(probe.tolerance, ROOM)
-    yield LAW.finding(
-        "on-policy gradient = REINFORCE",
-        f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}",
-        f"up to {room:.1g}, factor above 0",
-        off <= room and factor > 0,
-        MEANING,
+def _inert(probe: Probe, knob: str, change: float) -> Finding:
+    return LAW.finding(
+        f"clip {knob} at ratio 1",
+        f"moved the gradient by {change:.2g}",
+        f"≤ {probe.tolerance:.1g}",
+        change <= probe.tolerance,
+        f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself, or "
+        "the ratio is not 1 for the unchanged policy.",
     )
 
 
-def _rebuilt(probe: Probe, now: Tensor, slope: Tensor, advantages: Tensor, where: Tensor | None, form: str) -> Gradient:
-    on = edits.fit(where, now) if where is not None else None
+def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Finding]:
+    """Take the normaliser from the loss itself, through its derivative by the advantages, and rebuild the gradient.
+
+    A row's part is shared over its tokens evenly, or as the loss itself shares it (weights by token, a discount), which
+    its derivative by the behaviour tells."""
+    step = probe.step
+    a: Tensor = batch[step.roles["advantages"]]
+    if not a.is_floating_point():
+        return
+    here = at_one(probe)
+    slope = here.inputs["advantages"]
+    if slope is None:
+        yield LAW.finding(REINFORCE, "the loss's value does not depend on the advantages", "it does", False, MEANING)
+        return
+    total = float((a * slope).double().sum())
+    linear = abs(total - here.loss) <= ROOM * float((a * slope).double().abs().sum())
+    on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(now) if on is None else on.to(now.dtype)
-    if slope.ndim < now.ndim:  # one advantage a row: share its slope over the row as the loss would, by token
-        lp = now.detach() if form == "surrogate" else torch.ones_like(now)
-        total = (lp * mask).sum(-1)
-        share = torch.where(
-            total.abs() > 0, slope / torch.where(total == 0, torch.ones_like(total), total), torch.zeros_like(total)
-        )
-        c, a = -share[..., None] * mask, advantages[..., None]
-    else:
-        c, a = -slope, advantages
-        if form == "surrogate":
-            c = torch.where(now.detach() != 0, c / now.detach(), torch.zeros_like(c))
-    surrogate = -(c.detach() * a.detach() * now).sum()
+    own = pull(here.inputs)
+    own = own.reshape(now.shape).to(now.dtype) if own is not None and own.numel() == now.numel() else None
+    even = _weights(now, slope, a, mask, mask)
+    forms = [even, _weights(now, slope, a, mask, mask, surrogate=True)]
+    if own is not None:
+        forms.append(_weights(now, slope, a, mask, own * mask, whole=own))
+        if not linear:  # a regression on the advantages: what multiplies ∇lp is not A·∂L/∂A
+            forms.append(own * mask)
+    actual = here.gradient
+    rebuilt = [_rebuilt(probe, now, weights) for weights in forms]
+    factors = [actual.best_scale(form) for form in rebuilt]
+    off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(rebuilt, factors, strict=True))
+    room = max(probe.tolerance, ROOM)
+    holds = off <= room and factor > 0
+    yield LAW.finding(
+        REINFORCE,
+        f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}",
+        f"up to {room:.1g}, factor above 0",
+        holds,
+        MEANING if holds else f"{MEANING} {_disagreement(own, even, mask)}",
+    )
+
+
+def _weights(
+    now: Tensor,
+    slope: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    shares: Tensor,
+    whole: Tensor | None = None,
+    surrogate: bool = False,
+) -> Tensor:
+    """c·A by token, from ∂L/∂A. ``shares``: how a row's part is shared; ``whole``: what they are shares of."""
+    if slope.ndim == now.ndim and slope.shape[-1] == 1 != now.shape[-1]:  # [B, 1] is one a row
+        slope, advantages = slope[..., 0], advantages[..., 0]
+    lp = now.detach() if surrogate else torch.ones_like(now)
+    if slope.ndim < now.ndim:
+        total = ((shares if whole is None else whole) * lp).sum(-1)
+        even = (mask * lp).sum(-1)
+        parts = torch.where(_far(total)[..., None], shares / _safe(total)[..., None], mask / _safe(even)[..., None])
+        return -(slope * advantages)[..., None] * parts
+    return torch.where(lp != 0, -slope * advantages / _safe(lp), torch.zeros_like(now)).detach()
+
+
+def _far(total: Tensor) -> Tensor:
+    return total.abs() > 1e-30
+
+
+def _safe(x: Tensor) -> Tensor:
+    return torch.where(x == 0, torch.ones_like(x), x)
+
+
+def _rebuilt(probe: Probe, now: Tensor, weights: Tensor) -> Gradient:
+    surrogate = -(weights.detach() * now).sum()
     found = probe.differentiate(surrogate, list(probe.parameters.values()), retain=True)
     return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 
-def _raises_what_was_better(
-    probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], now: Tensor, centred: bool
-) -> Finding:
+def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
+    """Which tokens pull otherwise than their advantage asks, where the loss has a slope by the behaviour."""
+    if own is None:
+        return "The loss has no slope by the behaviour that would tell which tokens disagree."
+    outside = int(((own != 0) & (mask == 0)).sum())
+    size = float(expected.abs().max())
+    wrong = ((own - expected).abs() > ROOM * size) & (mask != 0)
+    if not bool(wrong.any()) and not outside:
+        return (
+            "Every token pulls as its advantage asks, so it is the log-probs that differ: the loss differentiates "
+            "others than the declared function gives (temperature, shift), or a gradient goes another way."
+        )
+    says = [f"{outside} tokens outside the mask pull."] if outside else []
+    rows = wrong.reshape(len(wrong), -1)
+    if bool(wrong.any()):
+        row = int(rows.sum(-1).argmax())
+        places = rows[row].nonzero()[:, 0].tolist()
+        got, asked = own.reshape(rows.shape)[row, places[0]], expected.reshape(rows.shape)[row, places[0]]
+        says.append(
+            f"{int(rows.sum())} tokens disagree, most in row {row} (places {', '.join(map(str, places[:6]))}): at "
+            f"{places[0]} the pull is {float(got):.3g}, the advantage's even share {float(asked):.3g}."
+        )
+    return " ".join(says)
+
+
+def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centred: bool) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise: the sign that no other law sees."""
     step = probe.step
-    down = probe.gradient(batch, quiet)
+    down = at_one(probe).gradient
     a: Tensor = batch[step.roles["advantages"]]
     a = a - a.mean() if centred else a
     on = edits.fit(edits.supervised(step, batch), now)
@@ -255,21 +286,13 @@ def _raises_what_was_better(
     )
 
 
-def _clips(probe: Probe) -> list[str]:
-    return [k for k, v in probe.step.knobs.items() if isinstance(v, float) and last(k) in LOW + HIGH + BEYOND]
-
-
-def last(knob: str) -> str:
-    """The setting's own name: ``grpo.clip`` is a clip."""
-    return knob.lower().rsplit(".", 1)[-1]
-
-
 LAW = Law(
     code="LAW",
     name="on-policy",
     sentence="With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.",
     needs="roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off",
-    how="The normaliser is read from ∂L/∂A; the gradient is rebuilt from it and compared; clips must be inert.",
+    how="The normaliser is read from ∂L/∂A, its shares by token from ∂L/∂behaviour; the gradient is rebuilt from them "
+    "and compared; clips must be inert.",
     traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates "
     "(−A·lp) are recognised as such. A step that whitens its advantages over the batch declares rows_interact=True.",
     caught="TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283",

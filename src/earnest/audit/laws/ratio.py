@@ -1,0 +1,195 @@
+"""LAW, ratios: a token's pull grows with the first power of the importance weight, whichever way that is written.
+
+behaviour (and proximal) = now - log ρ    ∇L → ρᵏ·∇L, k = 1;  k = 0 without a weight;  k in between where it is tempered
+behaviour alone = now - log ρ             the same for the correction proximal / behaviour: k = 1, or 0 where the
+                                          weights are divided by their own mean
+k = 2: the weight is counted twice;  k = -1: it is upside down
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
+from earnest.audit.laws.clip_names import clips, quiet_knobs
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+ROOM = 0.05  # how far from proportional two gradients may be and still have one exponent
+SLACK = 0.3  # soft clips bend the exponent by less; a weight too many or upside down moves it by 1 or 2
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    ready = step.kind == "policy gradient" and step.ratio_role in step.roles and step.logprobs is not None
+    if not ready or not {"advantages", "rewards"} & step.roles.keys():
+        return
+    with probe.kicked():
+        yield _power(
+            probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
+            "the ratio to the policy that sampled is counted twice (as a weight and in what is differentiated; "
+            "current over rollout beside current over old), or upside down",
+        )  # fmt: skip
+        if "proximal" in step.roles and "rewards" not in step.roles:
+            yield _power(
+                probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
+                "the correction for the sampler (trainer's over sampler's log-probs) is upside down, or the ratio is "
+                "to the sampler already and is corrected once more",
+            )  # fmt: skip
+
+
+def doubles(probe: Probe) -> bool:
+    """Whether advantages can be doubled in the same evaluation, as the on-policy law does."""
+    return "advantages" in probe.step.roles and not probe.step.rows_interact
+
+
+def reach(probe: Probe) -> float:
+    """ρ: inside half of every declared clip, and as far from 1 as the dtype needs."""
+    sizes = [float(probe.step.knobs[k]) for k in clips(probe.step)]
+    inside = min([v if v < 1 else v - 1 for v in sizes if v > 0 and v != 1], default=1.0)
+    return 1 + min(0.15 if probe.coarse else 0.04, 0.5 * inside)
+
+
+def wider(probe: Probe) -> dict[str, Any]:
+    """Every clip a quarter wider: inert at ratio 1, and at ρ."""
+    return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in clips(probe.step)}
+
+
+def on_policy(probe: Probe) -> edits.Batch:
+    """Behaviour = what the current policy says; advantages of both signs."""
+    return probe.kept_batch("on-policy", lambda: _on_policy(probe))
+
+
+def _on_policy(probe: Probe) -> edits.Batch:
+    step = probe.step
+    batch = edits.off_policy(step)
+    now = probe.now()
+    for key in (step.roles[role] for role in ("behaviour", "proximal") if role in step.roles):
+        batch[key] = now.to(batch[key].dtype).reshape(batch[key].shape)
+    if "importance" in step.roles:
+        batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
+    return batch
+
+
+def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doubled: bool = False) -> edits.Batch:
+    """On-policy, and then log-probs lower by log ρ, which is always legal. A KL to the reference that is in the rewards
+    is held by shifting the reference too."""
+    step = probe.step
+    if "rewards" in step.roles:
+        roles = (*roles, "reference")
+
+    def make() -> edits.Batch:
+        batch = dict(on_policy(probe))
+        for key in {step.roles[r] for r in roles if r in step.roles}:
+            batch[key] = batch[key] - math.log(reach(probe))
+        if doubled:
+            batch[step.roles["advantages"]] = 2 * batch[step.roles["advantages"]]
+        return batch
+
+    return probe.kept_batch(f"shifted {roles} {doubled}", make)
+
+
+def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
+    quiet = quiet_knobs(probe.step)
+    once, there = at_one(probe).gradient, probe.gradient(batch, {**quiet, **wider(probe)})
+    if once.norm() == 0 or not once.finite():
+        return Finding("LAW", subject, "no gradient on-policy", "-", "not applicable")
+    k, error, rest = exponent(once.times(factor), there, reach(probe))
+    why = ""
+    if rest > max(ROOM, probe.tolerance):
+        why = "Weights of whole sequences, caps and masks scale no gradient as a whole: there is no power to read off."
+    elif error > 0.5:
+        why = "Too coarse in this dtype to be told."
+    elif (size := same_length(probe)) is not None and abs(k - size) <= SLACK + error and size > 1:
+        why = f"Rows have {size} tokens each, and a product over the row is a weight of whole sequences."
+    if why:
+        return Finding("LAW", subject, f"k = {k:.2g} ± {error:.2g}", "-", "not applicable", why)
+    return LAW.finding(
+        subject,
+        f"ratio × {reach(probe):.3g}: gradient × ratio^{k:.2f}",
+        f"a power from 0 to 1, up to {SLACK + error:.2g}",
+        -SLACK - error <= k <= 1 + SLACK + error,
+        f"The gradient goes with the power {k:.1f} of the weight, which must be 1 (0 without a weight): {fault}.",
+    )
+
+
+def exponent(once: Gradient, there: Gradient, rho: float) -> tuple[float, float, float]:
+    """k of ``there`` ≈ ρᵏ·``once``, its uncertainty, and how far from proportional the two are."""
+    scale = there.best_scale(once)
+    if not scale > 0 or not there.finite():
+        return math.inf, math.inf, math.inf
+    rest = there.distance(once.times(scale))
+    return math.log(scale) / math.log(rho), rest / math.log(rho), rest
+
+
+def same_length(probe: Probe) -> int | None:
+    """How many supervised tokens every row has, if all have as many."""
+    on = edits.fit(edits.supervised(probe.step), probe.now())
+    counts = set((torch.ones_like(probe.now()) if on is None else on).flatten(1).sum(-1).long().tolist()) - {0}
+    return counts.pop() if len(counts) == 1 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """One evaluation: the loss, ∂loss/∂θ, and ∂loss/∂input for declared inputs (None where it does not reach)."""
+
+    loss: float
+    gradient: Gradient
+    inputs: Mapping[str, Tensor | None]
+
+
+def slopes(probe: Probe, roles: Sequence[str], batch: Mapping[str, Any], knobs: Mapping[str, Any]) -> Slopes:
+    step = probe.step
+    keys = {step.roles[r]: r for r in roles if r in step.roles and batch[step.roles[r]].is_floating_point()}
+    leaves = {key: batch[key].detach().clone().requires_grad_() for key in keys}
+    probe.cost += 1
+    value, _ = probe._run({**batch, **leaves}, knobs, None)
+    found = probe.differentiate(value, [*leaves.values(), *probe.parameters.values()])
+    own = dict(zip(probe.parameters, found[len(leaves) :], strict=True))
+    return Slopes(float(value.detach()), Gradient(own), dict(zip(keys.values(), found[: len(leaves)], strict=True)))
+
+
+def at_one(probe: Probe) -> Slopes:
+    """The on-policy batch with all other terms off, evaluated once for all laws that start there."""
+    roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
+
+    def make() -> dict[str, Any]:
+        return {"slopes": slopes(probe, roles, on_policy(probe), quiet_knobs(probe.step))}
+
+    found: Slopes = probe.kept_batch("slopes at ratio 1", make)["slopes"]
+    return found
+
+
+def pull(found: Mapping[str, Tensor | None]) -> Tensor | None:
+    """-∂L/∂lp, token by token: the loss sees lp only beside the log-probs that it is compared with, so the slopes by
+    behaviour and proximal sum to it. By one of the two alone, a correction's part is mixed in."""
+    parts = [g for role in ("behaviour", "proximal") if (g := found.get(role)) is not None]
+    if not parts:
+        return None
+    total = torch.stack([p.double() for p in parts]).sum(0)
+    largest = max(float(p.abs().max()) for p in parts)
+    eps = max(torch.finfo(p.dtype).eps for p in parts)
+    return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
+
+
+LAW = Law(
+    code="LAW",
+    name="ratio",
+    sentence="A token's pull grows with the first power of its importance weight (or does not, where there is none).",
+    needs="roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)",
+    how="From the on-policy state all ratios are made ρ, inside every clip, and the power of ρ is read off the "
+    "gradient; then the correction's alone. The first costs nothing: it is the linearity law's evaluation.",
+    traps="A product over a row has the row's length as its power; caps and masks that act at ρ scale no gradient as a "
+    "whole: neither is judged.",
+    caught="slime #179 (current over rollout), a correction upside down or counted twice, CISPO with a ratio squared",
+    check=check,
+    quick=False,
+)

@@ -1,0 +1,203 @@
+"""LAW, rewards that the step turns into advantages itself.
+
+one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
+rewards that are equal within every group     teach nothing, however the groups differ
+a row at the reference, not above it          is pulled up (a KL in the reward is a cost)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient, span
+from earnest.audit.law import Law, not_declared
+from earnest.audit.laws.clip_names import quiet_knobs
+from earnest.audit.laws.ratio import at_one, on_policy
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.verdict import Finding
+
+ROOM = 0.05  # rounding of a mean over the group, against the usual gradient
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.kind != "policy gradient" or "rewards" not in step.roles:
+        return
+    rewards = step.batch[step.roles["rewards"]]
+    if rewards.ndim not in (1, 2) or len(rewards) < 2:
+        yield Finding("LAW", "rewards", "neither one a row nor one a token, or of one row", "-", "not applicable")
+        return
+    if step.logprobs is None:
+        yield not_declared("LAW", "a better reward pulls its row up", "logprobs=lambda model, batch: …")
+        return
+    with probe.kicked():
+        row, scores = _scores(probe)
+        yield _better(probe, row, scores)
+        if "reference" in step.roles:
+            yield from _reference(probe, row, scores)
+        if "group" not in step.roles:
+            yield not_declared("LAW", "rewards that are equal within every group", 'roles={"group": …}')
+        elif not step.rows_interact and "values" not in step.roles:
+            yield _equal(probe)
+
+
+def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
+    """The worst row gets the best reward of the batch: a value that occurs, so that no estimator leaves its range."""
+    base = on_policy(probe)
+    rewards = base[probe.step.roles["rewards"]]
+    best = _totals(probe, rewards).max()
+    worst = _totals(probe, rewards)[row]
+    better = best if bool(best > worst) else worst + 1
+    there = probe.gradient(_rewarded(probe, base, row, better - worst), quiet_knobs(probe.step))
+    return _pulled_up(
+        probe, "a better reward pulls its row up", at_one(probe).gradient, there, scores,
+        f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
+        "sign of the advantage is turned, or rewards are paired with other rows.",
+    )  # fmt: skip
+
+
+def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Iterator[Finding]:
+    """A KL in the reward is a cost: a row that stands above the reference is worth less than one that is at it."""
+    step, quiet = probe.step, quiet_knobs(probe.step)
+    key, base, now = step.roles["reference"], dict(on_policy(probe)), probe.now()
+    if base[key].shape != now.shape:
+        return
+    base[key] = now.to(base[key].dtype)
+    above = base[key].clone()
+    above[row] -= 1.0
+    there, here = probe.gradient({**base, key: above}, quiet), probe.gradient(base, quiet)
+    if not probe.differs(here, there):
+        return  # the reference is in a declared term, which has its own laws
+    yield _pulled_up(
+        probe, "a row at the reference, not above it", there, here, scores,
+        f"Row {row} is worth more where the policy has left the reference than where it is at it: the KL in the reward "
+        "has the wrong sign.",
+    )  # fmt: skip
+
+
+def _pulled_up(
+    probe: Probe, subject: str, worse: Gradient, better: Gradient, scores: tuple[Gradient, Gradient], meaning: str
+) -> Finding:
+    """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. Rows may be alike, so a failure needs the plain
+    cosine below 0 as well."""
+    change = worse.minus(better)
+    size = change.norm()
+    if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
+        return Finding("LAW", subject, "the gradient stays", "-", "not applicable", "IG says whether it must change.")
+    cosine = change.dot(scores[0]) / max(size * scores[0].norm(), 1e-300)
+    share = span(change, *scores)
+    weight = share.alpha * share.lengths[0]
+    return LAW.finding(
+        subject,
+        f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2f}",
+        "above 0",
+        not (weight < 0 and cosine < 0),
+        meaning,
+    )
+
+
+def _equal(probe: Probe) -> Finding:
+    """Every row of a group gets one value, a power of 2, so that a mean of them is exact."""
+    step, quiet = probe.step, quiet_knobs(probe.step)
+    base, key = on_policy(probe), step.roles["rewards"]
+    usual = at_one(probe).gradient.norm()
+    _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
+    totals = _totals(probe, base[key])
+    low, high = _exact(float(totals.min())), _exact(float(totals.max()))
+    high = high if high != low else 2 * low if low > 0 else low + 1
+    values = torch.where(group % 2 == 0, high, low).to(totals)
+    left = probe.gradient({**base, key: _spread(probe, base[key], values)}, quiet)
+    off, outcome = left.norm() / max(usual, 1e-300), True
+    room = max(ROOM, probe.tolerance)
+    if off > room:  # a shaping by length or the like is in both
+        same = probe.gradient({**base, key: _spread(probe, base[key], torch.full_like(values, high))}, quiet)
+        off = left.minus(same).norm() / max(usual, 1e-300)
+        outcome = off <= room
+    return LAW.finding(
+        "rewards that are equal within every group",
+        f"gradient {off:.2g} of the usual",
+        f"0, up to {room:.1g}",
+        outcome,
+        "All answers to each prompt are worth the same, and still something is learned: the baseline is another "
+        "group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against "
+        "interleaved).",
+    )
+
+
+def _exact(value: float) -> float:
+    return math.copysign(2.0 ** round(math.log2(abs(value))), value) if value else 0.0
+
+
+def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
+    """The row of the least reward that has supervised tokens, and ∇Σlp of it and of all others."""
+    step, batch = probe.step, on_policy(probe)
+    assert step.logprobs is not None
+    probe.cost += 1
+    with seeded(step.seed), torch.enable_grad():
+        now = step.logprobs(step.model, fresh(batch))
+    on = edits.fit(edits.supervised(step, batch), now)
+    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
+    totals = _totals(probe, batch[step.roles["rewards"]]).float()
+    row = int(torch.where(mask.flatten(1).any(-1), totals, torch.full_like(totals, torch.inf)).argmin())
+    mine = torch.zeros_like(mask)
+    mine[row] = mask[row]
+    parts = []
+    for weights, retain in ((mine, True), (mask - mine, False)):
+        found = probe.differentiate((weights * now).sum(), list(probe.parameters.values()), retain=retain)
+        parts.append(Gradient(dict(zip(probe.parameters, found, strict=True))))
+    return row, (parts[0], parts[1])
+
+
+def _totals(probe: Probe, rewards: Tensor) -> Tensor:
+    """One number a row: what it was given where its loss is taken."""
+    on = edits.fit(edits.supervised(probe.step), rewards)
+    rewards = rewards if rewards.is_floating_point() else rewards.long()
+    return rewards if rewards.ndim == 1 else (rewards if on is None else rewards * on).sum(-1)
+
+
+def _last(probe: Probe, rewards: Tensor) -> Tensor:
+    """Where a row's last supervised token is; its last column without a mask that fits."""
+    on = edits.fit(edits.supervised(probe.step), rewards)
+    places = torch.arange(rewards.shape[1], device=rewards.device)
+    return places[-1].expand(len(rewards)) if on is None else (places * on).argmax(-1)
+
+
+def _rewarded(probe: Probe, base: edits.Batch, row: int, more: Tensor) -> edits.Batch:
+    key = probe.step.roles["rewards"]
+    rewards: Tensor = base[key].clone() if base[key].is_floating_point() else base[key].long()
+    if rewards.ndim == 1:
+        rewards[row] += more
+    else:
+        rewards[row, _last(probe, rewards)[row]] += more
+    return {**base, key: rewards.to(base[key].dtype)}
+
+
+def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
+    """These values, one a row: at the last token where rewards are by token."""
+    if rewards.ndim == 1:
+        return values.to(rewards.dtype)
+    out = torch.zeros_like(rewards)
+    out[torch.arange(len(out)), _last(probe, rewards)] = values.to(rewards.dtype)
+    return out
+
+
+LAW = Law(
+    code="LAW",
+    name="rewards",
+    sentence="A better reward pulls its row up, rewards that are equal within a group teach nothing, and a KL in the "
+    "reward is a cost.",
+    needs="role rewards, where the loss makes its own advantages; logprobs=fn; role group for groups, reference for "
+    "the KL",
+    how="On-policy, the worst row is given the best reward (or is put at the reference), and the change of the "
+    "gradient is compared with that row's ∇Σlp.",
+    traps="Only values that occur are given, since some estimators divide by a mean. A critic's values, and a baseline "
+    "over the batch (rows_interact=True), make equal groups teach something, lawfully.",
+    caught="a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)",
+    check=check,
+    quick=False,
+)
