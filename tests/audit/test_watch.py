@@ -179,12 +179,10 @@ def long_loop(
     with watch(model, Together(*each) if split else each[0], every=1, may_idle=may_idle) as w:
         for number in range(updates):
             now = ill(number)
-            for optimizer in each:
-                optimizer.param_groups[0]["lr"] = 1e-7 if now and fault == "vanishing" else 0.5
             held = model.embed.weight.detach() if now and fault == "detached" else model.embed.weight
             logits = torch.func.functional_call(model, {"embed.weight": held}, (ids,))
             loss = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean().neg()
-            loss.backward()
+            (loss * (1e-7 if now and fault == "vanishing" else 1.0)).backward()
             w.step(loss, {"kl": 0.0 if now and fault == "constant" else float(loss.detach()) + number})
             for optimizer in each:
                 optimizer.step()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
+_OFF: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, float]]] = WeakKeyDictionary()
+"""The dropout rates of a model that are switched off, and where they belong."""
 
 
 @contextmanager
@@ -132,6 +135,25 @@ def _snapshot(value: Any, owned: set[int], seen: dict[int, Callable[[], Any]]) -
     return lambda: value
 
 
+def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every plain tensor that an optimizer keeps beside its parameters, at any depth."""
+    seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    todo: list[Any] = [optimizer]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) in (Tensor, nn.Parameter):
+            yield value
+        elif isinstance(value, torch.optim.Optimizer):
+            todo += vars(value).values()
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            todo += value
+
+
 def _rest(value: Any, seen: set[int] | None = None) -> None:
     """Take the hooks off an optimizer and off those that it holds; ``remember`` puts them back."""
     seen = set() if seen is None else seen
@@ -169,13 +191,29 @@ def without_dropout(model: nn.Module) -> Iterator[int]:
                 rate = "drop" in name.lower() or (place is own and name == "p" and isinstance(module, _DropoutNd))
                 if rate and isinstance(value, float) and 0 < value <= 1:
                     kept[id(place), name] = (place, value)
+    outer = _OFF.get(model, [])
+    _OFF[model] = outer + [(place, name, value) for (_, name), (place, value) in kept.items()]
     for (_, name), (place, _) in kept.items():
         place[name] = 0.0
     try:
         yield len(kept)
     finally:
+        _OFF[model] = outer
         for (_, name), (place, value) in kept.items():
             place[name] = value
+
+
+@contextmanager
+def with_dropout(model: nn.Module) -> Iterator[int]:
+    """Inside ``without_dropout``, the rates as the user has them; yields how many there are."""
+    rates = _OFF.get(model, [])
+    for place, name, value in rates:
+        place[name] = value
+    try:
+        yield len(rates)
+    finally:
+        for place, name, _ in rates:
+            place[name] = 0.0
 
 
 def copied(value: Any) -> Any:

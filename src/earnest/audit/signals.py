@@ -31,6 +31,7 @@ class Signals:
     cut: int = 0
     answers: int = 0
     gap: float = 0.0  # the largest mean |log ratio| right after sampling
+    all_supervised: bool = False  # prompts are meant to be supervised too
 
     def check_names(self, signals: dict[str, object]) -> None:
         for name in signals:
@@ -98,7 +99,7 @@ class Signals:
         """One row a signal, up to now."""
         yield self._share(
             "CV", "supervised share", self.supervised, self.tokens, max(map(self._seen, ("mask", "attention"))),
-            "mask=…", full=bool(self._seen("attention")),
+            "mask=…", full=bool(self._seen("attention")) and not self.all_supervised,
             meaning="Nothing is supervised, or everything is, the prompt included: the chat template marks no "
             "assistant span, or labels are all -100.",
         )  # fmt: skip

@@ -31,12 +31,13 @@ from earnest.audit.law import not_declared
 from earnest.audit.laws.liveness import idles, some
 from earnest.audit.probe import is_number, number
 from earnest.audit.signals import Signals
+from earnest.audit.updates import Cleared, Norm, Rates
 from earnest.audit.verdict import Finding, Verdict
 
 SAMPLE = 4096  # entries of a parameter that are compared across an update
 PATIENCE = 4  # looks before something that never happened is called dead
 STILL = 20  # equal values of a metric, or looks in a row without a gradient or a moved bit, before that is said
-MOVES = ("kl", "entropy", "grad_norm")  # metrics that cannot stand still while a policy learns; more are declared
+MOVES = ("kl", "entropy")  # metrics that cannot stand still while a policy learns; more are declared
 TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
 
 
@@ -73,6 +74,8 @@ class _Parameter:
     silent: int = 0  # looks in a row, up to now, without a gradient
     stuck: int = 0  # updates in a row, up to now, that had a gradient and moved no bit
     before: Tensor | None = None
+    stray: int = 0  # looks in a row with a gradient, not the optimizer's, and not moved by anybody else since the last
+    last: Tensor | None = None
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Watch:
         self._broken: dict[tuple[str, str], Finding] = {}
         self._said: set[tuple[str, str, bool]] = set()
         self._handles: list[Any] = []
+        self._cleared, self._norm, self._rates = Cleared(), Norm(), Rates()
 
     # --- the user's three calls ---------------------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._cleared.stop()
 
     def terms(self, losses: Mapping[str, Tensor]) -> None:
         """Each term's share of the gradient, now and then: one more backward a term, so ⅔ % of the run at most."""
@@ -147,6 +152,20 @@ class Watch:
         values = {k: number(v) for k, v in (metrics or {}).items() if is_number(v)}
         if loss is not None:
             values["loss"] = number(loss)
+        self._norm.logged = next((v for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm"), None)
+        self.logged(values)
+        if self.due:
+            for finding in self.signals.look(**signals):
+                self._warn(finding)
+        else:
+            self.signals.check_names(signals)
+        if self.optimizer is None:
+            self.before_update()
+            self.updates += 1
+
+    def logged(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics that come when their update has been made."""
+        values = {k: number(v) for k, v in metrics.items() if is_number(v)}
         for name, value in values.items():
             if not math.isfinite(value):
                 self._break(
@@ -157,14 +176,6 @@ class Watch:
             self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
             if run + 1 >= STILL and value == last and self._has_to_move(name):
                 self._warn(self._moving(name))
-        if self.due:
-            for finding in self.signals.look(**signals):
-                self._warn(finding)
-        else:
-            self.signals.check_names(signals)
-        if self.optimizer is None:
-            self.before_update()
-            self.updates += 1
 
     # --- around an update ---------------------------------------------------------------------------------------------
 
@@ -174,32 +185,52 @@ class Watch:
 
     def before_update(self) -> None:
         """Gradients are there and the parameters are still the old ones."""
+        self._cleared.end()
         if not self.due:
             return
         self.looks += 1
-        rates = self._rates()
+        if self.optimizer is not None:
+            self._rates.look(self.optimizer)
+            self._norm.look(self.optimizer)
+        gradients = False
         for name, p in self.model.named_parameters():
-            seen = self._seen.get(name)
-            if seen is None:
+            if not p.requires_grad:
+                if name in self._seen:  # frozen on purpose, for now
+                    self._seen[name].silent = self._seen[name].stuck = self._seen[name].stray = 0
                 continue
+            seen = self._seen.setdefault(name, _Parameter())
             seen.looks += 1
             seen.silent += 1
             seen.before = None
             if p.grad is None:
                 continue
-            size = float(p.grad.detach().abs().max())
+            size = float(p.grad.detach().abs().max()) if p.grad.numel() else 0.0
             if not math.isfinite(size):
                 self._break(
                     "GL", f"gradient of {name}", f"{size} at update {self.updates + 1}", "finite",
                     "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits.",
                 )  # fmt: skip
             elif size > 0:
+                gradients = True
                 seen.gradients += 1
                 seen.silent = 0
-                if rates.get(id(p), 0.0) > 0:
-                    seen.before = _sample(p).clone()
+                self._sampled(p, seen)
+        self._rates.count(gradients)
         if self.looks == PATIENCE or self.looks > STILL:
             self._warn(self._alive(), apart=self._late(self._dead()))
+        for finding in self._updating():
+            self._warn(finding)
+
+    def _sampled(self, p: Tensor, seen: _Parameter) -> None:
+        """Keep what the update has to change; of what the optimizer does not own, what somebody else has to."""
+        if self._rates.full(p):
+            seen.before = _sample(p).clone()
+        if self.optimizer is None or id(p) in self._rates.now:
+            seen.stray, seen.last = 0, None
+            return
+        now = _sample(p)
+        seen.stray = seen.stray + 1 if seen.last is None or torch.equal(now, seen.last) else 0
+        seen.last = now.clone()
 
     def after_update(self) -> None:
         """The optimizer has stepped."""
@@ -214,12 +245,9 @@ class Watch:
                     seen.before = None
             if self.looks == PATIENCE or self.looks > STILL:
                 self._warn(self._bits(), apart=self._late(self._still()))
+            assert self.optimizer is not None
+            self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
         self.updates += 1
-
-    def _rates(self) -> dict[int, float]:
-        if self.optimizer is None:
-            return {}
-        return {id(p): float(group.get("lr", 1.0)) for group in self.optimizer.param_groups for p in group["params"]}
 
     def _dead(self) -> list[str]:
         """Without a gradient from the beginning, or in the last STILL looks; what comes back is alive again."""
@@ -228,6 +256,13 @@ class Watch:
 
     def _still(self) -> list[str]:
         return [n for n, s in self._seen.items() if s.stuck >= (STILL if s.moved else PATIENCE)]
+
+    def _strays(self) -> list[str]:
+        """With a gradient, not the optimizer's, and moved by nobody; where it owns none of the model, that is soon
+        sure."""
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        none = not any(id(p) in self._rates.now for p in named.values())
+        return [n for n in named if n in self._seen and self._seen[n].stray >= (PATIENCE if none else STILL)]
 
     def _late(self, names: list[str]) -> bool:
         """Whether one of them had a gradient, or moved, before."""
@@ -254,6 +289,7 @@ class Watch:
             yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
         elif any(s.updates >= PATIENCE for s in self._seen.values()):
             yield self._bits()
+        yield from self._updating()
         yield from map(self._term, self._shares)
         if not self._shares:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
@@ -311,6 +347,22 @@ class Watch:
             "parameters in fp32, or raise the learning rate), or another tensor is updated.",
         )  # fmt: skip
 
+    def _updating(self) -> Iterator[Finding]:
+        """Of the updates themselves: see ``earnest.audit.updates``."""
+        if self.optimizer is None or self.looks < PATIENCE:
+            return
+        strays = self._strays()
+        yield _judged(
+            "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stand still", "0",
+            not strays,
+            f"{some(strays)} get a gradient and nobody moves them: they were unfrozen, or put in another's place, "
+            "after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as "
+            "Together(first, …, last).",
+        )  # fmt: skip
+        yield from self._rates.finding()
+        yield from self._cleared.finding()
+        yield from self._norm.finding()
+
     def _break(self, law: str, subject: str, measured: str, expected: str, meaning: str) -> None:
         """What cannot be made good by later looks."""
         finding = Finding(law, subject, measured, expected, "fails", meaning)
@@ -334,9 +386,11 @@ def watch(
     every: int = 10,
     moves: Sequence[str] = (),
     may_idle: Sequence[str] = (),
+    all_supervised: bool = False,
 ) -> Watch:
-    """Watch a bare training loop; see the module's example. Several optimizers: Together(first, …, last)."""
-    return Watch(model, optimizer, every, moves, may_idle)
+    """Watch a bare training loop; see the module's example. Several optimizers: Together(first, …, last).
+    ``all_supervised`` where prompts are meant to be supervised too (pre-training)."""
+    return Watch(model, optimizer, every, moves, may_idle, Signals(all_supervised=all_supervised))
 
 
 def _sample(p: Tensor) -> Tensor:

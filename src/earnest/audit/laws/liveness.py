@@ -11,6 +11,7 @@ from torch import Tensor
 
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
+from earnest.audit.laws.arrival import SHARE, after_warmup, arrival, coarse
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -109,6 +110,9 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
         return
     live = sum(alive.values())
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and alive[n]]
+    found = arrival(probe, first, still)
+    if found is not None:  # what could not be written yet may be kept for later, or rounded at random
+        still = [n for n in still if n not in found.moved and not (found.random and coarse(probe.parameters[n]))]
     yield LAW.finding(
         f"{len(names)} trainable parameters",
         f"{live - len(still)} changed their bits",
@@ -117,6 +121,18 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
         f"{some(still)} get a gradient and do not move: the optimizer does not own them, or the update is lost when "
         "it is rounded to their dtype (keep trainable parameters in fp32, or raise the learning rate).",
     )
+    if found is not None and found.share is not None:
+        yield LAW.finding(
+            "updates in 16 bits",
+            f"{found.share:.0%} of an fp32 update in {found.steps} steps of one gradient"
+            + (f" ({len(found.masters)} have a master copy)" if found.masters else "")
+            + (" (the update rounds at random)" if found.random else ""),
+            f"≥ {SHARE:.0%}",
+            found.arrives,
+            "Most of every update is lost when it is rounded to the parameters' 16 bits, at this learning rate, for "
+            "ever: keep trainable parameters in fp32 (or a master copy of them in the optimizer), round at random, or "
+            "raise the learning rate.",
+        )
     moved = [n for n, p in step.model.named_parameters() if n in others and others[n] != bits(p)] + sorted(pushed)
     running = sum(born.get(n) != bits(t) for n, t in step.model.named_buffers() if n not in pushed)
     yield LAW.finding(
@@ -145,9 +161,7 @@ def _update(probe: Probe, gradient: object) -> None:
     if step.max_grad_norm is not None and bounded:
         torch.nn.utils.clip_grad_norm_(bounded, step.max_grad_norm)
     if step.optimizer is not None:
-        for group in step.optimizer.param_groups:  # a warm-up begins at 0: step as after it
-            if group.get("lr") == 0 and group.get("initial_lr"):
-                group["lr"] = group["initial_lr"]
+        after_warmup(step.optimizer)
         step.optimizer.step()
         step.optimizer.zero_grad(set_to_none=True)
         return
@@ -171,14 +185,16 @@ def some(names: list[str]) -> str:
 LAW = Law(
     code="GL",
     name="liveness",
-    sentence="Every trainable parameter gets a gradient and its bits change; the optimizer owns, and the clip bounds, "
-    "what is trainable; nothing else moves.",
+    sentence="Every trainable parameter gets a gradient, its bits change and most of an update arrives; the optimizer "
+    "owns, and the clip bounds, what is trainable; nothing else moves.",
     needs="model and loss; optimizer for what moves and what it owns; clipped for what is clipped",
-    how=f"{STEPS} real steps from the real state, then every bit is compared and put back.",
+    how=f"{STEPS} real steps from the real state, then every bit is compared and put back. In 16 bits the update is "
+    "held against what the same optimizer does to fp32 copies: half of it has to arrive.",
     traps="LoRA's A has no gradient while B = 0: it may come at step 2. Weight decay alone moves a parameter that is "
     "dead, so gradients are asked for first. Experts without a token are declared in may_idle; running statistics "
-    "move in the forward pass, so of buffers only those that an update moves are asked.",
+    "move in the forward pass, so of buffers only those that an update moves are asked. Master copies, Kahan's "
+    "compensation and stochastic rounding arrive later, so the same gradient is handed over again where little does.",
     caught="SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move, "
-    "prime-rl #1311",
+    "prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)",
     check=check,
 )
