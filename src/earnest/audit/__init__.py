@@ -8,6 +8,7 @@ from earnest.audit.run import audit as audit
 from earnest.audit.step import Raises as Raises
 from earnest.audit.step import Step as Step
 from earnest.audit.step import StepError as StepError
+from earnest.audit.subjects import GAE as GAE
 from earnest.audit.subjects import Accumulation as Accumulation
 from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
 from earnest.audit.subjects import Census as Census

@@ -186,7 +186,9 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     even = _weights(now, slope, a, mask, mask)
     forms = [even, _weights(now, slope, a, mask, mask, surrogate=True)]
     if own is not None:
-        forms.append(_weights(now, slope, a, mask, own * mask, whole=own))
+        shared = _weights(now, slope, a, mask, own * mask, whole=own)
+        # A product over the row is differentiated by every one of its tokens: as many times the row's part.
+        forms += [shared, shared * mask.flatten(1).sum(-1).reshape(-1, *[1] * (now.ndim - 1))]
         if not linear:  # a regression on the advantages: what multiplies ∇lp is not A·∂L/∂A
             forms.append(own * mask)
     actual = here.gradient

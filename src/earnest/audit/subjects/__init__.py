@@ -7,6 +7,7 @@ from earnest.audit.subjects import (
     advantages,
     census,
     ema,
+    gae,
     merge,
     persistence,
     schedule,
@@ -18,6 +19,7 @@ from earnest.audit.subjects.advantages import AdvantageEstimator as AdvantageEst
 from earnest.audit.subjects.base import Subject as Subject
 from earnest.audit.subjects.census import Census as Census
 from earnest.audit.subjects.ema import Ema as Ema
+from earnest.audit.subjects.gae import GAE as GAE
 from earnest.audit.subjects.merge import Merge as Merge
 from earnest.audit.subjects.merge import MergedLayer as MergedLayer
 from earnest.audit.subjects.persistence import Resume as Resume
@@ -30,6 +32,6 @@ from earnest.audit.subjects.weights import Unbiased as Unbiased
 from earnest.audit.subjects.weights import WeightSync as WeightSync
 
 LAWS: tuple[Law, ...] = (
-    advantages.LAW, accumulation.LAW, update.LAW, *persistence.LAWS, *merge.LAWS, *weights.LAWS, ema.LAW,
+    advantages.LAW, gae.LAW, accumulation.LAW, update.LAW, *persistence.LAWS, *merge.LAWS, *weights.LAWS, ema.LAW,
     schedule.LAW, census.LAW,
 )  # fmt: skip

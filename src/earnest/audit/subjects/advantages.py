@@ -1,15 +1,17 @@
 """An advantage estimator: fn(rewards [B], groups [B]) -> advantages [B].
 
-shift     + a constant on all rewards of one group changes nothing
-locality  a change in one group leaves the others alone
-zero sum  Σ over a group is 0
+shift     + a constant on all rewards of one group changes nothing (but a common factor, where it divides by the batch)
+locality  a change in one group leaves the others alone (likewise)
+zero sum  Σ over a group is 0, where the division is by one number a group
 scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
 order     permuting the rows permutes the advantages
+equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
+missing   a NaN reward raises, stays NaN, or is left out of its group: it is no number
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,9 +26,15 @@ SHIFT = 5.0
 STABILISER = 1e-4  # the largest constant that public code adds to a standard deviation
 
 
+NOISE = 0.1  # of the usual advantages: what rounding may become in a group without a signal
+EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
+
+
 @dataclass
 class AdvantageEstimator:
-    """``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply)."""
+    """``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
+    ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
+    row's own, such as the spread of the others). ``values``: the only rewards that occur, such as (0.0, 1.0)."""
 
     fn: Callable[[Tensor, Tensor], Tensor]
     scale: Literal["free", "equal"]
@@ -35,6 +43,8 @@ class AdvantageEstimator:
     size: int = 4
     interleaved: bool = True
     seed: int = 0
+    scaled_over: Literal["group", "batch", "row"] | None = None
+    values: Sequence[float] | None = None
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(self.seed)
@@ -65,36 +75,8 @@ class AdvantageEstimator:
                 "not applicable",
                 "One sample a prompt teaches nothing here.",
             )
-        first = groups == groups[0]
         if self.over == "group":
-            shifted = self._run(rewards + SHIFT * first.float(), groups)
-            yield self._same(
-                "LAW",
-                "shift of one group",
-                base,
-                shifted,
-                (scale, room),
-                "A constant on one prompt's rewards moves advantages: they are normalised across prompts, or the "
-                "groups are cut wrongly (tiled against interleaved).",
-            )
-            other = self._run(torch.where(first, rewards * 3 - 1, rewards), groups)
-            yield self._same(
-                "LAW",
-                "group locality",
-                base[~first],
-                other[~first],
-                (scale, room),
-                "Another prompt's rewards reach into this one's advantages.",
-            )
-            sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
-            yield judged(
-                "LAW",
-                "sum over a group",
-                f"{sums:.2g}",
-                f"0, up to {room * scale * self.size:.1g}",
-                sums <= room * scale * self.size,
-                "Advantages of a group do not cancel: the baseline is not the group's mean.",
-            )
+            yield from self._grouped(rewards, groups, base, (scale, room))
         elif self.over == "batch":
             yield self._same(
                 "LAW",
@@ -125,6 +107,131 @@ class AdvantageEstimator:
             "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
             "place.",
         )
+        if self.over != "none":
+            yield self._equal(scale)
+            yield self._one_of_many(rewards, groups)
+        yield self._missing(rewards, groups, (scale, room))
+
+    def _grouped(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Iterator[Finding]:
+        scale, room = size
+        first = groups == groups[0]
+        shifted = self._run(rewards + SHIFT * first.float(), groups)
+        yield self._same(
+            "LAW",
+            "shift of one group",
+            base,
+            self._alike(shifted, base),
+            size,
+            "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
+            'over="batch", or scaled_over="batch", where that is meant), or the groups are cut wrongly (tiled against '
+            "interleaved).",
+        )
+        other = self._run(torch.where(first, rewards * 3 - 1, rewards), groups)
+        yield self._same(
+            "LAW",
+            "group locality",
+            base[~first],
+            self._alike(other[~first], base[~first]),
+            size,
+            "Another prompt's rewards reach into this one's advantages.",
+        )
+        if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
+            means = torch.stack([rewards[groups == g].mean() for g in groups])
+            wrong = int((torch.sign(base) != torch.sign(rewards - means)).sum())
+            yield judged(
+                "LAW", "above the group's mean is positive", f"{wrong} of {len(base)} rows are not", "none", wrong == 0,
+                "A row's advantage has another sign than its reward against its group's mean.",
+            )  # fmt: skip
+            return
+        sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
+        yield judged(
+            "LAW",
+            "sum over a group",
+            f"{sums:.2g}",
+            f"0, up to {room * scale * self.size:.1g}",
+            sums <= room * scale * self.size,
+            "Advantages of a group do not cancel: the baseline is not the group's mean.",
+        )
+
+    def _alike(self, found: Tensor, base: Tensor) -> Tensor:
+        """Where one number divides the whole batch, another batch may have another one: a factor above 0 is allowed."""
+        if self.scaled_over != "batch":
+            return found
+        factor = float(base.dot(found)) / max(float(found.dot(found)), 1e-30)
+        return found * factor if factor > 0 else found
+
+    def _equal(self, scale: float) -> Finding:
+        """All the same, in sizes and values whose mean is rounded: what is divided there is rounding by rounding."""
+        worst, where, asked = 0.0, "", False
+        sizes = [(self.size, 0.7), *EQUAL]
+        cases = sizes if self.values is None else [(n, float(v)) for n, _ in sizes for v in self.values]
+        for size, value in cases:
+            rewards, groups = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
+            if self.over == "group" and self.scaled_over == "batch":  # so that the batch has a spread
+                rewards, groups = torch.cat([rewards, rewards + torch.arange(size) % 2]), torch.arange(2 * size) // size
+            try:
+                found = self._run(rewards, groups)[:size]
+            except Exception:  # an estimator of groups of one size
+                continue
+            asked = True
+            largest = float(found.abs().max()) if bool(torch.isfinite(found).all()) else float("inf")
+            if largest > worst:
+                worst, where = largest, f" for {size} rewards of {value:g}"
+        if not asked:
+            return Finding("LAW", "equal rewards", "one group alone is refused", "-", "not applicable")
+        room = NOISE * scale
+        return judged(
+            "LAW",
+            "equal rewards",
+            f"largest {worst:.2g}{where}",
+            f"0, up to {room:.1g}",
+            worst <= room,
+            "All answers are worth the same, and advantages are as large as real ones (or not finite): the rounding of "
+            "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0. "
+            "If rewards take few values that never round, say so: values=(0.0, 1.0).",
+        )
+
+    def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Finding:
+        """One right answer among wrong ones: of n numbers none is further than √n standard deviations from the mean,
+        with or without itself in it."""
+        one = torch.zeros_like(rewards)
+        for g in groups.unique():
+            one[(groups == g).nonzero()[0]] = 1.0
+        largest, bound = self._run(one, groups), 2.0 * len(groups)
+        found = float(largest.abs().max()) if bool(torch.isfinite(largest).all()) else float("inf")
+        return judged(
+            "LAW",
+            "one right answer among wrong ones",
+            f"largest {found:.3g}",
+            f"≤ {bound:g}",
+            found <= bound,
+            "One right answer gets an advantage without measure: it is divided by the others' spread, which is 0.",
+        )
+
+    def _missing(self, rewards: Tensor, groups: Tensor, size: tuple[float, float]) -> Finding:
+        """A reward that could not be made (a grader that failed, an answer that was cut) is no reward of 0."""
+        subject, expected = "a missing (NaN) reward", "an error, NaN, or the group without that row"
+        broken = rewards.clone()
+        broken[0] = torch.nan
+        try:
+            found = self._run(broken, groups)
+        except Exception as error:
+            return judged("LAW", subject, f"raises {type(error).__name__}", expected, True, "")
+        reach = groups == groups[0] if self.over == "group" else torch.ones_like(groups, dtype=torch.bool)
+        reach[0] = False
+        rest = torch.arange(len(groups)) != 0
+        if bool(found[reach].isnan().all()) or not bool(reach.any()):
+            return judged("LAW", subject, "its group is NaN", expected, True, "")
+        try:
+            without = self._run(rewards[rest], groups[rest])
+        except Exception as error:  # an estimator of groups of one size cannot be asked
+            return Finding("LAW", subject, f"cannot be left out ({type(error).__name__})", "-", "not applicable")
+        off = float((found[1:] - without)[reach[1:]].abs().max()) / max(size[0], 1e-12)
+        return judged(
+            "LAW", subject, f"the others are off by {off:.2g}", expected, off <= size[1],
+            "A missing reward becomes a number in silence, and the other answers are compared with it: leave the row "
+            "out of its group's statistics, or raise.",
+        )  # fmt: skip
 
     def _run(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().float().reshape(-1)
@@ -148,12 +255,14 @@ LAW = Law(
     code="LAW",
     name="advantages (AdvantageEstimator)",
     sentence="A constant on a group's rewards changes nothing, groups do not see each other, a group sums to 0, "
-    "scaling does what the mode says, order does not matter.",
-    needs="fn(rewards, groups), scale, over",
-    how="Rewards are shifted, scaled and permuted. The tolerance is rounding over the smallest spread, and the usual "
-    "constant (up to 1e-4) in a denominator.",
-    traps="Centring over the batch is no fault where it is declared; an estimator that takes rows by place declares "
-    "interleaved=False.",
-    caught="one sample a prompt (all advantages 0), statistics along the wrong axis, groups by place",
+    "scaling does what the mode says, order does not matter, equal rewards give 0, a missing one is no number.",
+    needs="fn(rewards, groups), scale, over; scaled_over where the division is over something else",
+    how="Rewards are shifted, scaled, permuted, made equal, and one is made NaN. The tolerance is rounding over the "
+    "smallest spread, and the usual constant (up to 1e-4) in a denominator.",
+    traps="Centring over the batch is no fault where it is declared, nor is a division by the batch's spread "
+    '(scaled_over="batch"); an estimator that takes rows by place declares interleaved=False. Rewards that never round '
+    "(0 and 1) need no floor under the spread: values=(0.0, 1.0).",
+    caught="one sample a prompt (all advantages 0), statistics along the wrong axis, groups by place, NeMo-RL #1518 "
+    "(spread of the others), NeMo-RL #4158 (equal rewards become ±1)",
     check=AdvantageEstimator.check,
 )

@@ -1,0 +1,165 @@
+"""Advantage estimators and GAE: each defect is seen by the row that is about it, and its twin raises nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from earnest.audit import GAE, AdvantageEstimator, Verdict, audit
+
+
+def failures(verdict: Verdict) -> set[str]:
+    return {f.subject for f in verdict.failures}
+
+
+def each(rewards: Tensor, groups: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """``fn`` of a row's group, for every row."""
+    return torch.stack([fn(rewards[groups == g]) for g in groups])
+
+
+def standardised(constant: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def fn(r: Tensor, g: Tensor) -> Tensor:
+        return (r - each(r, g, torch.mean)) / (each(r, g, lambda x: x.std(correction=0)) + constant)
+
+    return fn
+
+
+@pytest.mark.parametrize(("constant", "seen"), [(1e-4, set()), (1e-6, set()), (1e-8, {"equal rewards"})])
+def test_equal_rewards_that_round_are_no_signal(constant: float, seen: set[str]) -> None:
+    """NeMo-RL #4158: the rounding of a mean, divided by the rounding of a spread, is ±1."""
+    assert failures(audit(AdvantageEstimator(standardised(constant), "free"))) == seen
+    assert audit(AdvantageEstimator(standardised(constant), "free", values=(0.0, 1.0))).holds, "0 and 1 do not round"
+
+
+def test_a_division_by_zero_is_seen_whatever_the_values() -> None:
+    verdict = audit(AdvantageEstimator(standardised(0.0), "free", values=(0.0, 1.0)))
+    assert failures(verdict) == {"equal rewards"}
+
+
+def left_out(spread_of_others: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Leave-one-out mean; divided by the group's spread, or by that of the others (NeMo-RL #1518)."""
+
+    def fn(r: Tensor, g: Tensor) -> Tensor:
+        out = torch.zeros_like(r)
+        for i in range(len(r)):
+            others = g == g[i]
+            others[i] = False
+            if int(others.sum()) < 2:
+                continue
+            spread = r[others].std() if spread_of_others else r[g == g[i]].std()
+            out[i] = (r[i] - r[others].mean()) / (spread + 1e-6)
+        return out
+
+    return fn
+
+
+def test_a_spread_of_the_others_explodes_and_is_seen() -> None:
+    """The mean's law is asked apart from the division's: declared as a row's own, only the explosion is left."""
+    assert audit(AdvantageEstimator(left_out(False), "free")).holds
+    assert audit(AdvantageEstimator(left_out(False), "free", scaled_over="row")).holds
+    seen = audit(AdvantageEstimator(left_out(True), "free", scaled_over="row"))
+    assert failures(seen) == {"one right answer among wrong ones"}
+    turned = audit(AdvantageEstimator(lambda r, g: -left_out(False)(r, g), "free", scaled_over="row"))
+    assert failures(turned) == {"above the group's mean is positive"}
+
+
+def over_the_batch(r: Tensor, g: Tensor, centre: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    """The group's mean and the batch's spread, as TRL's scale_rewards="batch"."""
+    mean = each(r, g, torch.mean) if centre is None else centre(r, g)
+    return (r - mean) / (r.std(correction=0) + 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_division_by_the_batch_is_no_fault_where_it_is_declared(seed: int) -> None:
+    assert audit(AdvantageEstimator(over_the_batch, "free", scaled_over="batch", seed=seed)).holds
+    assert "shift of one group" in failures(audit(AdvantageEstimator(over_the_batch, "free", seed=seed)))
+    wrong = AdvantageEstimator(
+        lambda r, g: over_the_batch(r, g, lambda r, g: each(r, g, torch.mean) * 0.9 + 0.1 * r.mean()), "free",
+        scaled_over="batch", seed=seed,
+    )  # fmt: skip
+    assert {"shift of one group", "sum over a group"} <= failures(audit(wrong))
+
+
+def missing(how: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """TRL #6365's kin: a NaN reward that is counted as 0 in the baseline of the others."""
+
+    def fn(r: Tensor, g: Tensor) -> Tensor:
+        there = ~r.isnan()
+        if how == "raises" and not bool(there.all()):
+            raise ValueError("a reward is missing")
+        if how == "spreads":
+            return r - each(r, g, torch.mean)
+        known = there.float() if how == "left out" else torch.ones_like(r)
+        mean = each(torch.nan_to_num(r), g, torch.sum) / each(known, g, torch.sum).clamp(min=1)
+        return torch.where(there, r - mean, 0.0)
+
+    return fn
+
+
+@pytest.mark.parametrize("how", ["left out", "spreads", "raises", "becomes 0"])
+def test_a_missing_reward_is_no_number(how: str) -> None:
+    seen = failures(audit(AdvantageEstimator(missing(how), "equal")))
+    assert seen == ({"a missing (NaN) reward"} if how == "becomes 0" else set())
+
+
+# --- GAE --------------------------------------------------------------------------------------------------------------
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, fault: str = "", whiten: bool = False
+) -> Any:
+    """Backwards over the tokens; masked ones are passed over."""
+    out = []
+    carry, ahead = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        on = mask[:, t] != 0
+        surprise = rewards[:, t] + (1.0 if fault == "no gamma" else gamma) * ahead - values[:, t]
+        weight = {"no lambda": gamma, "lambda twice": gamma * lam * lam}.get(fault, gamma * lam)
+        new = surprise + weight * carry
+        carry = torch.where(on, new, torch.zeros_like(carry) if fault == "cut at holes" else carry)
+        ahead = values[:, t] if fault == "from padding" else torch.where(on, values[:, t], ahead)
+        out.append(torch.where(on, carry, torch.zeros_like(carry)))
+    advantages = torch.stack(out[::-1], dim=1)
+    returns = advantages + values
+    if whiten:
+        seen = advantages[mask != 0]
+        advantages = (advantages - seen.mean()) / (seen.std() + 1e-8) * mask
+        returns = advantages + values if fault == "whitened first" else returns
+    return advantages, returns
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_right_gae_holds(seed: int, whiten: bool) -> None:
+    for holes in (False, True):
+        verdict = audit(GAE(lambda *a: gae(*a, whiten=whiten), whitened=whiten, holes=holes, seed=seed))
+        assert verdict.holds, str(verdict)
+    if not whiten:
+        assert audit(GAE(lambda *a: gae(*a)[0], seed=seed)).holds, "without returns"
+
+
+@pytest.mark.parametrize(
+    ("fault", "row"),
+    [
+        ("no gamma", "values = what really came, λ = 0.7"),  # Stoix #142's kin
+        ("no lambda", "values 0: γ·λ is one number"),
+        ("no lambda", "λ = 0: no later reward"),
+        ("lambda twice", "values 0: γ·λ is one number"),
+        ("from padding", "values where masked, in the advantages"),  # TRL #5303 and #3750
+        ("whitened first", "λ = 1: returns do not depend on the values"),
+        ("cut at holes", "λ = 1: returns do not depend on the values"),
+    ],
+)
+def test_a_fault_of_gae_is_seen(fault: str, row: str) -> None:
+    whiten = fault == "whitened first"
+    seen = failures(audit(GAE(lambda *a: gae(*a, fault=fault, whiten=whiten), whitened=whiten, holes=True)))
+    assert row in seen, seen
+
+
+def test_whitened_advantages_alone_cannot_be_judged() -> None:
+    verdict = audit(GAE(lambda *a: gae(*a, whiten=True)[0], whitened=True))
+    assert not verdict.failures and "not declared" in {f.outcome for f in verdict.findings}

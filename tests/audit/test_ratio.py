@@ -1,0 +1,223 @@
+"""Ratios, their corrections and clips: defects are seen by the row that is about them, right twins raise nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, Verdict, audit
+from earnest.audit.laws import clipping, on_policy, ratio
+from tests.audit.steps import Tiny, logprobs, policy_batch
+
+LAWS = [on_policy.LAW, ratio.LAW, clipping.LAW]
+DTYPES = (torch.float32, torch.bfloat16)
+ROLES = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "advantages": "advantages"}
+
+
+def failures(verdict: Verdict) -> set[str]:
+    return {f.subject for f in verdict.failures}
+
+
+def outcomes(verdict: Verdict) -> dict[str, str]:
+    return {f.subject: f.outcome for f in verdict.findings}
+
+
+def mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+def clipped(r: Tensor, a: Tensor, clip: float, pick: Any = torch.minimum) -> Tensor:
+    return -pick(r * a, r.clamp(1 - clip, 1 + clip) * a)
+
+
+def step(loss: Any, knobs: dict[str, float], dtype: torch.dtype = torch.float32, **more: Any) -> Step:
+    model = Tiny().to(dtype)
+    batch = policy_batch(model)
+    batch["rollout"] = (batch["old"] - 0.03).clamp(max=-1e-3) * batch["mask"]
+    roles = more.pop("roles", ROLES)
+    return Step(model=model, loss=loss, batch={**batch, **more.pop("batch", {})}, roles=roles, knobs=knobs,
+                logprobs=logprobs, **more)  # fmt: skip
+
+
+# --- the power of the weight ------------------------------------------------------------------------------------------
+
+
+def decoupled(how: str) -> Any:
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float, cap: float) -> Tensor:
+        lp, a = logprobs(model, b).float(), b["advantages"][:, None]
+        top = lp.detach() if how == "current over rollout" else b["old"]  # slime #179
+        gap = top - b["rollout"]
+        w = (-gap if how == "upside down" else gap).exp().clamp(max=cap)
+        if how == "self-normalised":
+            w = w / mean(w, b["mask"])
+        below = b["rollout" if how == "counted twice" else "old"]
+        pick = torch.maximum if how == "swapped" else torch.minimum
+        return mean(w * clipped((lp - below).exp(), a, clip, pick), b["mask"])
+
+    return loss
+
+
+TWO = {**ROLES, "behaviour": "rollout", "proximal": "old"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("right", set()),
+        ("self-normalised", set()),
+        ("current over rollout", {"the ratio's power"}),
+        ("upside down", {"the correction's power"}),
+        ("counted twice", {"the correction's power"}),
+        ("swapped", {"clip: outside, already done", "clip: outside, to be undone"}),
+    ],
+)
+def test_a_correction_for_the_sampler(how: str, seen: set[str], dtype: torch.dtype) -> None:
+    """The clip is judged beside the correction too, whose weight once hid the ratio's slope."""
+    made = step(decoupled(how), {"clip": 0.2, "cap": 2.0}, dtype, roles=TWO, rows_interact=how == "self-normalised")
+    verdict = audit(made, laws=LAWS)
+    assert failures(verdict) == seen, str(verdict)
+    found = outcomes(verdict)
+    assert {"the ratio's power", "the correction's power", "clip: outside, to be undone"} <= found.keys()
+    assert "not applicable" not in {found["clip: outside, to be undone"], found["the correction's power"]}
+
+
+def cispo(squared: bool) -> Any:
+    def loss(model: nn.Module, b: Mapping[str, Any], eps_high: float) -> Tensor:
+        lp = logprobs(model, b)
+        r = (lp - b["old"]).exp()
+        return -mean(r.clamp(max=1 + eps_high).detach() * b["advantages"][:, None] * (r if squared else lp), b["mask"])
+
+    return loss
+
+
+def in_rows(form: str) -> Any:
+    """Weights of whole rows: a geometric mean, a product, and a soft gate; and a loss without any."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], tau: float) -> Tensor:
+        lp, m, a = logprobs(model, b), b["mask"], b["advantages"]
+        gap = (lp - b["old"]) * m
+        if form == "mean":
+            return -(a * (gap.sum(-1) / m.sum(-1)).exp()).mean() * tau
+        if form == "product":
+            return -(a * gap.sum(-1).exp().clamp(max=tau)).mean()
+        if form == "soft":
+            return -mean(torch.sigmoid(tau * (gap.exp() - 1)) * 4 / tau * a[:, None], m)
+        return -mean(a[:, None] * lp, m) * tau
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_squared_ratio_is_seen_and_other_weights_are_not(dtype: torch.dtype) -> None:
+    assert failures(audit(step(cispo(True), {"eps_high": 0.28}, dtype), laws=LAWS)) == {"the ratio's power"}
+    assert audit(step(cispo(False), {"eps_high": 0.28}, dtype), laws=LAWS).holds
+    for form in ("mean", "product", "soft", "none"):
+        verdict = audit(step(in_rows(form), {"tau": 3.0 if form == "product" else 1.05}, dtype), laws=LAWS)
+        assert verdict.holds, str(verdict)
+        expected = "not applicable" if form == "product" else "holds"
+        assert outcomes(verdict)["the ratio's power"] == expected, str(verdict)
+
+
+def test_a_product_over_rows_of_one_length_is_no_power() -> None:
+    mask = torch.zeros_like(policy_batch(Tiny())["mask"])
+    mask[:, 2:5] = 1
+    product = step(in_rows("product"), {"tau": 3.0}, batch={"mask": mask})
+    assert outcomes(audit(product, laws=[ratio.LAW]))["the ratio's power"] == "not applicable"
+
+
+# --- shares of a row --------------------------------------------------------------------------------------------------
+
+
+def weighed(fault: str = "", shape: str = "row") -> Any:
+    """One advantage a row, and weights by token: declared ones and a discount."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float, gamma: float) -> Tensor:
+        m = b["mask"]
+        ahead = m.flip(-1).cumsum(-1).flip(-1)
+        a = b["advantages"] if shape == "column" else b["advantages"][:, None]
+        each = clipped((logprobs(model, b) - b["old"]).exp(), a, clip) * gamma**ahead * b["w"]
+        if fault == "dual clip":  # tianshou #433: the floor for negative advantages, on positive ones too
+            each = torch.minimum(each, -3.0 * a)
+        return (each * (b["attention"][:, 1:] if fault == "attention" else m)).sum() / m.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", ["", "dual clip", "attention"])
+def test_a_row_shares_its_advantage_as_the_loss_does(fault: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(5)
+    w = 2 * torch.rand(policy_batch(Tiny())["mask"].shape, generator=rng)
+    made = step(weighed(fault), {"clip": 0.2, "gamma": 0.8}, dtype, roles={**ROLES, "weights": "w"}, batch={"w": w})
+    verdict = audit(made, laws=[on_policy.LAW])
+    assert ("on-policy gradient = REINFORCE" in failures(verdict)) == bool(fault), str(verdict)
+    if fault == "attention":
+        meaning = next(f.meaning for f in verdict.failures if "REINFORCE" in f.subject)
+        assert "tokens outside the mask pull" in meaning
+
+
+def late(model: nn.Module, b: Mapping[str, Any], clip: float, **_: Any) -> Tensor:
+    """The right values, and the gradient of the neighbours' log-probs: a second shift."""
+    lp = logprobs(model, b)
+    other = lp.roll(1, dims=-1)
+    return mean(clipped((other + (lp - other).detach() - b["old"]).exp(), b["advantages"][:, None], clip), b["mask"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(late, "so it is the log-probs that differ"), (weighed("dual clip"), "tokens disagree, most in row")],
+    ids=["late", "dual clip"],
+)
+def test_a_failure_names_what_disagrees(loss: Any, words: str) -> None:
+    made = step(loss, {"clip": 0.2, "gamma": 1.0}, batch={"w": torch.ones_like(policy_batch(Tiny())["mask"])})
+    (meaning,) = [f.meaning for f in audit(made, laws=[on_policy.LAW]).failures if "REINFORCE" in f.subject]
+    assert words in meaning
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_advantages_in_a_column_are_one_a_row(turned: bool) -> None:
+    column = {"advantages": policy_batch(Tiny())["advantages"][:, None], "w": torch.ones(5, 11)}
+    loss = weighed("dual clip" if turned else "", shape="column")
+    verdict = audit(step(loss, {"clip": 0.2, "gamma": 1.0}, batch=column), laws=LAWS)
+    assert verdict.holds != turned, str(verdict)
+
+
+def regression(model: nn.Module, b: Mapping[str, Any], tau: float) -> Tensor:
+    """(A - τ·log ratio)² a row: its slope by A is not what multiplies ∇lp."""
+    gap = ((logprobs(model, b) - b["old"]) * b["mask"]).sum(-1)
+    return 0.5 * (b["advantages"] - tau * gap).square().mean()
+
+
+def test_a_regression_on_the_advantages_is_no_fault() -> None:
+    assert audit(step(regression, {"tau": 0.5}), laws=[on_policy.LAW, ratio.LAW]).holds
+    turned = step(lambda m, b, tau: regression(m, b, -tau), {"tau": 0.5})
+    assert "descending raises what was better" in failures(audit(turned, laws=[on_policy.LAW]))
+
+
+# --- silence that is not the clip's -----------------------------------------------------------------------------------
+
+
+def thresholded(model: nn.Module, b: Mapping[str, Any], clip: float, threshold: float, fault: str = "") -> Tensor:
+    """Rows of negative advantage that have gone far from the sampler are left out."""
+    m, lp, a = b["mask"], logprobs(model, b), b["advantages"]
+    far = ((b["old"] - lp) * m).sum(-1) / m.sum(-1).clamp(min=1)
+    keep = ~((far > threshold) & (a < 0)) if fault != "clamped" else a > 0
+    bound = 0.02 if fault == "bound" else clip
+    r = (lp - b["old"]).exp()
+    each = -torch.minimum(r * a[:, None], r.clamp(1 - bound, 1 + clip) * a[:, None])
+    return mean(each * keep[:, None], m)
+
+
+@pytest.mark.parametrize("fault", ["", "clamped", "bound"])
+def test_a_threshold_that_silences_rows_is_not_the_clip(fault: str) -> None:
+    knobs = {"clip": 0.2, "threshold": 0.1 if fault != "bound" else 1.0}
+    verdict = audit(step(lambda m, b, **k: thresholded(m, b, fault=fault, **k), knobs), laws=[clipping.LAW])
+    assert ("clip: inside the clip range" in failures(verdict)) == bool(fault), str(verdict)
+    if not fault:
+        (row,) = verdict.findings
+        assert row.outcome == "not applicable" and "threshold=0.1" in row.meaning

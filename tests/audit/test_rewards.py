@@ -1,0 +1,198 @@
+"""Steps that make their own advantages from rewards, and steps with a critic: defects beside right twins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, Verdict, audit
+from earnest.audit.laws import LAWS, clipping, critic, on_policy, ratio, rewards
+from tests.audit.steps import VOCABULARY, Tiny, logprobs, policy_batch
+
+OURS = [on_policy.LAW, ratio.LAW, clipping.LAW, rewards.LAW, critic.LAW]
+DTYPES = (torch.float32, torch.bfloat16)
+ROLES = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "rewards": "rewards"}
+BETTER = "a better reward pulls its row up"
+EQUAL = "rewards that are equal within every group"
+AT_REFERENCE = "a row at the reference, not above it"
+
+
+def failures(verdict: Verdict) -> set[str]:
+    return {f.subject for f in verdict.failures}
+
+
+def mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+def clipped(r: Tensor, a: Tensor, clip: float, pick: Any = torch.minimum) -> Tensor:
+    return -pick(r * a, r.clamp(1 - clip, 1 + clip) * a)
+
+
+def each(r: Tensor, g: Tensor, fn: Any, same: bool = True) -> Tensor:
+    return torch.stack([fn(r[(g == x) == same]) for x in g])
+
+
+# Estimators in the step: right ones of several kinds, one that divides by the mean among them, and wrong ones.
+RIGHT = {
+    "grpo": lambda r, g: (r - each(r, g, torch.mean)) / (each(r, g, torch.std) + 1e-4),
+    "centred": lambda r, g: r - each(r, g, torch.mean),
+    "over the mean": lambda r, g: (r - each(r, g, torch.mean)) / (each(r, g, torch.mean) + 1e-6),
+    "leave one out": lambda r, g: (r - each(r, g, torch.mean)) * 1.5,  # groups of three
+}  # fmt: skip
+WRONG = {
+    "turned": (lambda r, g: each(r, g, torch.mean) - r, {BETTER}),
+    "neighbour's": (lambda r, g: r - each(r, g, torch.mean, same=False), {EQUAL}),
+    "none": (lambda r, _: r, {EQUAL}),
+}
+
+
+def grouped(estimator: Any, dtype: torch.dtype = torch.float32, pick: Any = torch.minimum, **more: Any) -> Step:
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float) -> Tensor:
+        a = estimator(b["rewards"].float(), b["group"])[:, None]
+        return mean(clipped((logprobs(model, b) - b["old"]).exp(), a, clip, pick), b["mask"])
+
+    model = Tiny().to(dtype)
+    batch = policy_batch(model)
+    batch = {k: torch.cat([v, v[1:2]]) for k, v in batch.items()}
+    batch["rewards"] = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 0.25]).to(more.pop("kind", torch.float32))
+    batch["group"] = torch.tensor([0, 0, 0, 1, 1, 1])
+    return Step(model=model, loss=loss, batch=batch, roles={**ROLES, "group": "group"}, knobs={"clip": 0.2},
+                logprobs=logprobs, value_is_loss=True, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_estimators_in_the_step_hold(name: str, dtype: torch.dtype) -> None:
+    verdict = audit(grouped(RIGHT[name], dtype), laws=OURS)
+    assert verdict.holds, str(verdict)
+    held = {f.subject for f in verdict.findings if f.outcome == "holds"}
+    assert {BETTER, EQUAL, "the ratio's power", "clip: outside, to be undone", "clip clip at ratio 1"} <= held
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_ones_are_seen(name: str, dtype: torch.dtype) -> None:
+    estimator, seen = WRONG[name]
+    assert failures(audit(grouped(estimator, dtype), laws=OURS)) == seen
+
+
+def test_a_baseline_over_the_batch_is_declared() -> None:
+    assert audit(grouped(lambda r, _: r - r.mean(), rows_interact=True), laws=OURS).holds
+    turned = grouped(lambda r, _: r.mean() - r, rows_interact=True)
+    assert failures(audit(turned, laws=OURS)) == {BETTER}
+
+
+@pytest.mark.parametrize("kind", [torch.long, torch.bool], ids=str)
+def test_counted_rewards_are_rewards(kind: torch.dtype) -> None:
+    assert audit(grouped(RIGHT["centred"], kind=kind), laws=OURS).holds
+    assert failures(audit(grouped(WRONG["turned"][0], kind=kind), laws=OURS)) == {BETTER}
+
+
+def test_a_clip_of_a_step_with_its_own_advantages() -> None:
+    """The whole audit: the family follows from the role, the cost is within its bound, the clip is judged."""
+    step = grouped(RIGHT["centred"])
+    whole = audit(step)
+    assert step.kind == "policy gradient" and whole.holds, str(whole)
+    assert whole.cost <= 20 + 2 * (len(step.roles) + len(step.knobs))
+    seen = failures(audit(grouped(RIGHT["centred"], pick=torch.maximum), laws=OURS))
+    assert seen == {"clip: outside, already done", "clip: outside, to be undone"}
+
+
+# --- a KL in the reward -----------------------------------------------------------------------------------------------
+
+
+def with_kl(sign: float, form: str, whiten: bool) -> Step:
+    """The reward at the last token, a KL to the reference at every one; returns to go are the advantages."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float, kl_coef: float) -> Tensor:
+        m, gap = b["mask"], b["ref"] - b["old"]
+        kl = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - 1 - gap}[form]
+        paid = -sign * kl_coef * kl * m
+        last = (m * torch.arange(1, m.shape[1] + 1)).argmax(-1, keepdim=True)
+        paid = paid.scatter_add(-1, last, b["rewards"][:, None])
+        a = paid.flip(-1).cumsum(-1).flip(-1)
+        if whiten:
+            a = (a - mean(a, m)) / (mean((a - mean(a, m)).square(), m).sqrt() + 1e-8)
+        return mean(clipped((logprobs(model, b) - b["old"]).exp(), a, clip), m)
+
+    model = Tiny()
+    batch = policy_batch(model)
+    batch["rewards"] = torch.tensor([1.0, 0.0, 0.5, -1.0, 1.0])
+    return Step(model=model, loss=loss, batch=batch, roles={**ROLES, "reference": "ref"}, rows_interact=whiten,
+                knobs={"clip": 0.2, "kl_coef": 0.05}, logprobs=logprobs, value_is_loss=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("form", ["k1", "k2", "k3"])
+def test_a_kl_in_the_reward_is_a_cost(form: str, whiten: bool) -> None:
+    right = audit(with_kl(1.0, form, whiten), laws=OURS)
+    assert right.holds and AT_REFERENCE in {f.subject for f in right.findings}, str(right)
+    assert failures(audit(with_kl(-1.0, form, whiten), laws=OURS)) == {AT_REFERENCE}  # TRL #463's kin
+
+
+# --- critics ----------------------------------------------------------------------------------------------------------
+
+
+class ActorCritic(Tiny):
+    """With a value head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.states = nn.Embedding(VOCABULARY, 8)
+        self.value = nn.Linear(8, 1)
+
+    def values(self, ids: Tensor) -> Tensor:
+        return self.value(self.states(ids))[:, :-1, 0]
+
+
+def ppo(how: str, dtype: torch.dtype = torch.float32) -> Step:
+    """ "max": the usual pessimistic value loss. "clipped": only the clipped error, as some do. "min": the defect."""
+
+    def loss(model: ActorCritic, b: Mapping[str, Any], clip: float, cliprange_value: float, vf_coef: float) -> Any:
+        m, v = b["mask"], model.values(b["ids"]).float()
+        a = b["returns"] - v if how == "attached" else b["advantages"]
+        policy = mean(clipped((logprobs(model, b).float() - b["old"]).exp(), a, clip), m)
+        near = b["values"] + (v - b["values"]).clamp(-cliprange_value, cliprange_value)
+        errors = (v - b["returns"]).square(), (near - b["returns"]).square()
+        pick = {"min": torch.minimum(*errors), "clipped": errors[1]}.get(how, torch.maximum(*errors))
+        return policy + vf_coef * mean(pick, m), {"value_loss": mean(pick, m)}
+
+    model = ActorCritic().to(dtype)
+    batch = policy_batch(model)
+    rng = torch.Generator().manual_seed(7)
+    for key in ("advantages", "values"):
+        batch[key] = torch.randn(batch["mask"].shape, generator=rng) * batch["mask"]
+    batch["returns"] = batch["advantages"] + batch["values"]
+    roles = {k: v for k, v in ROLES.items() if k != "rewards"}
+    roles |= {"advantages": "advantages", "values": "values", "returns": "returns"}
+    return Step(model=model, loss=loss, batch=batch, roles=roles, terms={"value_loss": "vf_coef"},
+                knobs={"clip": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5}, logprobs=logprobs,
+                value_is_loss=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("max", set()),
+        ("clipped", set()),
+        ("min", {"old values that are far away"}),  # openai/baselines #765
+        ("attached", {"the policy's loss leaves the critic alone"}),  # encode-attend-navigate #3
+    ],
+)
+def test_a_critics_laws(how: str, seen: set[str], dtype: torch.dtype) -> None:
+    verdict = audit(ppo(how, dtype), laws=[critic.LAW])
+    assert failures(verdict) == seen, str(verdict)
+    assert len(verdict.findings) == 2
+
+
+def test_a_right_actor_and_critic_hold_in_full() -> None:
+    step = ppo("max")
+    verdict = audit(step, laws=LAWS)
+    assert verdict.holds, str(verdict)
+    assert verdict.cost <= 20 + 2 * (len(step.roles) + len(step.knobs) + len(step.terms))
