@@ -160,6 +160,7 @@ def sft_step(
     roles = {"ids": "ids", "attention": "attention", "labels": "labels"}
     if packed:
         batch["documents"] = (torch.arange(LENGTH)[None] >= 6).long().expand(ROWS, -1).clone()
+        batch["labels"][:, 6] = -100  # a document's first token follows from nothing
         roles["documents"] = "documents"
     return Step(
         model=model,

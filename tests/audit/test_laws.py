@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest.audit import Step, audit
-from earnest.audit.laws import coverage, liveness, masks, metrics, shadow, splits
+from earnest.audit.laws import coverage, documents, liveness, masks, metrics, shadow, splits
 from earnest.audit.verdict import Finding
 from tests.audit.steps import LENGTH, Tiny, policy_step, sft_loss, sft_step
 
@@ -106,11 +106,10 @@ def test_positions_that_count_padding_are_seen(side: str, from_padding: bool, ou
 
 
 def test_every_row_that_does_not_apply_has_its_reason() -> None:
-    verdict = audit(policy_step(), laws=[masks.LAW, coverage.LAW, shadow.LAW])
+    verdict = audit(policy_step(), laws=[masks.LAW, documents.LAW, coverage.LAW, shadow.LAW])
     reasons = {f.subject: f.measured for f in verdict.findings if f.outcome == "not applicable"}
     assert reasons == {
         "3 more columns of padding on the left": "no row of this batch begins with padding",
-        "no label is seen before it is predicted": "labels do not stand where their tokens do",
         "confident outputs": "the behaviour's log-probs belong to the policy as it is",
     }
     assert outcomes(verdict.findings)["another document in the packed row"] == "not declared", "nothing was said of it"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest.audit import Step, StepError, Together, Verdict, audit
-from earnest.audit.laws import clipping, coverage, liveness, masks, on_policy, splits
+from earnest.audit.laws import clipping, coverage, documents, liveness, on_policy, splits
 from earnest.audit.trainers import step_of_trainer
 from tests.audit.steps import Tiny, grpo_loss, policy_step, sft_loss, sft_step
 from tests.audit.trainer_cases import llama
@@ -237,8 +237,8 @@ def test_a_packed_row_is_known_by_its_positions(shown: bool) -> None:
     inputs = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
     step = trainers_step(llama(0, torch.float32), inputs | ({"attention_mask": torch.ones_like(ids)} if shown else {}))
     assert step.batch[step.roles["documents"]].tolist() == [[0] * 7 + [1] * 5 + [2] * 4]
-    verdict = audit(step, laws=[masks.LAW])
-    assert outcomes(verdict)[masks.PACKED] == ("fails" if shown else "holds"), str(verdict)
+    verdict = audit(step, laws=[documents.LAW])
+    assert outcomes(verdict)[documents.PACKED] == ("fails" if shown else "holds"), str(verdict)
 
 
 def test_padding_is_no_document_and_a_plain_row_declares_none() -> None:
@@ -248,8 +248,8 @@ def test_padding_is_no_document_and_a_plain_row_declares_none() -> None:
     inputs = {"input_ids": ids, "labels": ids.clone(), "position_ids": padded, "attention_mask": shown}
     step = trainers_step(llama(0, torch.float32), inputs)
     assert "documents" not in step.roles
-    verdict = audit(step, laws=[masks.LAW])
-    assert outcomes(verdict)[masks.PACKED] == "not declared", str(verdict)
+    verdict = audit(step, laws=[documents.LAW])
+    assert outcomes(verdict)[documents.PACKED] == "not declared", str(verdict)
 
 
 @pytest.mark.parametrize("balanced", [False, True])

@@ -5,7 +5,7 @@ Log-probs stay at or below 0, ids stay ids that occur, shapes stay, and only dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,9 @@ PER_TOKEN = (
     "weights",
     "values",
     "returns",
+    "rewards",
 )
+SIDES = ("chosen", "rejected")
 # Roles that the gradient must depend on, in the order in which they are tried.
 INPUTS = (
     "advantages",
@@ -106,15 +108,13 @@ def off_policy(step: Step) -> Batch:
     for role in (*LOGPROBS, "reference_distribution"):
         if role in step.roles:
             batch = perturb(step, batch, role, rng)
-    if "advantages" in step.roles:
-        key = step.roles["advantages"]
-        if bool((batch[key] != 0).any()):
-            batch[key] = advantages_like(step, batch, rng)
+    if "advantages" in step.roles and bool((batch[step.roles["advantages"]] != 0).any()):
+        batch = perturb(step, batch, "advantages", rng)
     return batch
 
 
 def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
-    """Advantages of both signs, none near 0; one value a row where the batch has one a row."""
+    """Advantages of both signs, none near 0; one value a row where the batch has one a row and the loss is taken."""
     old: Tensor = batch[step.roles["advantages"]]
     sign, size = torch.sign(noise_like(old, rng)), 0.3 + noise_like(old, rng).abs()
     spread = sign * (size if old.is_floating_point() else size.ceil())
@@ -123,7 +123,7 @@ def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) 
         shown = torch.where(on, old, torch.full_like(old, float("nan")))
         first = torch.nan_to_num(shown, nan=-torch.inf).amax(-1, keepdim=True)
         if bool(((shown == first) | ~on).all()):  # constant along every row
-            spread = torch.where(on, spread[:, :1].expand_as(old), torch.zeros_like(old))
+            spread = torch.where(on, spread[:, :1].expand_as(old), spread)
     return spread.to(old.dtype)
 
 
@@ -187,18 +187,15 @@ def add_silent_row(step: Step) -> Batch:
     return batch
 
 
-def pad(step: Step, side: str = "right", extra: int = 3) -> Batch:
-    """``extra`` columns of padding behind (or in front of) every row, in every tensor that has the rows' width."""
-    width = _width(step)
-    fill = {step.roles[r]: v for r, v in (("labels", -100), ("attention", 0), ("mask", 0)) if r in step.roles}
+def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None) -> Batch:
+    """``extra`` columns of padding behind (or in front of) every row, in every tensor (of ``keys``) that has the rows'
+    width."""
+    widths = _widths(step)
+    silent = {"labels": -100, "attention": 0, "mask": 0} | {f"{s}_{w}": 0 for s in SIDES for w in ("mask", "attention")}
+    fill = {step.roles[r]: v for r, v in silent.items() if r in step.roles}
     batch: Batch = {}
     for key, value in step.batch.items():
-        if (
-            isinstance(value, Tensor)
-            and value.ndim >= 2
-            and value.shape[0] == step.rows
-            and value.shape[1] in (width, width - 1)
-        ):
+        if (keys is None or key in keys) and _is_wide(step, value, widths):
             edge = value[:, -1:] if side == "right" else value[:, :1]
             tail = edge.expand(-1, extra, *value.shape[2:]).clone()
             if key in fill:
@@ -211,12 +208,134 @@ def pad(step: Step, side: str = "right", extra: int = 3) -> Batch:
     return batch
 
 
-def _width(step: Step) -> int:
-    for role in ("ids", "mask", "labels", "attention"):
-        value = step.value(role)
-        if value is not None and value.ndim >= 2:
-            return int(value.shape[1])
-    return -1
+def paddings(step: Step, side: str = "right") -> Iterator[Batch]:
+    """``pad`` in every reading of which tensors belong to the padded ones."""
+    for keys in readings(step):
+        yield pad(step, side, keys=keys)
+
+
+def readings(step: Step) -> Iterator[set[str]]:
+    """Which tensors are as wide as the rows: all that have the width; and as some may have it only by accident (prompts
+    beside completions), only what is declared, and of that no attention that is not the ids' own."""
+    seen: list[set[str]] = []
+    declared = set(step.roles.values())
+    ids, shown = step.value("ids"), step.value("attention")
+    foreign = {step.roles["attention"]} if ids is not None and shown is not None and shown.shape != ids.shape else set()
+    for keys in (set(step.batch), declared, declared - foreign):
+        wide = {k for k in keys if _is_wide(step, step.batch[k], _widths(step))}
+        if wide not in seen:
+            seen.append(wide)
+            yield wide
+
+
+def _is_wide(step: Step, value: Any, widths: Collection[int]) -> bool:
+    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == step.rows and value.shape[1] in widths
+
+
+def _widths(step: Step) -> set[int]:
+    """The widths of per-token tensors: T, and T - 1 for those that are aligned with the shifted targets."""
+    for group in (("ids",), ("mask",), ("labels",), ("attention",), SIDES):
+        values = [v for v in map(step.value, group) if v is not None and v.ndim >= 2]
+        if values:
+            return {int(v.shape[1]) - less for v in values for less in (0, 1)}
+    return set()
+
+
+# --- which tokens speak -----------------------------------------------------------------------------------------------
+
+
+def in_place(step: Step) -> bool:
+    """Whether labels stand where their tokens do, so that the loss shifts them."""
+    return _labels_are(step, 0)
+
+
+def ahead(step: Step) -> bool:
+    """Whether labels stand where they are predicted: each is the next token."""
+    return _labels_are(step, 1)
+
+
+def _labels_are(step: Step, shift: int) -> bool:
+    ids, labels = step.value("ids"), step.value("labels")
+    if ids is None or labels is None or ids.shape != labels.shape or step.roles["ids"] == step.roles["labels"]:
+        return False
+    on, mask = labels >= 0, fit(supervised(step), labels)
+    on = on & mask if mask is not None else on
+    on, target, token = on[:, : labels.shape[1] - shift], labels[:, : labels.shape[1] - shift], ids[:, shift:]
+    return bool(on.any()) and bool((target == token)[on].all())
+
+
+def only(step: Step, batch: Mapping[str, Any], keep: Tensor) -> Batch:
+    """The batch in which the loss is taken at ``keep`` [B, T] alone; what is aligned with the shifted targets, and so
+    is one narrower, has no first column."""
+    changed: Batch = dict(batch)
+    for role, silence in (("mask", 0), ("labels", -100)):
+        if role in step.roles:
+            old: Tensor = changed[step.roles[role]]
+            here = keep[:, -old.shape[1] :].reshape(*old.shape[:2], *[1] * (old.ndim - 2))
+            changed[step.roles[role]] = torch.where(here, old, torch.full_like(old, silence))
+    return changed
+
+
+def other_ids(step: Step, ids: Tensor, where: Tensor) -> Tensor:
+    """Another id at every one of these places, one that is a target somewhere: never a place holder of an image."""
+    on = supervised(step)
+    targets = step.value("labels")
+    if targets is None and on is not None and on.shape[0] == ids.shape[0] and ids.shape[1] - on.shape[1] in (0, 1):
+        targets = torch.where(on, ids[:, -on.shape[1] :], -1)
+    known = (ids if targets is None else targets).flatten()
+    known = known[known >= 0].unique()
+    if len(known) < 2:
+        known = ids[ids >= 0].unique()
+    place = torch.searchsorted(known, ids.contiguous()).clamp(max=len(known) - 1)
+    return torch.where(where, known[(place + 1) % len(known)].to(ids.dtype), ids)
+
+
+def in_front(target: Tensor, documents: Tensor | None) -> Tensor:
+    """The places [B, T] in front of the first target of their own row, or of their own document of a packed row."""
+    count = (target != 0).long()
+    total = count.cumsum(-1)
+    if documents is None or documents.shape != target.shape:
+        return total == 0
+    places = torch.arange(target.shape[1], device=target.device).expand_as(total)
+    begin = torch.where(begins(documents), places, 0).cummax(-1).values
+    return total - (total - count).gather(-1, begin) == 0
+
+
+def begins(documents: Tensor) -> Tensor:
+    """Where a document of a packed row begins; not where its row does."""
+    other = documents != documents.roll(1, dims=-1)
+    other[:, 0] = False
+    return other
+
+
+def even(step: Step) -> Batch | None:
+    """The rows that are supervised at all, every one at equally many tokens: there a mean over tokens, over rows and
+    over a row's tokens are the same up to a factor. By turns the last and the first ones of a row, so that a mean down
+    the columns is none of them. None where nothing says how many there are."""
+    sides = [s for s in SIDES if f"{s}_mask" in step.roles]
+    masks = [f"{s}_mask" for s in sides] or [r for r in ("mask", "labels") if r in step.roles][:1]
+    values = {r: step.value(r) for r in masks}
+    counts = [_on(r, v).sum(-1) for r, v in values.items() if v is not None and v.ndim == 2]
+    if not counts or len(counts) != len(masks):
+        return None
+    rows = torch.stack([c > 0 for c in counts]).all(0)
+    if int(rows.sum()) < 2:
+        return None
+    least = min(int(c[rows].min()) for c in counts)
+    batch = take_rows(step, rows.nonzero()[:, 0])
+    for role in masks:
+        old: Tensor = batch[step.roles[role]]
+        on = _on(role, old)
+        number, last = on.long().cumsum(-1), (torch.arange(len(on), device=on.device) % 2 == 0)[:, None]
+        kept = on & torch.where(last, number > on.sum(-1, keepdim=True) - least, number <= least)
+        batch[step.roles[role]] = torch.where(kept, old if role == "labels" else 1, -100 if role == "labels" else 0).to(
+            old.dtype
+        )
+    return batch
+
+
+def _on(role: str, value: Tensor) -> Tensor:
+    return value != -100 if role == "labels" else value != 0
 
 
 def fit(where: Tensor | None, values: Tensor) -> Tensor | None:

@@ -10,26 +10,31 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding
+from earnest.audit.verdict import Finding, unchecked
 
 ROWS = 2
-PEEKING = "no label is seen before it is predicted"
+ANSWERS = "every answer's last token"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     on = edits.supervised(step)
+    if step.kind == "preference" and set(edits.SIDES) <= step.roles.keys():
+        yield from _answers(probe)
+        if on is None:
+            return
     if on is None:
         yield not_declared("CV", "supervised positions", 'roles={"mask": …} or {"labels": …}')
         return
-    real = on.numel() if step.value("attention") is None else int((step.batch[step.roles["attention"]] != 0).sum())
-    share = int(on.sum()) / max(real, 1)
-    prompts = "ids" in step.roles and on.shape == step.batch[step.roles["ids"]].shape
-    prompts = prompts and not step.all_supervised
+    on = on if on.ndim == 2 else on.flatten(2).any(-1) if on.ndim > 2 else on[:, None]
+    share = _share(step.value("attention"), on)
+    ids = step.value("ids")
+    prompts = ids is not None and on.shape == ids.shape and not step.all_supervised
     unknown = prompts and share == 1 and step.all_supervised is None
+    empty = int((~on.any(-1)).sum())
     yield LAW.finding(
         "supervised share",
-        f"{share:.0%} of the tokens{_decoded(probe, on)}",
+        f"{share:.0%} of the tokens{_decoded(probe, on)}" + (f"; {empty} of {len(on)} rows have none" if empty else ""),
         "above 0 %, below 100 %" if prompts else "above 0 %",
         "not declared" if unknown else share > 0 and (share < 1 or not prompts),
         "Everything is supervised. Declare all_supervised=True if the prompts are meant to be, or False if not."
@@ -38,7 +43,13 @@ def check(probe: Probe) -> Iterator[Finding]:
     )
     if share > 0:
         yield from _every_position(probe, on)
-        yield from _no_peeking(probe, on)
+
+
+def _share(attention: Tensor | None, on: Tensor) -> float:
+    """Supervised tokens among the real ones; an attention mask that is not beside them says nothing."""
+    fits = attention is not None and attention.ndim == 2 and attention.shape[1] - on.shape[1] in (0, 1)
+    real = int((attention != 0).sum()) if attention is not None and fits else on.numel()
+    return int(on.sum()) / max(real, 1)
 
 
 def _decoded(probe: Probe, on: Tensor) -> str:
@@ -56,12 +67,15 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
         yield not_declared("CV", "every supervised position", "labels, or a signal with one value a token")
         return
     key = step.roles[role]
-    fitting = edits.fit(on, step.batch[key])
+    fitting = _fit(role, on, step.batch[key])
     assert fitting is not None
     flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
-    if role == "labels" and _in_place(probe, on):  # nothing stands before a row's first token to predict it from
+    if role == "labels" and edits.in_place(step):  # nothing stands before a row's, or a document's, first token
         flat = flat.clone()
         flat[:, 0] = False
+        documents = step.value("documents")
+        if documents is not None and documents.shape == flat.shape:
+            flat = flat & ~edits.begins(documents)
     weighed = flat & _with_advantage(probe, role, flat)
     idle = int((flat.any(-1) & ~weighed.any(-1)).sum())
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
@@ -69,28 +83,48 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     if not bool(flat.any()):
         yield Finding("CV", "every supervised position", f"no position to ask{aside}", "-", "not applicable")
         return
-    silent: list[str] = []
-    tried = 0
     quick = _slopes(probe, role, flat)
     if quick is not None:
         yield LAW.finding("every supervised position", f"all {quick} matter (through {key!r}){aside}", "all", True)
         return
+    asked: list[tuple[int, int, str]] = []
     for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
         places = flat[row].nonzero()[:, 0].tolist()
-        for place, what in {places[0]: "first", places[-1]: "last"}.items():
-            only = torch.zeros_like(flat)
-            only[row, place] = True
-            tried += 1
-            if not _felt(probe, role, only):
-                silent.append(f"the {what} one of row {row}")
+        ends = {places[0]: "first", places[-1]: "last"} if not asked else {places[-1]: "last"}
+        asked += [(row, place, what) for place, what in ends.items()]
+    for silenced in (False, True):
+        silent = [
+            (row, place, what) for row, place, what in asked if not _felt(probe, role, _at(flat, row, place), silenced)
+        ]
+        if role != "labels" or len(silent) < len(asked):
+            break
+        if _labels_matter(probe):
+            break
+        aside += "; labels only say where, and are taken away"
+    enough = len(silent) < len(asked) if step.drops_tokens else not silent
     yield LAW.finding(
         "every supervised position",
-        f"{tried - len(silent)} of {tried} matter (through {key!r}){aside}",
-        "all",
-        not silent,
-        f"{', '.join(silent[:4])} is in the mask and not in the gradient: the last (end-of-turn) token is cut off by "
-        "a shift or masked because its id equals the padding's.",
+        f"{len(asked) - len(silent)} of {len(asked)} matter (through {key!r}){aside}",
+        "some, tokens are dropped by declaration" if step.drops_tokens else "all",
+        enough,
+        f"{', '.join(f'the {what} one of row {row}' for row, _, what in silent[:4])} is in the mask and not in the "
+        "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
+        "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
     )
+
+
+def _at(flat: Tensor, row: int, place: int) -> Tensor:
+    only = torch.zeros_like(flat)
+    only[row, place] = True
+    return only
+
+
+def _labels_matter(probe: Probe) -> bool:
+    """Whether other labels teach anything else: they may only say where, while the ids say what."""
+    key = probe.step.roles["labels"]
+    labels = probe.step.batch[key]
+    other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
+    return probe.differs(probe.gradient(), probe.gradient(other))
 
 
 def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
@@ -104,69 +138,92 @@ def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
 
 
 def _slopes(probe: Probe, role: str, flat: Tensor) -> int | None:
-    """How many positions there are, if the loss has a slope by the signal at every one of them; None: look closer."""
-    value: Tensor = probe.step.batch[probe.step.roles[role]]
-    if not value.is_floating_point():
+    """How many positions there are, if the loss has a slope by the signal at every one of them; None: look closer.
+
+    A clipped token has none under one sign of its advantage, so those that are silent are asked under the other one.
+    """
+    step = probe.step
+    if not step.batch[step.roles[role]].is_floating_point():
         return None
-    slope = probe.slope(role, probe.step.batch)
-    if slope is None:
-        return None
-    felt = slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1)
+    felt = torch.zeros_like(flat)
+    for batch in (step.batch, edits.opposite(step, step.batch)):
+        slope = None if batch is None else probe.slope(role, batch)
+        if slope is not None:
+            felt = felt | (slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1))
+        if slope is None or bool(felt[flat].all()):
+            break
     return int(flat.sum()) if bool(felt[flat].all()) else None
 
 
-def _felt(probe: Probe, role: str, only: Tensor) -> bool:
+def _felt(probe: Probe, role: str, only: Tensor, silenced: bool) -> bool:
     """Whether any other value of this one token's signal changes the gradient; the opposite advantages are tried
     last."""
     for base in (probe.step.batch, edits.opposite(probe.step, probe.step.batch)):
         if base is None:
             continue
         origin = probe.gradient(base)
-        if any(probe.differs(origin, probe.gradient(changed)) for changed in _changes(probe, dict(base), role, only)):
+        changes = _silence(probe, dict(base), only) if silenced else _changes(probe, dict(base), role, only)
+        if any(probe.differs(origin, probe.gradient(changed)) for changed in changes):
             return True
     return False
 
 
-def _no_peeking(probe: Probe, on: Tensor) -> Iterator[Finding]:
-    """A row's last supervised label is predicted from what stands before it: its own input token must not matter."""
+def _silence(probe: Probe, base: edits.Batch, only: Tensor) -> Iterator[edits.Batch]:
+    key = probe.step.roles["labels"]
+    yield {**base, key: torch.where(only, -100, base[key])}
+
+
+def _answers(probe: Probe) -> Iterator[Finding]:
+    """The last token of either answer of a few pairs, one at a time: another id there teaches something else."""
     step = probe.step
-    if step.rows_interact:
-        return  # a term over all tokens (load balancing) reads the last input lawfully
-    ids = step.value("ids")
-    if ids is None or not _in_place(probe, on):
-        # Only where labels stand at their own place; shifted ones are told apart by nothing.
-        yield Finding("CV", PEEKING, "labels do not stand where their tokens do", "-", "not applicable")
+    silent: list[str] = []
+    tried = flat = 0
+    for side in edits.SIDES:
+        ids: Tensor = step.batch[step.roles[side]]
+        on = next((v for v in (step.value(f"{side}_mask"), step.value(f"{side}_attention")) if v is not None), None)
+        if on is None or ids.ndim != 2 or on.ndim != 2 or ids.shape[1] - on.shape[1] not in (0, 1):
+            yield not_declared("CV", ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
+            return
+        on = torch.nn.functional.pad(on != 0, (ids.shape[1] - on.shape[1], 0))
+        for row in on.any(-1).nonzero()[:ROWS, 0].tolist():
+            last = int(on[row].nonzero()[-1])
+            other = edits.other_ids(step, ids, _at(on, row, last))
+            tried += 1
+            if probe.differs(probe.gradient(), probe.gradient({**step.batch, step.roles[side]: other})):
+                continue
+            try:
+                pulls = probe.gradient(edits.take_rows(step, torch.tensor([row]))).norm()
+            except Exception as error:
+                yield unchecked("CV", ANSWERS, error)
+                return
+            if pulls > 0:
+                silent.append(f"the {side} answer of pair {row}")
+            else:  # beyond the margin of a hinge, say
+                flat += 1
+    if tried == flat:
+        yield Finding("CV", ANSWERS, f"none of {tried} pairs pulls", "-", "not applicable")
         return
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    last = torch.where(on, places, -1).amax(-1, keepdim=True)
-    shown = step.value("attention")
-    final = torch.where(shown != 0, places, -1).amax(-1, keepdim=True) if shown is not None else places[:, -1:]
-    at_end = (places == last) & (last == final)
-    if not bool(at_end.any()):
-        yield Finding("CV", PEEKING, "no row ends with a supervised token", "-", "not applicable")
-        return
-    other = ids.roll(1, dims=0) if len(ids) > 1 else ids.roll(1, dims=-1)
-    changed = {**step.batch, step.roles["ids"]: torch.where(at_end, other, ids)}
-    change = probe.gradient().distance(probe.gradient(changed))
+    aside = f"; {flat} of pairs that do not pull are left out" if flat else ""
     yield LAW.finding(
-        PEEKING,
-        f"changing the rows' last input moved the gradient by {change:.2g}",
-        f"≤ {probe.tolerance:.1g}",
-        change <= probe.tolerance,
-        "The token that is to be predicted is in the input that predicts it: logits and labels are shifted against "
-        "each other.",
+        ANSWERS,
+        f"{tried - flat - len(silent)} of {tried - flat} matter{aside}",
+        "all",
+        not silent or step.drops_tokens,
+        f"The last token of {', '.join(silent[:4])} is not in the gradient: it is cut off by a shift, masked because "
+        "its id equals the padding's, or the reward is read at another token.",
     )
-
-
-def _in_place(probe: Probe, on: Tensor) -> bool:
-    """Whether labels stand where their tokens do, so that the loss shifts them."""
-    ids, labels = probe.step.value("ids"), probe.step.value("labels")
-    return ids is not None and labels is not None and ids.shape == labels.shape and bool((labels == ids)[on].all())
 
 
 def _per_token(probe: Probe, role: str, on: Tensor) -> bool:
     value = probe.step.value(role)
-    return value is not None and edits.fit(on, value) is not None
+    return value is not None and _fit(role, on, value) is not None
+
+
+def _fit(role: str, on: Tensor, value: Tensor) -> Tensor | None:
+    """The mask in the shape of the signal; labels may be one wider, beside a mask of the shifted targets."""
+    if role == "labels" and value.ndim == 2 and value.shape[1] - on.shape[1] == 1:
+        on = torch.nn.functional.pad(on, (1, 0)) & (value != -100)
+    return edits.fit(on, value)
 
 
 def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterator[edits.Batch]:
@@ -195,10 +252,11 @@ LAW = Law(
     code="CV",
     name="coverage",
     sentence="Every supervised position matters, the terminal token too, and the supervised share is neither 0 nor 1.",
-    needs="roles mask or labels; ids and tokenizer to show the span",
+    needs="roles mask or labels, or chosen_mask and rejected_mask; ids and tokenizer to show the span",
     how="The signal of single supervised tokens is changed, and each must move the gradient.",
     traps="A token whose ratio is clipped is silent by design under one sign of its advantage, so both are tried. Rows "
-    "of advantage 0 are silent under both, and left out.",
+    "of advantage 0 are silent under both, and left out, and so are pairs beyond a hinge. A loss that leaves out "
+    "tokens on purpose declares drops_tokens=True.",
     caught="Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos",
     check=check,
     quick=False,

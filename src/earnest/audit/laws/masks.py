@@ -1,12 +1,12 @@
-"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, silent rows, other
-documents."""
+"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, silent rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
@@ -14,14 +14,15 @@ from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, unchecked
 
-PACKED = "another document in the packed row"
+SILENT = "a fully masked row"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    on = edits.supervised(step)
-    if on is None:
-        yield not_declared("MI", "masks", 'roles={"mask": …} or {"labels": …}')
+    paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
+    if edits.supervised(step) is None and not paired:
+        what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
+        yield not_declared("MI", "masks", f"roles={what}")
         return
     with probe.kicked():
         base = probe.off_policy()
@@ -29,12 +30,10 @@ def check(probe: Probe) -> Iterator[Finding]:
         if not origin.finite():
             yield Finding("MI", "masks", "not finite off-policy", "-", "not applicable", "IG says more.")
             return
-        parts = {
-            "signals where masked": _signals(probe, base, origin),
-            "more padding": _padding(probe),
-            "a fully masked row": _silent_row(probe),
-            PACKED: _documents(probe),
-        }
+        both = None if paired else _both(probe)
+        parts = {"signals where masked": _signals(probe, base, origin), "more padding": _padding(probe, both)}
+        if not paired:
+            parts[SILENT] = _silent_row(probe, both)
         for subject, part in parts.items():
             try:
                 yield from part
@@ -51,9 +50,14 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
         if fitting is None or bool(fitting.all()):
             continue
         where = ~fitting.expand_as(step.batch[step.roles[role]])
-        changes[role] = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
-    if (hidden := _under_padding(probe, base)) is not None:
-        changes["ids"] = hidden
+        if role == "rewards":  # they may be summed without a mask, if they are 0 where there is none
+            where = where & (step.batch[step.roles[role]] != 0)
+        changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
+        if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
+            changes[role] = changed
+    for role, attention in (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES)):
+        if (hidden := _under_padding(probe, base, role, attention)) is not None:
+            changes[role] = hidden
     if not changes:
         yield Finding("MI", "signals where masked", "nothing that is declared is masked", "-", "not applicable")
         return
@@ -78,20 +82,39 @@ def _must_not_matter(probe: Probe, subject: str, change: float, meaning: str) ->
     )
 
 
-def _under_padding(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
+def _under_padding(probe: Probe, batch: edits.Batch, role: str, mask: str) -> edits.Batch | None:
     """Other ids where the attention mask is 0."""
     step = probe.step
-    attention, ids = step.value("attention"), step.value("ids")
+    attention, ids = step.value(mask), step.value(role)
     if attention is None or ids is None or bool((attention != 0).all()) or attention.shape != ids.shape:
         return None
     other = ids.roll(1, dims=-1).clamp_min(0)
-    return {**batch, step.roles["ids"]: torch.where(attention != 0, ids, other)}
+    return {**batch, step.roles[role]: torch.where(attention != 0, ids, other)}
 
 
-def _padding(probe: Probe) -> Iterator[Finding]:
+def _both(probe: Probe) -> Gradient | None:
+    """The gradient with three more columns and one more row, all of it silent; None where that cannot be asked."""
     step = probe.step
-    if step.value("ids") is None or (step.value("mask") is None and step.value("labels") is None):
-        yield not_declared("MI", "more padding", 'roles={"ids": …} beside the mask')
+    if _coupled(probe) or step.value("ids") is None:
+        return None
+    try:
+        found = probe.gradient(edits.add_silent_row(replace(step, batch=edits.pad(step))))
+    except Exception:
+        return None
+    return found if found.finite() else None
+
+
+def _coupled(probe: Probe) -> bool:
+    return probe.step.rows_interact or bool({"group", "rewards"} & probe.step.roles.keys())
+
+
+def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
+    step = probe.step
+    paired = all(s in step.roles for s in edits.SIDES)
+    masked = edits.supervised(step) is not None or all(f"{s}_mask" in step.roles for s in edits.SIDES)
+    if not masked or (step.value("ids") is None and not paired):
+        what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
+        yield not_declared("MI", "more padding", what)
         return
     for side in ("right", "left"):
         subject = f"3 more columns of padding on the {side}"
@@ -99,48 +122,68 @@ def _padding(probe: Probe) -> Iterator[Finding]:
             # A step that never sees left padding owes it nothing: absolute positions may well begin at 0.
             yield Finding("MI", subject, "no row of this batch begins with padding", "-", "not applicable")
             return
-        try:
-            padded = probe.gradient(edits.pad(step, side))
-        except Exception as error:
-            yield Finding(
-                "MI", subject, f"cannot be run ({type(error).__name__})", "-", "not applicable", str(error)[:120]
-            )
+        # All at once; a mean over rows sees the row, so then again alone.
+        at_once = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
+        change = at_once if at_once <= probe.tolerance else _padded(probe, side)
+        if isinstance(change, Exception):
+            why = f"cannot be run ({type(change).__name__})"
+            yield Finding("MI", subject, why, "-", "not applicable", str(change)[:120])
             return
         yield probe.fair(_must_not_matter(
-            probe, subject, probe.gradient().distance(padded),
+            probe, subject, change,
             "The length to which a batch happens to be padded changes what is learned: a mean over positions counts "
             "padding, padded positions are supervised, or positions are counted from the padding's first.",
         ))  # fmt: skip
 
 
+def _padded(probe: Probe, side: str) -> float | Exception:
+    """The least that padding changes, over the readings of which tensors belong to the padded ones."""
+    found: list[float] = []
+    first: Exception | None = None
+    for batch in edits.paddings(probe.step, side):
+        try:
+            found.append(probe.gradient().distance(probe.gradient(batch)))
+        except Exception as error:
+            first = first or error
+            continue
+        if found[-1] <= probe.tolerance:
+            break
+    return min(found) if found else first or ValueError("no tensor has the rows' width")
+
+
 def _pads_left(probe: Probe) -> bool:
-    shown = probe.step.value("attention")
-    return shown is not None and shown.ndim == 2 and bool((shown[:, 0] == 0).any())
+    """Whether a row begins with padding, by an attention mask that is the ids' own."""
+    pairs = [(probe.step.value(m), probe.step.value(r)) for r, m in
+             (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))]  # fmt: skip
+    return any(
+        shown is not None and ids is not None and shown.shape == ids.shape and bool((shown[:, 0] == 0).any())
+        for shown, ids in pairs
+    )
 
 
-def _silent_row(probe: Probe) -> Iterator[Finding]:
+def _silent_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
     step = probe.step
-    if step.rows_interact or "group" in step.roles or "rewards" in step.roles:
-        yield Finding("MI", "a fully masked row", "rows interact by declaration", "-", "not applicable")
+    if _coupled(probe):
+        yield Finding("MI", SILENT, "rows interact by declaration", "-", "not applicable")
         return
     whole = probe.gradient()
     try:
-        silent = probe.gradient(edits.add_silent_row(step))
+        silent = both if both is not None and _counts(probe, both) else probe.gradient(edits.add_silent_row(step))
     except Exception as error:
         why = f"one more row cannot be run ({type(error).__name__})"
         needs = "The loss needs its rows together (fixed group or pair sizes)."
-        yield Finding("MI", "a fully masked row", why, "-", "not applicable", needs)
+        yield Finding("MI", SILENT, why, "-", "not applicable", needs)
         return
     if not silent.finite():
         yield LAW.finding(
-            "a fully masked row", "the gradient is not finite", "finite", False,
+            SILENT, "the gradient is not finite", "finite", False,
             "A row without a single supervised token gives 0/0; divide by max(count, 1).",
         )  # fmt: skip
         return
     factor = silent.best_scale(whole)
     rest = silent.distance(whole.times(factor))
     yield probe.fair(LAW.finding(
-        "a fully masked row",
+        SILENT,
         f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1",
         rest <= probe.tolerance and step.rows / (step.rows + 1) - 0.02 <= factor <= 1.02,
@@ -149,45 +192,22 @@ def _silent_row(probe: Probe) -> Iterator[Finding]:
     ))  # fmt: skip
 
 
-def _documents(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    documents, ids = step.value("documents"), step.value("ids")
-    if documents is None or ids is None:
-        yield not_declared("MI", PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,')
-        return
-    first: Tensor = documents == documents[:, :1]
-    if bool(first.all()):
-        yield Finding("MI", PACKED, "every row is one document", "-", "not applicable")
-        return
-    # Take the loss inside the later documents only: a document's first token is predicted from the one before it.
-    edge = documents != documents.roll(1, dims=-1)
-    quiet = first | edge | edge.roll(1, dims=-1)
-    batch: edits.Batch = dict(step.batch)
-    for role, silence in (("mask", 0), ("labels", -100)):
-        if role in step.roles:
-            old = batch[step.roles[role]]
-            batch[step.roles[role]] = torch.where(quiet[:, -old.shape[1] :], torch.full_like(old, silence), old)
-    before = probe.gradient(batch)
-    if before.norm() == 0:
-        yield Finding("MI", PACKED, "no loss is taken inside a later document", "-", "not applicable")
-        return
-    changed = {**batch, step.roles["ids"]: torch.where(first, ids.roll(1, dims=-1).clamp_min(0), ids)}
-    yield _must_not_matter(
-        probe, PACKED, before.distance(probe.gradient(changed)),
-        "Documents of one packed row attend to each other: the packing is not told to the attention (position ids, "
-        "cu_seqlens), or an all-ones mask switched its detection off.",
-    )  # fmt: skip
+def _counts(probe: Probe, silent: Gradient) -> bool:
+    """Whether it is the same gradient, the silent row counted as one or not at all."""
+    whole, rows = probe.gradient(), probe.step.rows
+    return any(whole.times(factor).distance(silent) <= probe.tolerance for factor in (1.0, rows / (rows + 1)))
 
 
 LAW = Law(
     code="MI",
     name="masks",
-    sentence="Signals where no loss is taken, ids under padding, more padding, silent rows and other documents do "
-    "not matter.",
-    needs="roles mask or labels; ids, attention, documents for the rest",
+    sentence="Signals where no loss is taken, ids under padding, more padding and silent rows do not matter.",
+    needs="roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest",
     how="Each is changed or added, and the gradient must stay within the step's own resolution.",
     traps="Prompt tokens do matter, through attention. A sequence mean may count a silent row, so a factor B/(B+1) "
-    "is allowed. Padding is added on the left only where the batch has some there.",
-    caught="verl #2513 and #1440, TRL #4170, a KL barrier that is NaN on an empty mask",
+    "is allowed. Padding is added on the left only where the batch has some there. Tensors that are as wide as the "
+    "rows by accident (prompts beside completions) must not be padded with them, so other readings are tried. Rewards "
+    "of a token that are 0 wherever they are masked may be summed without the mask.",
+    caught="verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask",
     check=check,
 )

@@ -8,14 +8,16 @@ whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.gradient import Gradient, span
+from earnest.audit.gradient import Gradient, Span, span
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding, unchecked
 
 
@@ -56,11 +58,19 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 def _order(probe: Probe, whole: Gradient, order: Tensor) -> Iterator[Finding]:
     shuffled = whole.distance(probe.gradient(edits.permute_rows(probe.step, order)))
+    outcome = shuffled <= probe.tolerance
+    if not outcome and probe.step.rows_interact:
+        # Rows that are paired with their neighbours by definition (KTO's mismatched answers) form a ring.
+        turned = edits.permute_rows(probe.step, torch.arange(probe.step.rows).roll(1))
+        if whole.distance(probe.gradient(turned)) <= probe.tolerance:
+            why = f"moved the gradient by {shuffled:.2g}, a turn of the ring does not"
+            yield Finding("SE", "permuted rows", why, "-", "not applicable", "Neighbours interact by declaration.")
+            return
     yield LAW.finding(
         "permuted rows",
         f"moved the gradient by {shuffled:.2g}",
         f"≤ {probe.tolerance:.1g}",
-        shuffled <= probe.tolerance,
+        outcome,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
         "undone), or a statistic is broadcast along the wrong axis.",
     )
@@ -87,10 +97,8 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     if step.rows_interact:
         yield Finding("SE", "whole = parts", "rows interact by declaration", "-", "not applicable", "")
         return
-    cut = max(1, step.rows // 3)
-    rows = torch.arange(step.rows)
     try:
-        parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
+        found = _cut(probe, step)
     except Exception as error:
         yield Finding(
             "SE", "whole = parts", f"a part of the rows cannot be run alone ({type(error).__name__})", "-", "not "
@@ -98,10 +106,9 @@ def _parts(probe: Probe) -> Iterator[Finding]:
             "The loss needs its rows together (fixed group or pair sizes).",
         )  # fmt: skip
         return
-    if not all(p.finite() for p in parts):
+    if found is None:
         yield Finding("SE", "whole = parts", "a part has no finite gradient alone", "-", "not applicable", "")
         return
-    found = span(probe.gradient(), *parts)
     grouped = "group" in step.roles or "rewards" in step.roles
     outcome = found.rest <= probe.tolerance and found.signs(probe.tolerance)
     if not outcome and grouped:
@@ -114,14 +121,38 @@ def _parts(probe: Probe) -> Iterator[Finding]:
             "Rows of a group are coupled by their rewards.",
         )
         return
+    aside = ""
+    if found.rest > probe.tolerance and (even := _evenly(probe)) is not None:
+        # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
+        # row has as many tokens, all these means are the same.
+        outcome = even.rest <= probe.tolerance and even.signs(probe.tolerance)
+        if outcome:
+            aside = f"; with equally many tokens in every row by {even.rest:.2g}: terms have normalisers of their own"
     yield LAW.finding(
         "whole = parts (uneven)",
-        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
+        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}{aside}",
         f"≤ {probe.tolerance:.1g}, no weight below 0",
         outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows reach "
-        "into each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows).",
+        "into each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
+        "Where rows are coupled on purpose, or terms divide by counts that no role tells, declare rows_interact=True.",
     )
+
+
+def _cut(probe: Probe, step: Step) -> Span | None:
+    """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
+    cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
+    parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
+    return span(probe.gradient(step.batch), *parts) if all(p.finite() for p in parts) else None
+
+
+def _evenly(probe: Probe) -> Span | None:
+    """The same of the rows with equally many supervised tokens in each."""
+    try:
+        batch = edits.even(probe.step)
+        return None if batch is None else _cut(probe, replace(probe.step, batch=batch))
+    except Exception:  # a loss may refuse fewer rows, or masks that end before the row does
+        return None
 
 
 LAW = Law(
@@ -130,7 +161,8 @@ LAW = Law(
     sentence="Permuting, repeating or cutting the rows (unevenly) does not change what is learned.",
     needs="a batch of at least two rows",
     how="Gradients of the permuted, the doubled and the unevenly cut batch.",
-    traps="Even cuts hide accumulation bugs. A loss that is coupled by definition declares rows_interact=True.",
+    traps="Even cuts hide accumulation bugs. Two terms with normalisers of their own are no sum of parts: then every "
+    "row is given equally many tokens. A loss that is coupled by definition declares rows_interact=True.",
     caught="OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600",
     check=check,
     quick=False,

@@ -1,0 +1,266 @@
+"""MI, packed rows: documents that share a row do not see each other.
+
+other documents     one document of a row speaks: ids and signals of those before and behind it do not matter
+sums along the row  tokens of one document and rewards, values or returns of the next: their effects add up
+alone               what stands in front of a later document is cut off: it teaches the same (positions begin again)
+first tokens        a document's first token is not to be predicted from the document before it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.laws.on_policy import quiet_knobs
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding, unchecked
+
+PACKED, ALONE, FIRST = "another document in the packed row", "a later document alone", "documents' first tokens"
+SUMS = "sums along the packed row"
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    documents, ids, on = step.value("documents"), step.value("ids"), edits.supervised(step)
+    if documents is None or ids is None or on is None:
+        yield not_declared("MI", PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,')
+        return
+    if documents.shape != ids.shape or on.shape[0] != ids.shape[0] or ids.shape[1] - on.shape[1] not in (0, 1):
+        why = f"documents {tuple(documents.shape)}, ids {tuple(ids.shape)} and the mask {tuple(on.shape)} do not fit"
+        yield Finding("MI", PACKED, why, "-", "not applicable")
+        return
+    begins = edits.begins(documents)
+    if not bool(begins.any()):
+        yield Finding("MI", PACKED, "every row is one document", "-", "not applicable")
+        return
+    with probe.kicked():
+        parts = {
+            PACKED: _others(probe, begins),
+            SUMS: _sums(probe, begins),
+            ALONE: _alone(probe, begins),
+            FIRST: _first(probe, begins),
+        }
+        for subject, part in parts.items():
+            try:
+                yield from part
+            except Exception as error:
+                yield unchecked("MI", subject, error)
+
+
+def _whole(probe: Probe) -> Tensor:
+    """Where the loss is taken, in the ids' width; what is one narrower is aligned with the shifted targets."""
+    on, ids = edits.supervised(probe.step), probe.step.value("ids")
+    assert on is not None and ids is not None
+    on = on if on.ndim == 2 else on.flatten(2).any(-1)
+    return torch.nn.functional.pad(on, (ids.shape[1] - on.shape[1], 0))
+
+
+def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+    step = probe.step
+    number = begins.long().cumsum(-1)
+    # A document's first token is predicted from the one before it, which is another's: edges stay silent.
+    edges = begins | begins.roll(1, dims=-1)
+    if not edits.in_place(step):
+        edges = edges | begins.roll(-1, dims=-1)
+    inside = _whole(probe) & ~edges
+    signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
+    first = _speaking(number, inside, 0)
+    if first is None:
+        yield Finding("MI", PACKED, "no loss is taken inside a document that shares its row", "-", "not applicable")
+        return
+    passes = [first]
+    behind = any(doc < int(number[row, -1]) for row, doc in first.items())
+    if signals and not behind and (second := _speaking(number, inside, 1)) is not None:
+        passes.append(second)  # attention leaks forwards only; returns that are summed from the end leak backwards
+    change, spoke = 0.0, False
+    for chosen in passes:
+        doc = torch.full((len(number), 1), -1, device=number.device, dtype=number.dtype)
+        for row, chosen_one in chosen.items():
+            doc[row] = chosen_one
+        batch = edits.only(step, step.batch, inside & (number == doc))
+        before = probe.gradient(batch)
+        if before.norm() > 0:
+            spoke = True
+            change = max(change, before.distance(probe.gradient(_changed(probe, batch, number != doc, signals))))
+    if not spoke:
+        yield Finding("MI", PACKED, "no loss is taken inside a document that shares its row", "-", "not applicable")
+        return
+    yield LAW.finding(
+        PACKED, f"moved the gradient by {change:.2g}", f"≤ {probe.tolerance:.1g}", change <= probe.tolerance,
+        "Documents of one packed row see each other. Either the packing is not told to the attention (position ids, "
+        "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
+    )  # fmt: skip
+
+
+def _speaking(number: Tensor, inside: Tensor, turn: int) -> dict[int, int] | None:
+    """For every packed row the document that speaks: one in the middle, or by turns the last and the first."""
+    chosen: dict[int, int] = {}
+    for row in range(len(number)):
+        last, taken = int(number[row, -1]), number[row][inside[row]].unique().tolist()
+        if last == 0 or not taken:
+            continue
+        middle = [d for d in taken if 0 < d < last]
+        chosen[row] = middle[len(middle) // 2] if middle else taken[-1 if turn % 2 == 0 else 0]
+        turn += 0 if middle else 1
+    return chosen or None
+
+
+def _changed(probe: Probe, batch: edits.Batch, where: Tensor, signals: list[str]) -> edits.Batch:
+    """Other ids and other signals there."""
+    key = probe.step.roles["ids"]
+    ids: Tensor = probe.step.batch[key]
+    return _signals(probe, {**batch, key: edits.other_ids(probe.step, ids, where & (ids >= 0))}, where, signals)
+
+
+def _sums(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+    """Other tokens in every second document, other signals in the rest, and both: where documents do not reach into
+    each other, the two effects add up. (A mask that silences one of them would hide a sum that heeds the mask.)"""
+    step = probe.step
+    summed = [r for r in ("rewards", "values", "returns") if edits.fitting(step, r) is not None]
+    if not summed or step.rows_interact or "group" in step.roles:
+        return
+    second = begins.long().cumsum(-1) % 2 == 1
+    edges = begins | begins.roll(-1, dims=-1)
+    key = step.roles["ids"]
+    ids: Tensor = step.batch[key]
+    tokens = edits.other_ids(step, ids, ~second & ~edges & (ids >= 0))
+    other = _signals(probe, dict(step.batch), second, summed)
+    here, there = probe.gradient(), probe.gradient(other)
+    mine, both = probe.gradient({**step.batch, key: tokens}), probe.gradient({**other, key: tokens})
+    size = max(g.norm() for g in (here, there, mine, both))
+    rest = both.minus(mine).minus(there).plus(here).norm() / size if size > 0 else 0.0
+    yield LAW.finding(
+        SUMS, f"what both change is off its sum by {rest:.2g}", f"≤ {probe.tolerance:.1g}", rest <= probe.tolerance,
+        f"What a token learns depends on {' and '.join(summed)} of another document of its row: returns or advantages "
+        "are summed along the row and do not stop where a document ends.",
+    )  # fmt: skip
+
+
+def _signals(probe: Probe, batch: edits.Batch, where: Tensor, roles: list[str]) -> edits.Batch:
+    """Other signals there; rewards only where there are some, since they may be summed without a mask."""
+    step = probe.step
+    for salt, role in enumerate(roles):
+        old: Tensor = step.batch[step.roles[role]]
+        fitting = edits.fit(where, old)
+        assert fitting is not None
+        there = fitting.expand_as(old) & (old != 0) if role == "rewards" else fitting.expand_as(old)
+        batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
+    return batch
+
+
+def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+    """A row of its own that begins with its second document. Looks first; gradients where the loss is another."""
+    step = probe.step
+    if step.rows_interact:
+        yield Finding("MI", ALONE, "rows interact by declaration", "-", "not applicable")
+        return
+    if (why := _other_shapes(probe)) is not None:
+        yield Finding("MI", ALONE, why, "-", "not applicable")
+        return
+    places = torch.arange(begins.shape[1], device=begins.device)
+    speaks = _whole(probe) & (begins.long().cumsum(-1) > 0) & ~begins
+    rows = speaks.any(-1).nonzero()[:, 0].tolist()
+    if not rows:
+        yield Finding("MI", ALONE, "no loss is taken inside a later document", "-", "not applicable")
+        return
+    start, quiet = int(begins[rows[0]].long().argmax()), quiet_knobs(probe)
+    row = edits.take_rows(step, torch.tensor(rows[:1]))
+    row = edits.only(step, row, (places > start)[None])
+    off = math.inf
+    for keys in edits.readings(step):
+        cut = {k: v[:, start:] if k in keys else v for k, v in row.items()}
+        if "positions" in step.roles:  # alone, a document begins at 0
+            cut[step.roles["positions"]] = cut[step.roles["positions"]] - cut[step.roles["positions"]][:, :1]
+        try:
+            off = min(off, _apart(probe, row, cut, quiet))
+        except Exception as error:
+            yield Finding("MI", ALONE, f"cannot be run ({type(error).__name__})", "-", "not applicable",
+                          str(error)[:120])  # fmt: skip
+            return
+        if off <= probe.tolerance:
+            break
+    yield LAW.finding(
+        ALONE, f"differs from it in its packed row by {off:.2g}", f"≤ {probe.tolerance:.1g}", off <= probe.tolerance,
+        "A document teaches something else behind another one than alone: its positions run on instead of beginning "
+        "at 0 again, or it sees what stands before it.",
+    )  # fmt: skip
+
+
+def _apart(probe: Probe, a: edits.Batch, b: edits.Batch, quiet: dict[str, object]) -> float:
+    step = probe.step
+    if step.value_is_loss or (step.value_is_loss is None and step.kind != "policy gradient"):
+        here, there = (probe.look(batch, quiet).loss for batch in (a, b))
+        if here != 0 and abs(here - there) <= value_room(probe) * max(abs(here), abs(there)):
+            return abs(here - there) / abs(here)
+    mine, theirs = probe.gradient(a, quiet), probe.gradient(b, quiet)
+    # A constant factor is the width's, by which some divide.
+    return mine.distance(theirs.times(mine.best_scale(theirs)))
+
+
+def value_room(probe: Probe) -> float:
+    """What two values of a loss may differ by, relatively, and be taken for the same without asking for gradients: a
+    mean over tokens is more exact than a gradient."""
+    return min(probe.tolerance, (1 if probe.coarse else 16) * probe.coarsest)
+
+
+def _other_shapes(probe: Probe) -> str | None:
+    """What says where documents lie in other ways (cu_seqlens, a value a document) cannot be cut with the columns."""
+    step = probe.step
+    wide = set().union(*edits.readings(step))
+    for key, value in step.batch.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and key not in wide and tuple(value.shape) != (step.rows,):
+            return f"{key!r} {tuple(value.shape)} cannot be cut with the columns"
+    return None
+
+
+def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+    """Only documents' first tokens speak, where the batch supervises them: then nothing may be learned."""
+    step = probe.step
+    ids, labels, mask = step.value("ids"), step.value("labels"), step.value("mask")
+    assert ids is not None
+    ahead = edits.ahead(step)
+    if not (ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])):
+        yield Finding("MI", FIRST, "nothing says which label is which token's", "-", "not applicable")
+        return
+    where = begins.roll(-1, dims=-1) if ahead else begins
+    keep = _whole(probe) & where
+    shown = ids[begins & (keep.roll(1, dims=-1) if ahead else keep)].unique()
+    if len(shown) < 2:
+        # One and the same token opens every document: to learn that it follows an end is harmless, and often meant.
+        what = "none is supervised" if len(shown) == 0 else "all documents begin with the same token"
+        yield LAW.finding(FIRST, what, "no pull", True if len(shown) == 0 else "not applicable")
+        return
+    batch, quiet = edits.only(step, step.batch, keep), quiet_knobs(probe)
+    pull = 0.0
+    value = probe.look(batch, quiet).loss
+    if math.isfinite(value) and value != 0:
+        there = probe.gradient(batch, quiet)
+        other = {**batch, step.roles["ids"]: edits.other_ids(step, ids, begins)}
+        if labels is not None:
+            other[step.roles["labels"]] = edits.other_ids(step, batch[step.roles["labels"]], keep)
+        pull = there.distance(probe.gradient(other, quiet)) if there.finite() else 0.0
+    yield LAW.finding(
+        FIRST, f"as targets they moved the gradient by {pull:.2g}", f"≤ {probe.tolerance:.1g}", pull <= probe.tolerance,
+        f"The first tokens of {int(keep.sum())} packed documents are predicted from the end of another document: set "
+        "their labels to -100, as collators for packed rows do.",
+    )  # fmt: skip
+
+
+LAW = Law(
+    code="MI",
+    name="documents",
+    sentence="Documents of a packed row do not see each other: neither ids nor signals of others matter, a later one "
+    "teaches what it teaches alone, and its first token is not predicted from the one before.",
+    needs="roles documents and ids beside mask or labels; positions, where the batch has them",
+    how="One document speaks while the others are changed; tokens of one and signals of the next are changed; what "
+    "stands before a later one is cut off; only first tokens speak.",
+    traps="Rotary positions may run on, since only distances matter; so what is learned is compared, not the ids. A "
+    "first token that all documents share (BOS after EOS) may be supervised. Batches with cu_seqlens cannot be cut.",
+    caught="TRL #4170, torchtitan #4075, nanoVLM #201, GAE that runs on across packed documents",
+    check=check,
+)

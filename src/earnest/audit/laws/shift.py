@@ -1,0 +1,159 @@
+"""CV, shift: a label is predicted from the token right before it, and from nothing behind that.
+
+Only the last label of every row speaks. Then the input that predicts it matters, and no input behind that one does: not
+the label's own token, which is what is to be found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.law import Law
+from earnest.audit.laws.documents import value_room
+from earnest.audit.laws.on_policy import quiet_knobs
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+BEFORE, PEEKING = "the token before a label predicts it", "no label is seen before it is predicted"
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.kind not in ("sft", "divergence") or step.rows_interact or edits.supervised(step) is None:
+        return  # a term over all tokens (load balancing) reads every input lawfully; ratios have laws of their own
+    found = _places(probe)
+    if isinstance(found, str):
+        yield Finding("CV", PEEKING, found, "-", "not applicable")
+        return
+    keep, predicts = found
+    ids = step.batch[step.roles["ids"]]
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    rows = keep.any(-1, keepdim=True)
+    batch = edits.only(step, step.batch, keep)
+    behind = rows & (places > predicts) & (ids >= 0)
+    narrow = behind & (places > predicts + 1)
+    if step.value("labels") is None:  # ids are what is to be predicted, too: the target itself matters
+        behind = narrow
+    key = step.roles["ids"]
+    before = {**batch, key: edits.other_ids(step, ids, places == predicts)}
+    after = {**batch, key: edits.other_ids(step, ids, behind)}
+    with probe.kicked():
+        try:
+            by_last, by_own = _moved(probe, batch, before, after if bool(behind.any()) else None)
+            if by_own is not None and by_own > probe.tolerance and _say_where(probe, batch):
+                # Labels only say where; the target is the ids' own, and so only what is behind it must not matter.
+                by_own = _moved(probe, batch, before, {**batch, key: edits.other_ids(step, ids, narrow)})[1]
+        except Exception as error:
+            why = f"one label a row cannot be run ({type(error).__name__})"
+            yield Finding("CV", BEFORE, why, "-", "not applicable", str(error)[:120])
+            return
+    if by_last is None:
+        why = "the last label of a row alone teaches nothing, whatever stands before it"
+        yield Finding("CV", BEFORE, why, "-", "not applicable", "The row 'every supervised position' says more.")
+        return
+    yield LAW.finding(
+        BEFORE, f"changing it moved what the last label of every row teaches by {by_last:.2g}", "above 0", by_last > 0,
+        "The token right before a label has no part in predicting it: logits and labels are shifted against each other "
+        "by one too many (a model that shifts its labels itself is handed shifted ones), or the mask is.",
+    )  # fmt: skip
+    if by_own is None:
+        yield Finding("CV", PEEKING, "nothing stands behind it", "-", "not applicable")
+        return
+    yield LAW.finding(
+        PEEKING, f"changing what stands behind moved what it teaches by {by_own:.2g}", f"≤ {probe.tolerance:.1g}",
+        by_own <= probe.tolerance,
+        "Tokens that come after the one that predicts have a part in it: the token that is to be predicted is in the "
+        "input that predicts it (logits and labels are not shifted against each other), attention looks ahead, or a "
+        "term is taken on tokens that are not supervised (a smoothing, a z-loss over padding).",
+    )  # fmt: skip
+
+
+def _places(probe: Probe) -> tuple[Tensor, Tensor] | str:
+    """Where the last label of every row stands [B, T], and which input predicts it [B, 1]; or why that is not known."""
+    step = probe.step
+    on, ids, labels, documents = edits.supervised(step), *map(step.value, ("ids", "labels", "documents"))
+    if ids is None or on is None or on.ndim != 2 or on.shape[0] != ids.shape[0]:
+        return "ids are not declared, or not beside the labels"
+    width = ids.shape[1]
+    if labels is not None:
+        if not (edits.in_place(step) or edits.ahead(step)):
+            return "labels do not stand where their tokens do"
+        shift = 1 if edits.in_place(step) else 0
+    else:
+        shown = step.value("attention")
+        real = torch.ones_like(ids) if shown is None or shown.shape != ids.shape else shown
+        last = torch.where(real != 0, torch.arange(width, device=ids.device), 0).amax(-1, keepdim=True)
+        # A row's last token predicts nothing; and a teacher's mask may cover an encoder, which looks both ways.
+        if on.shape[1] == width and (step.kind != "sft" or not bool(on.gather(1, last).any())):
+            return "the mask may mark tokens or where they are predicted"
+        shift = 1
+    if width - on.shape[1] not in (0, 1):
+        return "the mask is not beside the ids"
+    on = torch.nn.functional.pad(on, (width - on.shape[1], 0))
+    places = torch.arange(width, device=ids.device).expand_as(ids)
+    ok = on & (places >= shift)
+    if documents is not None and documents.shape == ids.shape and shift:
+        ok = ok & ~edits.begins(documents)  # a document's first token is predicted from another's last
+    spot = torch.where(ok, places, -1).amax(-1, keepdim=True)
+    keep = (places == spot) & ok
+    shown = step.value("attention")
+    if shown is not None and shown.shape == ids.shape:
+        keep = keep & (shown != 0).gather(1, (spot - shift).clamp(min=0))
+    if not bool(keep.any()):
+        return "no row has a label with a token before it"
+    return keep, torch.where(keep.any(-1, keepdim=True), spot - shift, width)
+
+
+def _moved(
+    probe: Probe, batch: edits.Batch, before: edits.Batch, after: edits.Batch | None
+) -> tuple[float | None, float | None]:
+    """How much either change moves what is taught: the loss's value where that says enough, or else gradients. None:
+    nothing is taught, or nothing is changed."""
+    quiet = quiet_knobs(probe)
+    here = probe.look(batch, quiet).loss
+
+    def off(changed: edits.Batch) -> float:
+        there = probe.look(changed, quiet).loss
+        size = max(abs(here), abs(there))
+        return abs(here - there) / size if 0 < size < math.inf else 0.0
+
+    by_last = off(before)
+    by_own = None if after is None else off(after)
+    if by_last <= 4 * probe.noise():
+        taught = probe.gradient(batch, quiet)
+        if taught.norm() == 0 or not taught.finite():
+            return None, None
+        by_last = taught.distance(probe.gradient(before, quiet))
+        by_last = by_last if by_last > 4 * probe.noise() else 0.0
+    if after is not None and by_own is not None and by_own > value_room(probe):
+        by_own = probe.gradient(batch, quiet).distance(probe.gradient(after, quiet))
+    return by_last, by_own
+
+
+def _say_where(probe: Probe, batch: edits.Batch) -> bool:
+    """Whether other labels teach the same: then the ids themselves are what is to be predicted."""
+    if "labels" not in probe.step.roles:
+        return False
+    key, quiet = probe.step.roles["labels"], quiet_knobs(probe)
+    other = {**batch, key: edits.other_ids(probe.step, batch[key], batch[key] >= 0)}
+    return not probe.differs(probe.gradient(batch, quiet), probe.gradient(other, quiet))
+
+
+LAW = Law(
+    code="CV",
+    name="shift",
+    sentence="A label is predicted from the token right before it, and from nothing behind that.",
+    needs="role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation",
+    how="Only the last label of every row speaks; the token before it is changed, then all that stand behind.",
+    traps="A mask as wide as the ids may mark tokens or the places that predict them: it is asked only where it marks "
+    "a row's last token. A load-balancing term reads every input: rows_interact=True.",
+    caught="a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised "
+    "tokens)",
+    check=check,
+    quick=False,
+)
