@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from earnest.audit import (
     Accumulation,
+    Census,
     Ema,
     Gather,
     Merge,
@@ -352,6 +353,11 @@ def test_an_average_whose_rate_is_its_decay_is_seen() -> None:
     assert "equal weights" in failed(Ema(lambda a, c, r: a + r * c))
 
 
+def test_a_census_of_generators_is_read_once() -> None:
+    assert audit(Census((n for n in "ab"), (n for n in "ba"))).holds
+    assert failed(Census((n for n in "ab"), (n for n in "bc"))) == {"adapted modules"}
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +409,18 @@ def test_the_first_micro_batchs_count_for_all_is_seen_in_16_bits_too(dtype: torc
     assert not audit(accumulation(dtype, wrong=True, rows_interact=True)).failures, "declared: not judged"
 
 
-def test_accumulation_under_autocast_declares_its_precision() -> None:
-    assert audit(accumulation(torch.float32, auto=True, precision=torch.bfloat16)).holds
-    assert failed(accumulation(torch.float32, wrong=True, auto=True, precision=torch.bfloat16))
+def test_accumulation_knows_autocast() -> None:
+    assert audit(accumulation(torch.float32, auto=True)).holds
+    assert failed(accumulation(torch.float32, wrong=True, auto=True))
+
+
+def test_texts_are_cut_with_their_rows() -> None:
+    right = accumulation(torch.float32)
+    inner, right.batch = right.accumulate, {**right.batch, "texts": [str(i) for i in range(5)], "name": "a batch"}
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        assert all(len(b["texts"]) == len(b["ids"]) and b["name"] == "a batch" for b in batches)
+        inner(model, batches)
+
+    right.accumulate = accumulate
+    assert audit(right).holds

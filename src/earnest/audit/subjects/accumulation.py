@@ -16,7 +16,18 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.probe import fresh, restored, seeded
 from earnest.audit.restore import without_dropout
-from earnest.audit.subjects.base import cut, judged, left_in, nudged, room_of, rows_of, uneven, unjudged
+from earnest.audit.subjects.base import (
+    coarsest,
+    cut,
+    judged,
+    left_in,
+    noticing,
+    nudged,
+    room_of,
+    rows_of,
+    uneven,
+    unjudged,
+)
 from earnest.audit.verdict import Finding
 
 
@@ -24,7 +35,7 @@ from earnest.audit.verdict import Finding
 class Accumulation:
     """``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are uneven row
     counts. ``rows_interact``: a part of the loss is taken per micro-batch by design (a router's load balancing).
-    ``precision`` is what is computed in, where that is coarser than the parameters (autocast)."""
+    ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show it."""
 
     model: nn.Module
     accumulate: Callable[[nn.Module, Sequence[Mapping[str, Any]]], Any]
@@ -46,9 +57,11 @@ class Accumulation:
             )
             return
         with restored(self.model, None), without_dropout(self.model):  # other parts would get other masks
-            whole, again = self._gradient([self.batch]), self._gradient([self.batch])
+            with noticing(self.model) as seen:
+                whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             parts = self._gradient(list(cut(self.batch, rows, split)))
-            room = self._room(whole) if self.tolerance is None else self.tolerance
+            precision = self.precision or coarsest(seen)
+            room = self._room(whole, precision) if self.tolerance is None else self.tolerance
         room = max(room, 8 * whole.distance(again))
         off, factor = whole.distance(parts), parts.best_scale(whole)
         yield judged(
@@ -62,9 +75,9 @@ class Accumulation:
             "taken per micro-batch by design declares rows_interact=True.",
         )
 
-    def _room(self, whole: Gradient) -> float:
+    def _room(self, whole: Gradient, precision: torch.dtype | None) -> float:
         """From the dtype and the problem: how well this gradient is conditioned."""
-        unit = nudged(self.model, self.seed, self.precision)
+        unit = nudged(self.model, self.seed, precision)
         return room_of(whole.distance(self._gradient([self.batch])), unit)
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:
@@ -79,7 +92,7 @@ LAW = Law(
     code="SE",
     name="accumulation (Accumulation)",
     sentence="Many small backward passes, or many ranks, leave the whole batch's gradient.",
-    needs="accumulate(model, batches) and a batch; precision under autocast",
+    needs="accumulate(model, batches) and a batch; precision where it is coarser and no module shows it",
     how="The batch in one piece and cut unevenly; the tolerance is 16 times (8 in 16 bits) what one unit in the last "
     "place does.",
     traps="Even cuts hide a mean of means. A loss that is taken per micro-batch by design (load balancing) declares "

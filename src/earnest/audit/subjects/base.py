@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,11 +78,41 @@ def uneven(rows: int) -> list[int]:
 
 
 def cut(batch: Mapping[str, Any], rows: int, split: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Parts of so many rows; what has no rows (a number, a text) goes with every part."""
     start = 0
     for size in split:
         part = slice(start, start + size)
-        yield {k: v[part] if isinstance(v, Tensor) and v.ndim and v.shape[0] == rows else v for k, v in batch.items()}
+        yield {k: v[part] if _has_rows(v, rows) else v for k, v in batch.items()}
         start += size
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0 and value.shape[0] == rows
+    return isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields")
+
+
+@contextmanager
+def noticing(model: nn.Module) -> Iterator[list[torch.dtype]]:
+    """Fills a list with dtypes that are coarser than the parameters of the module that puts them out: autocast, say."""
+    seen: list[torch.dtype] = []
+
+    def look(module: nn.Module, _args: Any, output: Any) -> None:
+        own = [torch.finfo(p.dtype).eps for p in module.parameters(recurse=False) if p.is_floating_point()]
+        floats = isinstance(output, Tensor) and output.is_floating_point()
+        if own and floats and torch.finfo(output.dtype).eps > max(own):
+            seen.append(output.dtype)
+
+    hooks = [m.register_forward_hook(look) for m in model.modules()]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def coarsest(seen: Sequence[torch.dtype]) -> torch.dtype | None:
+    return max(seen, key=lambda d: torch.finfo(d).eps, default=None)
 
 
 def judged(code: str, subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from earnest.audit.law import Law
@@ -14,15 +14,16 @@ from earnest.audit.verdict import Finding
 class Census:
     """``wanted`` and ``found`` are names; ``what`` says of what."""
 
-    wanted: Collection[str]
-    found: Collection[str]
+    wanted: Iterable[str]
+    found: Iterable[str]
     what: str = "adapted modules"
 
     def check(self) -> Iterator[Finding]:
-        missing, extra = sorted(set(self.wanted) - set(self.found)), sorted(set(self.found) - set(self.wanted))
+        wanted, found = set(self.wanted), set(self.found)  # once each: a generator can be read but once
+        missing, extra = sorted(wanted - found), sorted(found - wanted)
         shown = f"{len(missing)} missing, {len(extra)} not asked for"
         odd = ", ".join([*missing[:3], *extra[:3]])
-        holds = not missing and not extra and bool(self.wanted)
+        holds = not missing and not extra and bool(wanted)
         yield judged(
             "GL",
             self.what,

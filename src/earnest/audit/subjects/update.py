@@ -17,7 +17,18 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.probe import fresh, restored, result_of, seeded
 from earnest.audit.restore import without_dropout
-from earnest.audit.subjects.base import COARSE, cut, judged, left_in, nudged, room_of, rows_of, uneven
+from earnest.audit.subjects.base import (
+    COARSE,
+    coarsest,
+    cut,
+    judged,
+    left_in,
+    noticing,
+    nudged,
+    room_of,
+    rows_of,
+    uneven,
+)
 from earnest.audit.verdict import Finding
 
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
@@ -58,10 +69,11 @@ class Update:
     def _check(self) -> Iterator[Finding]:
         rows = rows_of(self.batch)
         parts = list(cut(self.batch, rows, self.split if self.split is not None else uneven(rows)))
-        wanted = self._wanted()
+        with noticing(self.model) as seen:
+            wanted = self._wanted()
         norm = wanted.norm()
         with restored(self.model, None):
-            unit = nudged(self.model, self.seed, self.precision)
+            unit = nudged(self.model, self.seed, self.precision or coarsest(seen))
             room = room_of(wanted.distance(self._wanted()), unit)
         yield judged(
             "GL", "the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0",
