@@ -1,0 +1,86 @@
+"""FD: with dropout as it is in the run, the gradient still agrees with the loss's finite difference.
+
+Every evaluation starts from one seed, so that all draw the same masks; a backward that runs a part of the forward again
+has to draw them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from earnest.audit.law import Law
+from earnest.audit.laws.finite_difference import _slope
+from earnest.audit.probe import Probe
+from earnest.audit.restore import with_dropout
+from earnest.audit.verdict import Finding
+
+ROOM = 0.05  # as for FD itself; a mask that is drawn again is off by a tenth and more
+COST = 5 / 3  # a gradient and two looks
+SUBJECT = "loss along its own gradient, dropout on"
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    given = step.kind == "preference" or step.kind == "sft" or (step.kind == "divergence" and "teacher" in step.roles)
+    stops = not given if step.value_is_loss is None else not step.value_is_loss
+    with with_dropout(step.model) as rates:
+        if not rates or stops or probe.coarse:
+            why = (
+                "no dropout"
+                if not rates
+                else "too coarse in this dtype"
+                if probe.coarse
+                else "the value is not the loss"
+            )
+            yield Finding("FD", SUBJECT, why, "-", "not applicable")
+            return
+        if not probe.afford(COST, keep=0):
+            yield Finding("FD", SUBJECT, "the promised cost is spent", "-", "not applicable")
+            return
+        size, slope = _both(probe)
+    off = abs(slope - size) / size if size > 0 else 0.0
+    if off > ROOM and (probe.random() or _off_without(probe)):
+        why = "Without dropout it is off as well, or the step is random: see FD." if size else ""
+        yield Finding("FD", SUBJECT, "not a matter of dropout", "-", "not applicable", why)
+        return
+    yield LAW.finding(
+        SUBJECT,
+        f"finite difference {slope:.4g}, gradient {size:.4g}",
+        f"within {ROOM:.0%}",
+        off <= ROOM,
+        "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "
+        "mask when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
+    )
+
+
+def _both(probe: Probe) -> tuple[float, float]:
+    """The gradient's norm and the best of the slopes along it, as the rates are now."""
+    batch = dict(probe.step.batch)  # a copy: readings of the declared one are kept, and have no dropout
+    gradient = probe.gradient(batch)
+    size, slopes = gradient.norm(), [0.0]
+    if size == 0 or not gradient.finite():
+        return 0.0, 0.0  # GL says so
+    for reach in (1e-3, 1e-4, 1e-2):
+        slopes.append(_slope(probe, batch, gradient.parts, size, reach))
+        if abs(slopes[-1] - size) <= ROOM * size:
+            break
+    return size, min(slopes, key=lambda s: abs(s - size))
+
+
+def _off_without(probe: Probe) -> bool:
+    size, slope = _both(probe)
+    return abs(slope - size) > ROOM * size
+
+
+LAW = Law(
+    code="FD",
+    name="dropout",
+    sentence="With dropout on, and its masks held, the gradient is still that of the loss.",
+    needs="a model with dropout; value_is_loss=True for policy gradients",
+    how="Central differences along the gradient, every evaluation from the same seed. Looked at again without dropout "
+    "where they disagree.",
+    traps="A step that is off without dropout, or random, is not judged here. Not in 16 bits, where 5 % is rounding.",
+    caught="OLMo-core #828 (checkpointing that draws the mask again)",
+    check=check,
+    quick=False,
+)
