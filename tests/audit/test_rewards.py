@@ -196,3 +196,23 @@ def test_a_right_actor_and_critic_hold_in_full() -> None:
     verdict = audit(step, laws=LAWS)
     assert verdict.holds, str(verdict)
     assert verdict.cost <= 20 + 2 * (len(step.roles) + len(step.knobs) + len(step.terms))
+
+
+# --- a baseline of the step's own -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_baseline_makes_advantages_of_rewards(sign: float) -> None:
+    """Plain REINFORCE with a running mean: what is declared as advantages does not vanish at 0, and is said so."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any]) -> Tensor:
+        return -mean(sign * (b["rewards"] - 0.35)[:, None] * logprobs(model, b), b["mask"])
+
+    model = Tiny()
+    batch = {**policy_batch(model), "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0])}
+    roles = {k: v for k, v in ROLES.items() if k != "behaviour"}
+    step = Step(model=model, loss=loss, batch=batch, roles=roles, logprobs=logprobs, value_is_loss=False)
+    assert failures(audit(step, laws=OURS)) == (set() if sign > 0 else {BETTER})
+    step.roles = {**{k: v for k, v in roles.items() if k != "rewards"}, "advantages": "rewards"}
+    zero = next(f for f in audit(step, laws=[on_policy.LAW]).failures if f.subject == "zero advantages")
+    assert 'declare roles={"rewards": …}' in zero.meaning

@@ -17,8 +17,8 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.clip_names import HIGH, LOW, clips, last
-from earnest.audit.laws.on_policy import on_policy, quiet_knobs, whitening
-from earnest.audit.laws.ratio import at_one, pull, slopes
+from earnest.audit.laws.on_policy import on_policy, quiet_knobs
+from earnest.audit.laws.ratio import at_one, pull, slopes, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -43,7 +43,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
     with probe.kicked():
-        how = whitening(probe, on_policy(probe), quiet_knobs(probe)) if "advantages" in step.roles else None
+        how = whitening(probe) if "advantages" in step.roles else None
         if how is not None:  # the sign that a row is given is not the sign that its ratio meets
             yield Finding("LAW", "clip", how, "-", "not applicable")
             return

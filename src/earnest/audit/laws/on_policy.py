@@ -19,7 +19,7 @@ from earnest.audit.laws import clip_names
 from earnest.audit.laws.clip_names import HIGH as HIGH
 from earnest.audit.laws.clip_names import LOW as LOW
 from earnest.audit.laws.clip_names import last as last
-from earnest.audit.laws.ratio import at_one, pull, reach, shifted, wider
+from earnest.audit.laws.ratio import at_one, pull, reach, shifted, whitening, wider
 from earnest.audit.laws.ratio import on_policy as on_policy
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
@@ -47,7 +47,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield not_declared("LAW", "on-policy gradient = REINFORCE", "logprobs=lambda model, batch: …")
             return
         batch = on_policy(probe)
-        how = whitening(probe, batch, quiet)
+        how = whitening(probe)
         yield from _linear(probe, batch, quiet, how)
         probe.cost += 1
         with seeded(step.seed), torch.enable_grad():
@@ -71,6 +71,8 @@ def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]
         yield not_declared("LAW", "on-policy gradient", 'roles={"advantages": …}')
         return
     yield Finding("LAW", REINFORCE, "the step makes its own advantages", "-", "not applicable")
+    if not wider(probe):
+        return
     if step.logprobs is None or step.ratio_role not in step.roles:
         yield not_declared("LAW", "clips at ratio 1", 'logprobs=lambda model, batch: … and roles={"behaviour": …}')
         return
@@ -82,21 +84,6 @@ def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]
 
 def _advantages(probe: Probe, batch: Mapping[str, Any], values: Tensor) -> edits.Batch:
     return {**batch, probe.step.roles["advantages"]: values}
-
-
-def whitening(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any]) -> str | None:
-    """How the step itself treats its advantages over the batch, where rows interact by declaration: centred ones do
-    not feel a constant, scaled ones do not feel a factor. None: they are used as they are."""
-    if not probe.step.rows_interact:
-        return None
-    a = batch[probe.step.roles["advantages"]]
-    once = at_one(probe).gradient
-    constant = a.float().abs().mean().to(a.dtype)
-    if once.distance(probe.gradient(_advantages(probe, batch, a + constant), quiet)) <= ROOM:
-        return "the step centres its advantages, rows interact by declaration"
-    if once.distance(probe.gradient(_advantages(probe, batch, 2 * a), quiet)) <= ROOM:
-        return "the step scales its advantages, rows interact by declaration"
-    return None
 
 
 def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
@@ -118,7 +105,8 @@ def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
         "0",
         outcome,
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
-        "what multiplies the ratio (a mask in their place?).",
+        "what multiplies the ratio (a mask in their place?). If the step takes a baseline off them first, they are "
+        'rewards: declare roles={"rewards": …}.',
     )
 
 

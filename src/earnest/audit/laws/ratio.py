@@ -47,8 +47,28 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 def doubles(probe: Probe) -> bool:
-    """Whether advantages can be doubled in the same evaluation, as the on-policy law does."""
-    return "advantages" in probe.step.roles and not probe.step.rows_interact
+    """Whether advantages are doubled in the same evaluation, as the on-policy law does."""
+    return "advantages" in probe.step.roles and whitening(probe) is None
+
+
+def whitening(probe: Probe) -> str | None:
+    """How the step itself treats its advantages over the batch, where rows interact by declaration: centred ones do
+    not feel a constant, scaled ones do not feel a factor. None: they are used as they are."""
+    if not probe.step.rows_interact:
+        return None
+    found: str | None = probe.kept_batch("whitening", lambda: {"how": _whitening(probe)})["how"]
+    return found
+
+
+def _whitening(probe: Probe) -> str | None:
+    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], quiet_knobs(probe.step)
+    a, once = batch[key], at_one(probe).gradient
+    constant = a.float().abs().mean().to(a.dtype)
+    if once.distance(probe.gradient({**batch, key: a + constant}, quiet)) <= ROOM:
+        return "the step centres its advantages, rows interact by declaration"
+    if once.distance(probe.gradient({**batch, key: 2 * a}, quiet)) <= ROOM:
+        return "the step scales its advantages, rows interact by declaration"
+    return None
 
 
 def reach(probe: Probe) -> float:
@@ -114,7 +134,7 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
         return Finding("LAW", subject, f"k = {k:.2g} ± {error:.2g}", "-", "not applicable", why)
     return LAW.finding(
         subject,
-        f"ratio × {reach(probe):.3g}: gradient × ratio^{k:.2f}",
+        f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
         f"a power from 0 to 1, up to {SLACK + error:.2g}",
         -SLACK - error <= k <= 1 + SLACK + error,
         f"The gradient goes with the power {k:.1f} of the weight, which must be 1 (0 without a weight): {fault}.",
