@@ -12,6 +12,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -147,4 +148,83 @@ def sdpo(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **mo
     )  # fmt: skip
 
 
+PAIRS = [
+    {"prompt": t, "chosen": " " + " ".join(WORDS[: 2 + i % 3]), "rejected": " " + " ".join(WORDS[5 : 8 + i % 4])}
+    for i, t in enumerate(TEXTS)
+]
+
+
+def reward(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **more: Any) -> Trainer:
+    from trl import RewardConfig, RewardTrainer
+
+    config = llama(seed, dtype).config
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    rows = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in PAIRS]
+    return RewardTrainer(
+        model=LlamaForSequenceClassification(config).to(dtype), args=RewardConfig(**common(folder, seed, **more)),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), callbacks=callbacks,
+    )  # fmt: skip
+
+
+def kto(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **more: Any) -> Trainer:
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+        for i, row in enumerate(PAIRS)
+    ]
+    return KTOTrainer(
+        model=llama(seed, dtype), ref_model=llama(seed + 1, dtype), args=KTOConfig(**common(folder, seed, **more)),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), callbacks=callbacks,
+    )  # fmt: skip
+
+
+def orpo(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **more: Any) -> Trainer:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    return ORPOTrainer(
+        model=llama(seed, dtype), args=ORPOConfig(**common(folder, seed, **more)), processing_class=tokenizer(),
+        train_dataset=Dataset.from_list(PAIRS), callbacks=callbacks,
+    )  # fmt: skip
+
+
+def cpo(folder: Path, seed: int, dtype: torch.dtype, callbacks: list[Any], **more: Any) -> Trainer:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return CPOTrainer(
+        model=llama(seed, dtype), args=CPOConfig(**common(folder, seed, **more)), processing_class=tokenizer(),
+        train_dataset=Dataset.from_list(PAIRS), callbacks=callbacks,
+    )  # fmt: skip
+
+
 TRAINERS = {"Trainer": plain, "SFT": sft, "DPO": dpo, "GRPO": grpo, "GKD": gkd, "SDPO": sdpo}
+
+# Other trainers and documented settings, each with what its loss is: they raise nothing either.
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Reward": (reward, {}),
+    "Reward, centred": (reward, {"center_rewards_coefficient": 0.01}),
+    "KTO": (kto, {}),
+    "ORPO": (orpo, {}),
+    "CPO": (cpo, {}),
+    "CPO, SimPO": (cpo, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    "DPO, robust": (dpo, {"loss_type": ["robust"], "label_smoothing": 0.1}),
+    "DPO, exo_pair": (dpo, {"loss_type": ["exo_pair"], "label_smoothing": 0.1}),
+    "DPO, weighted": (dpo, {"use_weighting": True}),
+    "DPO, shared lengths": (dpo, {"ld_alpha": 0.5}),
+    "DPO, JS": (dpo, {"f_divergence_type": "js_divergence"}),
+    **{
+        f"DPO, {kind}": (dpo, {"loss_type": [kind]})
+        for kind in (
+            "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+            "discopop", "sigmoid_norm",
+        )
+    },
+    "SFT, DFT": (sft, {"loss_type": "dft"}),
+    "SFT, chunked": (sft, {"loss_type": "chunked_nll"}),
+    "SFT, packed": (sft, {"packing": True, "max_length": 16}),
+    "SFT, smoothed": (sft, {"label_smoothing_factor": 0.1}),
+    "GKD, forward": (gkd, {"beta": 0.0}),
+    "GKD, reverse": (gkd, {"beta": 1.0}),
+}  # fmt: skip
+QUICK = ("Reward",)  # the others nightly

@@ -9,10 +9,13 @@ from earnest.audit.laws import (
     critic,
     direction,
     documents,
+    dropout,
     finite_difference,
     identical,
     inputs,
+    kl_sides,
     knobs,
+    likelihood,
     liveness,
     masks,
     metrics,
@@ -21,10 +24,12 @@ from earnest.audit.laws import (
     pairs,
     paths,
     ratio,
+    reads,
     rewards,
     shadow,
     shift,
     splits,
+    sums,
 )
 
 LAWS: tuple[Law, ...] = tuple(
@@ -32,6 +37,7 @@ LAWS: tuple[Law, ...] = tuple(
     for module in (
         liveness,
         inputs,
+        reads,
         knobs,
         on_policy,
         ratio,
@@ -39,7 +45,9 @@ LAWS: tuple[Law, ...] = tuple(
         rewards,
         critic,
         at_reference,
+        likelihood,
         identical,
+        kl_sides,
         pairs,
         splits,
         masks,
@@ -48,10 +56,12 @@ LAWS: tuple[Law, ...] = tuple(
         shift,
         paths,
         metrics,
+        sums,
         averages,
         pair_metrics,
         finite_difference,
         direction,
         shadow,
+        dropout,
     )
 )

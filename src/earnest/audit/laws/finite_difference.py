@@ -91,8 +91,8 @@ LAW = Law(
     "preferences are taken to be so",
     how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best "
     "counts (a clip has corners).",
-    traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO): they declare "
-    "value_is_loss=False.",
+    traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with "
+    "a detached factor (DoRA's norm): they declare value_is_loss=False.",
     caught="SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients",
     check=check,
     quick=False,

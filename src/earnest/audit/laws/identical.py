@@ -112,14 +112,15 @@ def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding
 
 
 def elsewhere(teacher: Tensor, own: Tensor) -> Tensor:
-    """A teacher that puts everything where the student puts least, in its own form."""
+    """A teacher that puts everything where the student puts least, in its own form; so far away that even a thousandth
+    power of what it leaves elsewhere is next to nothing."""
     lowest = own.argmin(-1, keepdim=True)
     if edits._probability_like(teacher):
         low, high = 1e-12, 1.0
     elif edits._log_like(teacher):
-        low, high = -40.0, -1e-6
+        low, high = -4000.0, -1e-6
     else:
-        low, high = -40.0, 40.0
+        low, high = -2000.0, 2000.0
     return torch.full_like(teacher, low).scatter(-1, lowest, high)
 
 

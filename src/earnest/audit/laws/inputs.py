@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -67,10 +67,8 @@ def _values(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: 
     change = _change(probe, base, origin, role, salt)
     if change > 4 * probe.noise():
         return _must_matter(probe, role, change)
-    for batch in _far(probe, base, role) if role in edits.LOGPROBS else ():
-        change = origin.distance(probe.gradient(batch))
-        if change > 4 * probe.noise():
-            return _must_matter(probe, role, change, ", far away")
+    if role in edits.LOGPROBS and (change := _far_change(probe, base, origin, role)) > 4 * probe.noise():
+        return _must_matter(probe, role, change, ", far away")
     if asleep := _asleep(probe.step):
         other = edits.perturb(probe.step, base, role, edits.generator(probe.step, salt))
         change = probe.gradient(base, asleep).distance(probe.gradient(other, asleep))
@@ -79,17 +77,32 @@ def _values(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: 
     return _must_matter(probe, role, change)
 
 
-def _far(probe: Probe, base: edits.Batch, role: str) -> Iterator[edits.Batch]:
-    """Much less likely rows and almost certain ones, of this role alone and with the other references far as well."""
-    roles = [r for r in edits.LOGPROBS if r in probe.step.roles]
-    for factors in ({role: 30.0}, {role: 1e-3}, {r: 30.0 if r == role else 10.0 for r in roles}):
-        batch = dict(base)
-        for name, factor in factors.items():
-            key = probe.step.roles[name]
-            where = edits.fit(edits.supervised(probe.step, base), base[key])
-            far = (base[key] * factor).to(base[key].dtype)
-            batch[key] = far if where is None else torch.where(where, far, base[key])
-        yield batch
+def _far_change(probe: Probe, base: edits.Batch, origin: Gradient, role: str) -> float:
+    """Much less likely rows and almost certain ones; then the same where all other references are far already."""
+    others, change = [r for r in edits.LOGPROBS if r in probe.step.roles and r != role], 0.0
+    for odd in (0, 1):
+        change = max(change, origin.distance(probe.gradient(_far(probe.step, base, [role], 30.0, odd))))
+        if change > 4 * probe.noise():
+            return change
+    if not others:
+        return change
+    away = probe.kept_batch(f"all but {role} far away", lambda: _far(probe.step, base, others, 300.0))
+    there = probe.gradient(away)
+    return there.distance(probe.gradient(_far(probe.step, away, [role], 1e4))) if there.finite() else change
+
+
+def _far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd: int = 0) -> edits.Batch:
+    """Half of the rows almost certain, the least likely ones (``odd``: the likeliest), and the others ``factor`` times
+    as unlikely."""
+    batch = dict(base)
+    for key in (step.roles[r] for r in roles):
+        old: Tensor = base[key]
+        rank = old.float().reshape(len(old), -1).sum(-1).argsort(stable=True).argsort()
+        lift = (2 * rank < len(old)) if not odd else (2 * rank >= len(old))
+        far = torch.where(lift.reshape(-1, *[1] * (old.ndim - 1)), old / (100 * factor), old * factor).to(old.dtype)
+        where = edits.fit(edits.supervised(step, base), old)
+        batch[key] = far if where is None else torch.where(where, far, old)
+    return batch
 
 
 def _asleep(step: Step) -> dict[str, float]:

@@ -103,6 +103,8 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
             "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
             f'step is on-policy by design, inert=("{knob}",).',
         )  # fmt: skip
+    elif (mode := _elsewhere(probe, base, knob, value)) is not None:
+        yield Finding("KG", f"knob {knob}", f"it acts with {mode} only", "-", "not applicable")
     else:
         yield LAW.finding(
             f"knob {knob}",
@@ -114,6 +116,20 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
             f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
             f'without a gradient. Where it is meant to change nothing (a chunk length), declare inert=("{knob}",).',
         )
+
+
+def _elsewhere(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
+    """The mode of an option in which the knob does act, if there is one."""
+    for option, modes in probe.step.options.items():
+        for mode in list(modes)[1:]:
+            for other in candidates(value)[:2]:
+                try:
+                    here, there = (probe.gradient(base, {option: mode, knob: v}) for v in (value, other))
+                except Exception:
+                    continue  # the step refuses them together, as it may
+                if there.finite() and probe.differs(here, there):
+                    return f"{option} = {mode!r}"
+    return None
 
 
 def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Iterator[Finding]:

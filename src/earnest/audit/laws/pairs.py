@@ -16,7 +16,7 @@ from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.clip_names import last
-from earnest.audit.laws.parts import Part, Pull, mixer, weakest
+from earnest.audit.laws.parts import Part, Pull, mixer, undeclared_weight, weakest
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
@@ -66,7 +66,7 @@ def _identical(probe: Probe, pull: Pull | None, same: edits.Batch) -> Iterator[F
         yield Finding("LAW", "identical pairs", "no gradient: GL says so", "-", "not applicable")
         return
     measured, outcome = f"gradient {pull.size:.2g} of the usual", pull.size <= probe.tolerance
-    why = None
+    why: str | None = None
     if not outcome:
         if _by_itself(probe, pull.part):
             why = (
@@ -76,6 +76,8 @@ def _identical(probe: Probe, pull: Pull | None, same: edits.Batch) -> Iterator[F
         elif mixing := mixer(probe, pull.part, probe.step.batch, same, probe.tolerance):
             knob, end = mixing
             why = f"At {knob} = {end:g} nothing is left: {knob} weighs another term. Declare it in terms or switches."
+        elif weight := undeclared_weight(probe, pull.part, probe.step.batch, same):
+            why = f"{weight} does not feel such a pair: it weighs the preference. Declare terms={{metric: {weight!r}}}."
     if why is not None:
         yield Finding("LAW", "identical pairs", measured, "0", "not declared", why)
         return
@@ -124,15 +126,19 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     if not referred:
         return
     if not step.pairwise or step.value_is_loss is False:
-        why = "pairs weigh differently by declaration"
-        yield Finding("LAW", "at the reference every pair pulls alike", why, "-", "not applicable")
+        declared = "pairs weigh differently by declaration"
+        yield Finding("LAW", "at the reference every pair pulls alike", declared, "-", "not applicable")
         return
     enough = 1 - max(probe.tolerance, 1e-2)
-    if abs(alike) <= enough and _by_itself(probe, part):
-        yield Finding(
-            "LAW", "at the reference every pair pulls alike", f"cosine {abs(alike):.3f}", "1", "not declared",
-            "Each answer is weighed by itself against the reference. Where that is meant, declare pairwise=False.",
-        )  # fmt: skip
+    why: str | None = None
+    if abs(alike) <= enough:
+        if _by_itself(probe, part):
+            why = "Each answer is weighed by itself against the reference. Where that is meant, declare pairwise=False."
+        elif (offset := _offset(probe, part, wider, enough)) is not None:
+            why = f"{offset!r} shifts each margin by its own amount; audited with 0 in its place, all pull alike."
+    if why is not None:
+        measured = f"cosine {abs(alike):.3f}"
+        yield Finding("LAW", "at the reference every pair pulls alike", measured, "1", "not declared", why)
         return
     yield LAW.finding(
         "at the reference every pair pulls alike",
@@ -145,7 +151,19 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     )
 
 
-def _at_reference(probe: Probe, part: Part, wider: Gradient) -> float:
+def _offset(probe: Probe, part: Part, wider: Gradient, enough: float) -> str | None:
+    """An undeclared number a pair (a target margin) without which every pair would pull alike."""
+    step = probe.step
+    for key, value in step.batch.items():
+        if key in step.roles.values() or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        one_a_pair = value.shape[:1] == (step.rows,) and value.numel() == step.rows
+        if one_a_pair and abs(_at_reference(probe, part, wider, {key: torch.zeros_like(value)})) > enough:
+            return key
+    return None
+
+
+def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, Tensor] | None = None) -> float:
     """The cosine between ∇L and the margins' gradient where the policy is its own reference. Cached references may be
     sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
     step = probe.step
@@ -159,7 +177,7 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient) -> float:
 
     def cosine(values: list[Tensor]) -> float:
         at = {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
-        return _cosine(part.gradient(probe, {**step.batch, **ones, **at}), wider)
+        return _cosine(part.gradient(probe, {**step.batch, **ones, **(more or {}), **at}), wider)
 
     found = cosine(now)
     masks = [step.value(role) for role in ("chosen_mask", "rejected_mask")]

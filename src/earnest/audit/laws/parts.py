@@ -16,6 +16,10 @@ from earnest.audit.laws.clip_names import quiet_knobs
 from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
 
+STRONG = (
+    100.0  # times its weight, a term stands out from what it is taken from, in bf16 too; KG sees that it is a weight
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -49,7 +53,7 @@ def parts(probe: Probe) -> Iterator[Part]:
     for metric, term in step.terms.items():
         knob = term.knob if isinstance(term, Raises) else term
         if knob not in step.pure:
-            yield Part(f"term {metric}", {**quiet, knob: float(step.knobs[knob]) or 1.0}, quiet)
+            yield Part(f"term {metric}", {**quiet, knob: STRONG * (float(step.knobs[knob]) or 1.0)}, quiet)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,12 @@ def weakest(probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, An
     """The first part that has a gradient on ``usual`` and none on ``same``; else the first that has one at all."""
     first: Pull | None = None
     for part in parts(probe):
-        present = part.gradient(probe, usual)
+        try:
+            present = part.gradient(probe, usual)
+        except Exception:
+            if part.less is None:
+                raise
+            continue  # the step refuses such a weight, as it may
         if present.norm() <= probe.tolerance * (0.0 if part.less is None else part.scale(probe, usual)):
             continue  # nothing is left of the loss here
         there = part.gradient(probe, same)
@@ -86,7 +95,7 @@ def mixer(
     A weight enters the gradient on a straight line; a temperature or a mixture's share does not, so what is wrong at
     any other temperature than 1 is not explained away.
     """
-    affine = min(max(probe.tolerance, 1e-3), 0.1)
+    affine, here = min(max(probe.tolerance, 1e-3), 0.1), probe.gradient(same, part.knobs)
     for knob, value in probe.step.knobs.items():
         if not isinstance(value, float) or knob in part.knobs:
             continue
@@ -95,13 +104,32 @@ def mixer(
                 continue
             try:
                 there = probe.gradient(same, {**part.knobs, knob: end})
+                if not there.finite() or there.norm() > room * here.norm():
+                    continue
                 full = probe.gradient(usual, {**part.knobs, knob: end})
                 half = probe.gradient(same, {**part.knobs, knob: (value + end) / 2})
             except Exception:
                 continue  # the step refuses this value, as it may
-            if not (there.finite() and full.finite() and full.norm() > 0 and there.norm() <= room * full.norm()):
-                continue
-            here = probe.gradient(same, part.knobs)
-            if half.distance(here.plus(there).times(0.5)) <= affine:
+            nothing = not full.finite() or there.norm() > room * full.norm()  # β = 0 leaves no loss at all
+            if not nothing and half.distance(here.plus(there).times(0.5)) <= affine:
                 return knob, end
+    return None
+
+
+def undeclared_weight(probe: Probe, part: Part, usual: Mapping[str, Any] | None, same: Mapping[str, Any]) -> str | None:
+    """The knob whose own part of the gradient vanishes on ``same`` and not on ``usual``: ORPO's λ beside a likelihood
+    of weight 1. (In a loss that has one term, everything is the knob's own part.)"""
+    here, full = probe.gradient(same, part.knobs), probe.gradient(usual, part.knobs)
+    for knob, value in probe.step.knobs.items():
+        if not isinstance(value, float) or not value or knob in part.knobs:
+            continue
+        strong = {**part.knobs, knob: STRONG * value}
+        try:
+            there = probe.gradient(same, strong)
+            if there.finite() and here.distance(there) <= probe.tolerance:
+                away = probe.gradient(usual, strong)
+                if away.finite() and full.distance(away) > 4 * probe.tolerance:
+                    return knob
+        except Exception:
+            continue  # the step refuses this value, as it may
     return None

@@ -1,0 +1,77 @@
+"""LAW, likelihoods: the least likely label, alone in the loss, becomes more likely.
+
+cos(-∇L, ∇lp) > 0.   With the weight p undetached, ∇(-p·lp) = -(1 + lp)·p·∇lp turns round below p = 1/e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
+from earnest.audit.laws.clip_names import quiet_knobs
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.verdict import Finding
+
+AWAY = -0.5  # a mask that marks the predicting place leaves a cosine of about 0, a regulariser one above
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.kind != "sft" or step.logprobs is None or step.rows_interact:
+        return
+    with probe.kicked():
+        probe.cost += 1
+        with seeded(step.seed), torch.enable_grad():
+            now = step.logprobs(step.model, fresh(step.batch))
+        on = edits.fit(edits.supervised(step), now)
+        if on is None or on.shape != now.shape or not bool(on.any()):
+            yield Finding("LAW", "the least likely label", "log-probs do not fit the labels", "-", "not applicable")
+            return
+        lowest = torch.where(on, now.detach(), torch.full_like(now, torch.inf)).argmin()
+        row, column = divmod(int(lowest), now.shape[1])
+        found = probe.differentiate(now[row, column], list(probe.parameters.values()))
+        up = Gradient(dict(zip(probe.parameters, found, strict=True)))
+        down = probe.gradient(_alone(probe, row, column - now.shape[1]), quiet_knobs(step))
+    size = down.norm() * up.norm()
+    if size == 0 or not down.finite():
+        yield Finding("LAW", "the least likely label", "alone it has no gradient: CV says more", "-", "not applicable")
+        return
+    cosine = -down.dot(up) / size
+    yield LAW.finding(
+        "the least likely label",
+        f"alone: cosine {cosine:+.2f} between -∇L and ∇lp, at lp = {float(now[row, column].detach()):.2g}",
+        "above 0",
+        cosine > AWAY,
+        "Training makes an unlikely label less likely still: a weight that depends on its probability is not detached, "
+        "or a sign is lost.",
+    )
+
+
+def _alone(probe: Probe, row: int, column: int) -> edits.Batch:
+    """The batch with one supervised place; ``column`` counts from the end, where labels and log-probs agree."""
+    batch = dict(probe.step.batch)
+    for role, off in (("labels", -100), ("mask", 0)):
+        value = probe.step.value(role)
+        if value is not None:
+            only = torch.full_like(value, off)
+            only[row, column] = value[row, column]
+            batch[probe.step.roles[role]] = only
+    return batch
+
+
+LAW = Law(
+    code="LAW",
+    name="likelihood",
+    sentence="The least likely label, alone in the loss, becomes more likely.",
+    needs="SFT with labels or a mask, and logprobs=fn(model, batch)",
+    how="All labels but one are masked; the loss's gradient is compared with that of the label's log-prob.",
+    traps="Regularisers and other conventions for where a mask stands turn it a little; only a gradient that points "
+    "away is a fault. Unlikelihood training is not SFT.",
+    caught="a DFT weight that is not detached",
+    check=check,
+    quick=False,
+)

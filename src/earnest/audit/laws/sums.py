@@ -1,0 +1,54 @@
+"""MR, sums: where every term is declared, the loss is what they add up to.
+
+L = Σ weight·term + Σ fixed terms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe
+from earnest.audit.step import Raises
+from earnest.audit.verdict import Finding
+
+ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the loss; a lost term is far outside
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if not step.fixed:
+        return
+    with probe.kicked():
+        reading = probe.read()
+    weights = dict.fromkeys(step.fixed, 1.0)
+    for metric, term in step.terms.items():
+        weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
+    missing = [m for m in weights if m not in reading.metrics]
+    if missing:
+        yield LAW.finding("the sum of the terms", f"{missing[0]!r} is not returned", "returned", False,
+                          f"Return {missing[0]!r} as a metric.")  # fmt: skip
+        return
+    parts = {m: w * reading.metrics[m] for m, w in weights.items()}
+    total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
+    room = max(ROOM, probe.coarsest) * scale
+    yield LAW.finding(
+        "the sum of the terms",
+        f"{' + '.join(f'{v:.4g} ({m})' for m, v in parts.items())} = {total:.4g}, the loss is {reading.loss:.4g}",
+        f"equal, up to {room:.1g}",
+        abs(total - reading.loss) <= room,
+        "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
+        "is in the loss.",
+    )
+
+
+LAW = Law(
+    code="MR",
+    name="sums",
+    sentence="Terms that are declared to be the whole loss add up to it.",
+    needs="fixed=(metrics of weight 1,), and terms for the others",
+    how="The kicked step's loss and metrics, which are known already: no evaluation more.",
+    traps="A metric with another normaliser than its term's does not add up; then leave fixed undeclared.",
+    caught="mlx-lm-lora #65 (ORPO without its likelihood, which is logged)",
+    check=check,
+)
