@@ -91,6 +91,20 @@ def test_what_another_optimizer_moves_is_no_stray() -> None:
     assert verdict.holds, str(verdict)
 
 
+def test_several_optimizers_are_given_as_a_list() -> None:
+    model = Tiny(0)
+    parts = [[p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False)]
+    each = [torch.optim.AdamW(ps, lr=1e-3) for ps in parts]
+    with watch(model, each, every=1) as w:
+        for _ in range(6):
+            sft_loss(model, BATCH)[0].backward()
+            w.step()
+            for optimizer in each:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert w.verdict().holds and w.updates == 6
+
+
 def test_what_is_frozen_on_purpose_is_not_dead() -> None:
     def freeze(number: int, model: nn.Module, _: torch.optim.Optimizer) -> None:
         if number == 3:
@@ -149,6 +163,7 @@ def test_a_norm_of_a_part_is_seen() -> None:
 def test_a_learning_rate_that_stays_at_0_is_seen() -> None:
     assert failed(run(schedule=lambda k: 0.0)) == {"the learning rate"}
     assert run(schedule=lambda k: min(1.0, k / 10)).holds
+    assert run(schedule=lambda k: max(0.0, 1 - k / 3)).holds, "a schedule may end before the run does"
 
 
 @pytest.mark.parametrize("shape", [lambda k: 1e-4 * k / 26, lambda k: max(0.0, 1 - k / 4)], ids=["warm-up", "decay"])

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest.audit.probe import fresh, restored, seeded
+from earnest.audit.probe import fresh, restored, result_of, seeded
+from earnest.audit.restore import without_dropout
 from earnest.audit.run import LISTENERS, audit
 from earnest.audit.step import StepError
 from earnest.audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged, unwrapped
-from earnest.audit.verdict import LawBroken, Verdict, unchecked
+from earnest.audit.verdict import Finding, LawBroken, Verdict, unchecked
 from earnest.audit.watch import Watch, WatchWarning
 
 WAIT = 20  # batches without any signal (all advantages 0) before the audit is made on one all the same
@@ -69,7 +70,7 @@ class AuditCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.watch is not None and self._watches and logs:
             with self._safely("watch"):
-                self.watch.step(None, {k: v for k, v in logs.items() if not k.startswith("eval_")})
+                self.watch.logged({k: v for k, v in logs.items() if not k.startswith("eval_")})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is not None:
@@ -135,12 +136,37 @@ class AuditCallback(TrainerCallback):
         with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
             step = step_of_trainer(self._trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick, progress=self.progress)
+            verdict += Verdict(tuple(self._counted(model, inputs, items)))
         if self.stop:
             verdict.raise_if_failed()
         for f in verdict.failures:
             text = f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}"
             warnings.warn(text, WatchWarning, stacklevel=3)
         return verdict
+
+    def _counted(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
+        """Under accumulation the trainer leaves the division to a loss that is told the number of items: twice the
+        number must change it. A trainer that says itself who divides (``loss_is_scaled_for_ga``) is believed."""
+        trainer = self._trainer
+        told = getattr(trainer, "model_accepts_loss_kwargs", False) or callable(
+            getattr(trainer, "compute_loss_func", None)
+        )
+        told = told and getattr(trainer, "loss_is_scaled_for_ga", None) is None
+        if items is None or not told or trainer.args.gradient_accumulation_steps < 2:
+            return
+        with torch.no_grad(), unchanged(trainer), without_dropout(model):
+            losses = []
+            for count in (items, 2 * items):
+                with seeded(int(trainer.args.seed)):
+                    losses.append(result_of(self._own(model, fresh(inputs), num_items_in_batch=count))[0].item())
+        one, two = losses
+        yield Finding(
+            "SE", "num_items_in_batch", f"twice the number makes the loss {one:.4g} to {two:.4g}", "it changes",
+            "holds" if one != two else "fails",
+            "" if one != two else "The loss does not read the number of items that it is told, and the trainer does "
+            f"not divide either: with {trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many "
+            "times too long. Divide a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
+        )  # fmt: skip
 
     def _signals(self, inputs: Any) -> dict[str, Any]:
         labels, mask = inputs.get("labels"), inputs.get("completion_mask")

@@ -15,7 +15,7 @@ from earnest.audit.verdict import Finding
 
 ENOUGH = 4  # looks before "always" is said
 SURE = 8  # … where one look alone says little
-STILL = 20  # looks in a row
+MANY = 20  # looks; a warm-up from 0 is over by then, or is seen to rise
 SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
 
 
@@ -117,7 +117,7 @@ class Rates:
     peaks: dict[int, float] = field(default_factory=dict)
     now: dict[int, float] = field(default_factory=dict)
     looks: int = 0
-    zero: int = 0  # looks in a row with every rate at 0
+    ever: bool = False  # a rate above 0 was seen
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         self.now = {}
@@ -132,7 +132,7 @@ class Rates:
         """After a look: whether there was a gradient to follow."""
         if self.now and gradients:
             self.looks += 1
-            self.zero = 0 if any(self.now.values()) else self.zero + 1
+            self.ever |= any(self.now.values())
 
     def full(self, p: Tensor) -> bool:
         """Whether an update is meant to be seen: at the foot of a warm-up, or the end of a decay, 16 bits lawfully lose
@@ -140,12 +140,11 @@ class Rates:
         return self.now.get(id(p), 0.0) > 0 and self.now[id(p)] >= 0.5 * self.peaks[id(p)]
 
     def finding(self) -> Iterator[Finding]:
-        if self.looks < STILL:
+        if self.looks < MANY:
             return
-        broken = self.zero >= STILL
         yield Finding(
-            "GL", "the learning rate", f"0 in the last {self.zero} of {self.looks} looks", f"fewer than {STILL}",
-            "fails" if broken else "holds",
-            "Every group's learning rate is 0 while gradients come: a schedule that was cast to whole numbers, or "
-            "counts epochs, or one that has ended before the run." if broken else "",
+            "GL", "the learning rate", f"{'above' if self.ever else 'always'} 0 in {self.looks} looks", "above 0",
+            "holds" if self.ever else "fails",
+            "" if self.ever else "Every group's learning rate is 0 while gradients come: a schedule that was cast to "
+            "whole numbers, or counts epochs. (One that ends at 0 is no fault.)",
         )  # fmt: skip

@@ -31,6 +31,7 @@ from earnest.audit.law import not_declared
 from earnest.audit.laws.liveness import idles, some
 from earnest.audit.probe import is_number, number
 from earnest.audit.signals import Signals
+from earnest.audit.together import Together
 from earnest.audit.updates import Cleared, Norm, Rates
 from earnest.audit.verdict import Finding, Verdict
 
@@ -356,8 +357,8 @@ class Watch:
             "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stand still", "0",
             not strays,
             f"{some(strays)} get a gradient and nobody moves them: they were unfrozen, or put in another's place, "
-            "after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as "
-            "Together(first, …, last).",
+            "after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
+            "list.",
         )  # fmt: skip
         yield from self._rates.finding()
         yield from self._cleared.finding()
@@ -381,15 +382,17 @@ class Watch:
 
 def watch(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     every: int = 10,
     moves: Sequence[str] = (),
     may_idle: Sequence[str] = (),
     all_supervised: bool = False,
 ) -> Watch:
-    """Watch a bare training loop; see the module's example. Several optimizers: Together(first, …, last).
-    ``all_supervised`` where prompts are meant to be supervised too (pre-training)."""
+    """Watch a bare training loop; see the module's example. Several optimizers: a list, in the order of their
+    steps. ``all_supervised`` where prompts are meant to be supervised too (pre-training)."""
+    if isinstance(optimizer, Sequence):
+        optimizer = Together(*optimizer)
     return Watch(model, optimizer, every, moves, may_idle, Signals(all_supervised=all_supervised))
 
 
