@@ -200,12 +200,17 @@ def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] |
             tail = edge.expand(-1, extra, *value.shape[2:]).clone()
             if key in fill:
                 tail = torch.full_like(tail, fill[key])
-            elif key != step.roles.get("positions") and value.is_floating_point():
+            elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
                 tail = torch.zeros_like(tail)
             batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
         else:
             batch[key] = value
     return batch
+
+
+def _mask_like(step: Step, key: str, value: Tensor) -> bool:
+    """Zeros and ones without a role: a mask that nobody declared."""
+    return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
 
 
 def paddings(step: Step, side: str = "right") -> Iterator[Batch]:
@@ -288,17 +293,6 @@ def other_ids(step: Step, ids: Tensor, where: Tensor) -> Tensor:
         known = ids[ids >= 0].unique()
     place = torch.searchsorted(known, ids.contiguous()).clamp(max=len(known) - 1)
     return torch.where(where, known[(place + 1) % len(known)].to(ids.dtype), ids)
-
-
-def in_front(target: Tensor, documents: Tensor | None) -> Tensor:
-    """The places [B, T] in front of the first target of their own row, or of their own document of a packed row."""
-    count = (target != 0).long()
-    total = count.cumsum(-1)
-    if documents is None or documents.shape != target.shape:
-        return total == 0
-    places = torch.arange(target.shape[1], device=target.device).expand_as(total)
-    begin = torch.where(begins(documents), places, 0).cummax(-1).values
-    return total - (total - count).gather(-1, begin) == 0
 
 
 def begins(documents: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def _decoded(probe: Probe, on: Tensor) -> str:
 
 
 def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
-    """Change the signal of one supervised token at a time: the first, a middle and the last one of a few rows."""
+    """Change the signal of one supervised token at a time: the last ones of a few rows, and a first one."""
     step = probe.step
     role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _per_token(probe, r, on)), None)
     if role is None:
@@ -83,30 +84,41 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     if not bool(flat.any()):
         yield Finding("CV", "every supervised position", f"no position to ask{aside}", "-", "not applicable")
         return
-    quick = _slopes(probe, role, flat)
-    if quick is not None:
-        yield LAW.finding("every supervised position", f"all {quick} matter (through {key!r}){aside}", "all", True)
+    felt = _slopes(probe, role, flat)
+    if felt is not None:
+        quiet = [(row, place, f"{place}th") for row, place in (flat & ~felt).nonzero().tolist()]
+        count = int(flat.sum())
+        found = f"{count - len(quiet)} of {count}" if quiet else f"all {count}"
+        yield _verdict(probe, quiet, count, f"{found} matter (through {key!r}){aside}")
         return
     asked: list[tuple[int, int, str]] = []
     for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
         places = flat[row].nonzero()[:, 0].tolist()
         ends = {places[0]: "first", places[-1]: "last"} if not asked else {places[-1]: "last"}
         asked += [(row, place, what) for place, what in ends.items()]
-    for silenced in (False, True):
-        silent = [
-            (row, place, what) for row, place, what in asked if not _felt(probe, role, _at(flat, row, place), silenced)
-        ]
-        if role != "labels" or len(silent) < len(asked):
-            break
-        if _labels_matter(probe):
-            break
-        aside += "; labels only say where, and are taken away"
-    enough = len(silent) < len(asked) if step.drops_tokens else not silent
-    yield LAW.finding(
+    silent: list[tuple[int, int, str]] = []
+    where_only = False
+    for one in asked:
+        spot = _at(flat, *one[:2])
+        if _felt(probe, role, spot, where_only):
+            continue
+        if one is asked[0] and role == "labels" and labels_say_where(probe):
+            where_only, aside = True, f"{aside}; labels only say where, and are taken away"
+            if _felt(probe, role, spot, where_only):
+                continue
+        silent.append(one)
+    yield _verdict(
+        probe, silent, len(asked), f"{len(asked) - len(silent)} of {len(asked)} matter (through {key!r}){aside}"
+    )
+
+
+def _verdict(probe: Probe, silent: list[tuple[int, int, str]], count: int, measured: str) -> Finding:
+    dropped = probe.step.drops_tokens
+    return LAW.finding(
         "every supervised position",
-        f"{len(asked) - len(silent)} of {len(asked)} matter (through {key!r}){aside}",
-        "some, tokens are dropped by declaration" if step.drops_tokens else "all",
-        enough,
+        measured,
+        "some, tokens are dropped by declaration" if dropped else "all",
+        len(silent) < count if dropped else not silent,
         f"{', '.join(f'the {what} one of row {row}' for row, _, what in silent[:4])} is in the mask and not in the "
         "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
         "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
@@ -119,12 +131,22 @@ def _at(flat: Tensor, row: int, place: int) -> Tensor:
     return only
 
 
-def _labels_matter(probe: Probe) -> bool:
-    """Whether other labels teach anything else: they may only say where, while the ids say what."""
-    key = probe.step.roles["labels"]
-    labels = probe.step.batch[key]
-    other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
-    return probe.differs(probe.gradient(), probe.gradient(other))
+def labels_say_where(probe: Probe) -> bool:
+    """Whether other labels teach the same: they only say where, while the ids say what."""
+    if probe not in _WHERE:
+        key = probe.step.roles["labels"]
+        labels = probe.step.batch[key]
+        other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
+        _WHERE[probe] = not probe.differs(probe.gradient(), probe.gradient(other))
+    return _WHERE[probe]
+
+
+def known_to_say_where(probe: Probe) -> bool:
+    """The same, if it was asked before."""
+    return _WHERE.get(probe, False)
+
+
+_WHERE: WeakKeyDictionary[Probe, bool] = WeakKeyDictionary()  # one answer an audit
 
 
 def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
@@ -137,22 +159,36 @@ def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
     return on if on.shape == flat.shape else on.reshape(len(on), -1).any(-1, keepdim=True).expand_as(flat)
 
 
-def _slopes(probe: Probe, role: str, flat: Tensor) -> int | None:
-    """How many positions there are, if the loss has a slope by the signal at every one of them; None: look closer.
+def _slopes(probe: Probe, role: str, flat: Tensor) -> Tensor | None:
+    """Where the loss has a slope by the signal; None where slopes do not tell.
 
-    A clipped token has none under one sign of its advantage, so those that are silent are asked under the other one.
+    A clipped token has none under one sign of its advantage, so those that are silent are asked under the other one;
+    and what is then still silent with behaviour = the policy as it is, where no clip acts.
     """
     step = probe.step
     if not step.batch[step.roles[role]].is_floating_point():
         return None
     felt = torch.zeros_like(flat)
-    for batch in (step.batch, edits.opposite(step, step.batch)):
+    asked = [lambda: dict(step.batch), lambda: edits.opposite(step, step.batch), lambda: _at_ratio_one(probe, role)]
+    for make in asked:
+        batch = make()
         slope = None if batch is None else probe.slope(role, batch)
-        if slope is not None:
-            felt = felt | (slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1))
-        if slope is None or bool(felt[flat].all()):
-            break
-    return int(flat.sum()) if bool(felt[flat].all()) else None
+        if slope is None:
+            return None
+        felt = felt | (slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1))
+        if bool(felt[flat].all()):
+            return felt
+    return felt if bool(felt[flat].any()) else None
+
+
+def _at_ratio_one(probe: Probe, role: str) -> edits.Batch | None:
+    step = probe.step
+    if role != "behaviour" or step.logprobs is None:
+        return None
+    keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    if any(step.batch[k].numel() != probe.now().numel() for k in keys):
+        return None
+    return {**step.batch, **{k: probe.now().reshape(step.batch[k].shape).to(step.batch[k].dtype) for k in keys}}
 
 
 def _felt(probe: Probe, role: str, only: Tensor, silenced: bool) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
+from earnest.audit.laws.coverage import known_to_say_where, labels_say_where
 from earnest.audit.laws.documents import value_room
 from earnest.audit.laws.on_policy import quiet_knobs
 from earnest.audit.probe import Probe
@@ -37,15 +38,15 @@ def check(probe: Probe) -> Iterator[Finding]:
     batch = edits.only(step, step.batch, keep)
     behind = rows & (places > predicts) & (ids >= 0)
     narrow = behind & (places > predicts + 1)
-    if step.value("labels") is None:  # ids are what is to be predicted, too: the target itself matters
-        behind = narrow
+    if step.value("labels") is None or known_to_say_where(probe):
+        behind = narrow  # ids are what is to be predicted, too: the target itself matters
     key = step.roles["ids"]
     before = {**batch, key: edits.other_ids(step, ids, places == predicts)}
     after = {**batch, key: edits.other_ids(step, ids, behind)}
     with probe.kicked():
         try:
             by_last, by_own = _moved(probe, batch, before, after if bool(behind.any()) else None)
-            if by_own is not None and by_own > probe.tolerance and _say_where(probe, batch):
+            if by_own is not None and by_own > probe.tolerance and "labels" in step.roles and labels_say_where(probe):
                 # Labels only say where; the target is the ids' own, and so only what is behind it must not matter.
                 by_own = _moved(probe, batch, before, {**batch, key: edits.other_ids(step, ids, narrow)})[1]
         except Exception as error:
@@ -133,15 +134,6 @@ def _moved(
     if after is not None and by_own is not None and by_own > value_room(probe):
         by_own = probe.gradient(batch, quiet).distance(probe.gradient(after, quiet))
     return by_last, by_own
-
-
-def _say_where(probe: Probe, batch: edits.Batch) -> bool:
-    """Whether other labels teach the same: then the ids themselves are what is to be predicted."""
-    if "labels" not in probe.step.roles:
-        return False
-    key, quiet = probe.step.roles["labels"], quiet_knobs(probe)
-    other = {**batch, key: edits.other_ids(probe.step, batch[key], batch[key] >= 0)}
-    return not probe.differs(probe.gradient(batch, quiet), probe.gradient(other, quiet))
 
 
 LAW = Law(

@@ -1,7 +1,7 @@
 """SE: order, repetition and cutting of the rows do not change what is learned.
 
 permuted rows     the same gradient
-every row twice   the same gradient, or exactly twice it (a sum)
+every row twice   the same gradient, twice it (a sum), or something in between (a root of the count)
 whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows do not reach into each other
 """
 
@@ -40,9 +40,9 @@ def check(probe: Probe) -> Iterator[Finding]:
             both = whole.times(0.0)
         factor = both.best_scale(whole)
         rest = both.distance(whole.times(factor))
-        if rest <= probe.tolerance and (abs(factor - 1) < 0.01 or abs(factor - 2) < 0.02):
+        if rest <= probe.tolerance and _counted(factor):
             yield LAW.finding(
-                "permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× or 2×", True
+                "permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× to 2×", True
             )
         else:  # one at a time, to say which
             for subject, part in (
@@ -80,16 +80,27 @@ def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
     twice = probe.gradient(edits.repeat_rows(probe.step))
     factor = twice.best_scale(whole)
     rest = twice.distance(whole.times(factor))
-    outcome = rest <= probe.tolerance and (abs(factor - 1) < 0.01 or abs(factor - 2) < 0.02)
-    # An unbiased deviation over the batch, or negatives from it, lawfully sees that there are twice as many rows.
-    coupled = not outcome and probe.step.rows_interact
+    outcome = rest <= probe.tolerance and _counted(factor)
+    # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group lawfully see
+    # that there are twice as many rows.
+    coupled = not outcome and (probe.step.rows_interact or _grouped(probe.step))
     yield LAW.finding(
         "every row twice",
         f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
-        "-" if coupled else "1× or 2×",
+        "-" if coupled else "1× to 2×",
         "not applicable" if coupled else outcome,
-        "Doubling the batch changes the gradient by neither 1 nor 2: the normaliser is not a count of what is summed.",
+        "Doubling the batch changes the gradient's direction, makes it shorter or more than doubles it: the normaliser "
+        "is not a count of what is summed, or is applied twice.",
     )
+
+
+def _grouped(step: Step) -> bool:
+    return bool({"group", "rewards"} & step.roles.keys())
+
+
+def _counted(factor: float) -> bool:
+    """1 for a mean, 2 for a sum; in between for a root of the count, or for a sum over rows beside a constant."""
+    return 0.99 < factor < 2.02
 
 
 def _parts(probe: Probe) -> Iterator[Finding]:
@@ -109,7 +120,7 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     if found is None:
         yield Finding("SE", "whole = parts", "a part has no finite gradient alone", "-", "not applicable", "")
         return
-    grouped = "group" in step.roles or "rewards" in step.roles
+    grouped = _grouped(step)
     outcome = found.rest <= probe.tolerance and found.signs(probe.tolerance)
     if not outcome and grouped:
         yield Finding(
