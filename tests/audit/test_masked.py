@@ -193,6 +193,16 @@ def test_a_score_that_is_read_in_front_of_the_first_end(place: str) -> None:
     assert found[coverage.ANSWERS] == ("holds" if place == "last" else "fails")
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_mask_without_a_role_is_padded_as_one(declared: bool) -> None:
+    """The score is read where the attention mask ends; answers have masks of their own."""
+    step = reward_step("last")
+    batch = {**step.batch, **{f"{s}_mask": step.batch[f"{s}_attention"] for s in ("chosen", "rejected")}}
+    roles = {k: k for k in batch if declared or not k.endswith("attention")}
+    found = outcomes(Step(model=step.model, loss=step.loss, batch=batch, roles=roles))
+    assert found["3 more columns of padding on the right"] == "holds"
+
+
 def test_pairs_beyond_a_hinge_are_left_out() -> None:
     found = audit(reward_step("last", margin=-0.2), laws=[coverage.LAW]).findings[0]
     assert found.outcome == "holds" and "do not pull are left out" in found.measured, found

@@ -88,3 +88,33 @@ def test_rows_that_are_paired_with_their_neighbours(ring: bool) -> None:
 
     found = outcomes(sft_step(loss, rows_interact=True))
     assert found["permuted rows"] == ("not applicable" if ring else "fails"), found
+
+
+@pytest.mark.parametrize(("power", "outcome"), [(0.5, "holds"), (2.0, "fails")])
+def test_a_normaliser_is_applied_once(power: float, outcome: str) -> None:
+    """Twice as many rows: up to twice the gradient, never less than it. A root of the count is a choice."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        logits, labels = model(batch["ids"], batch["attention"])[:, :-1], batch["labels"][:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total / (labels >= 0).sum().float().pow(power)
+
+    found = outcomes(sft_step(loss))
+    assert found.get("every row twice", "holds") == outcome, found
+
+
+def test_a_baseline_that_leaves_one_out_sees_the_groups_size() -> None:
+    step = policy_step()
+    batch = {k: torch.cat([v, v[:1]]) for k, v in step.batch.items() if k != "advantages"}
+    batch |= {"rewards": torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 0.2]), "group": torch.tensor([0, 0, 0, 1, 1, 1])}
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        rewards, same = batch["rewards"], (batch["group"][:, None] == batch["group"]).float()
+        a = (rewards - (same @ rewards - rewards) / (same.sum(1) - 1))[:, None]
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        return -(ratio * a * batch["mask"]).sum() / batch["mask"].sum()
+
+    roles = {r: k for r, k in step.roles.items() if r not in ("advantages", "reference")}
+    found = outcomes(Step(model=step.model, loss=loss, batch=batch, roles={**roles, "rewards": "rewards",
+                          "group": "group"}, family="policy gradient"))  # fmt: skip
+    assert found["every row twice"] == "not applicable" and "fails" not in found.values(), found
