@@ -93,6 +93,8 @@ def missing(how: str) -> Callable[[Tensor, Tensor], Tensor]:
             raise ValueError("a reward is missing")
         if how == "spreads":
             return r - each(r, g, torch.mean)
+        if how == "leaves the group out":
+            return torch.nan_to_num(r - each(r, g, torch.mean))
         known = there.float() if how == "left out" else torch.ones_like(r)
         mean = each(torch.nan_to_num(r), g, torch.sum) / each(known, g, torch.sum).clamp(min=1)
         return torch.where(there, r - mean, 0.0)
@@ -100,7 +102,7 @@ def missing(how: str) -> Callable[[Tensor, Tensor], Tensor]:
     return fn
 
 
-@pytest.mark.parametrize("how", ["left out", "spreads", "raises", "becomes 0"])
+@pytest.mark.parametrize("how", ["left out", "leaves the group out", "spreads", "raises", "becomes 0"])
 def test_a_missing_reward_is_no_number(how: str) -> None:
     seen = failures(audit(AdvantageEstimator(missing(how), "equal")))
     assert seen == ({"a missing (NaN) reward"} if how == "becomes 0" else set())

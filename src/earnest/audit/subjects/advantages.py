@@ -6,7 +6,7 @@ zero sum  Σ over a group is 0, where the division is by one number a group
 scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
 order     permuting the rows permutes the advantages
 equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
-missing   a NaN reward raises, stays NaN, or is left out of its group: it is no number
+missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it is no number
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class AdvantageEstimator:
 
     def _missing(self, rewards: Tensor, groups: Tensor, size: tuple[float, float]) -> Finding:
         """A reward that could not be made (a grader that failed, an answer that was cut) is no reward of 0."""
-        subject, expected = "a missing (NaN) reward", "an error, NaN, or the group without that row"
+        subject, expected = "a missing (NaN) reward", "an error, NaN, or a group without that row, or without any"
         broken = rewards.clone()
         broken[0] = torch.nan
         try:
@@ -220,8 +220,9 @@ class AdvantageEstimator:
         reach = groups == groups[0] if self.over == "group" else torch.ones_like(groups, dtype=torch.bool)
         reach[0] = False
         rest = torch.arange(len(groups)) != 0
-        if bool(found[reach].isnan().all()) or not bool(reach.any()):
-            return judged("LAW", subject, "its group is NaN", expected, True, "")
+        if bool(found[reach].isnan().all()) or bool((found[reach] == 0).all()):
+            what = "NaN" if bool(found[reach].isnan().any()) else "left out"
+            return judged("LAW", subject, f"its group is {what}", expected, True, "")
         try:
             without = self._run(rewards[rest], groups[rest])
         except Exception as error:  # an estimator of groups of one size cannot be asked
