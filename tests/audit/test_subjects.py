@@ -110,5 +110,5 @@ def test_the_generated_table_has_every_law() -> None:
     codes = {line.split("|")[1].split(",")[0].strip() for line in lines}
     assert {"GL", "IG", "KG", "LAW", "SE", "MI", "CV", "DF", "RT", "MR", "FD", "DR", "F64", "MU"} == codes
     for subject in ("AdvantageEstimator", "Accumulation", "RoundTrip", "Resume", "Merge", "WeightSync", "Schedule",
-                    "OuterStep", "Unbiased", "Gather", "Census"):  # fmt: skip
+                    "OuterStep", "Unbiased", "Gather", "Census", "Update", "Ema", "MergedLayer"):  # fmt: skip
         assert sum(f"({subject})" in line.split("|")[1] for line in lines) == 1, subject
