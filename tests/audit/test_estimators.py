@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit import GAE, AdvantageEstimator, Verdict, audit
+from earnest.signals.advantages import Estimator, advantages
 
 
 def failures(verdict: Verdict) -> set[str]:
@@ -106,6 +107,23 @@ def missing(how: str) -> Callable[[Tensor, Tensor], Tensor]:
 def test_a_missing_reward_is_no_number(how: str) -> None:
     seen = failures(audit(AdvantageEstimator(missing(how), "equal")))
     assert seen == ({"a missing (NaN) reward"} if how == "becomes 0" else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "declared"),
+    [
+        ("group", {"scale": "free"}),
+        ("batch", {"scale": "free", "scaled_over": "batch"}),
+        ("none", {"scale": "equal"}),
+        ("leave_one_out", {"scale": "equal"}),
+    ],
+)
+def test_our_own_estimators_hold(name: Estimator, declared: dict[str, Any]) -> None:
+    """They refuse groups of one row and missing rewards, which is no fault."""
+    verdict = audit(AdvantageEstimator(lambda r, g: advantages(r, g, name).values, **declared))
+    assert verdict.holds, str(verdict)
+    turned = AdvantageEstimator(lambda r, g: advantages(r.roll(1), g, name).values, **declared)
+    assert not audit(turned).holds, "rewards of the neighbouring rows"
 
 
 # --- GAE --------------------------------------------------------------------------------------------------------------

@@ -65,17 +65,8 @@ class AdvantageEstimator:
             scale > 0,
             "Every advantage is 0: nothing will be learned.",
         )
-        lonely = self.fn(torch.tensor([0.3, 1.7]), torch.tensor([0, 1]))
-        if self.over == "group" and bool((lonely == 0).all()):
-            yield Finding(
-                "GL",
-                "groups of one row",
-                "advantages are 0",
-                "-",
-                "not applicable",
-                "One sample a prompt teaches nothing here.",
-            )
         if self.over == "group":
+            yield from self._lonely()
             yield from self._grouped(rewards, groups, base, (scale, room))
         elif self.over == "batch":
             yield self._same(
@@ -111,6 +102,15 @@ class AdvantageEstimator:
             yield self._equal(scale)
             yield self._one_of_many(rewards, groups)
         yield self._missing(rewards, groups, (scale, room))
+
+    def _lonely(self) -> Iterator[Finding]:
+        try:
+            found = self._run(torch.tensor([0.3, 1.7]), torch.tensor([0, 1]))
+        except Exception:  # it refuses them, and says so to its user
+            return
+        if bool((found == 0).all()):
+            why = "One sample a prompt teaches nothing here."
+            yield Finding("GL", "groups of one row", "advantages are 0", "-", "not applicable", why)
 
     def _grouped(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Iterator[Finding]:
         scale, room = size
