@@ -22,6 +22,7 @@ UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
 
 
+SAMPLERS = ("behaviour", "proximal")
 # Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
 REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
 
@@ -132,7 +133,7 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
     on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(now) if on is None else on.double()
     forms: dict[str, list[Tensor]] = {"kl": [], "ratio": [], "clip": []}
-    for role in (r for r in ("behaviour", "proximal") if r in step.roles):
+    for role in (r for r in SAMPLERS if r in step.roles):
         gap = now - batch[step.roles[role]].double().reshape(now.shape)
         forms["kl"] += [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap]
         forms["ratio"] += [gap.exp()]
@@ -168,8 +169,12 @@ def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Te
     given = step.value("reference")
     if given is None or given.shape != step.batch[step.roles[step.ratio_role]].shape:
         return []
-    gap = now - batch[step.roles["reference"]].double().reshape(now.shape)
-    plain = [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
+    there = batch[step.roles["reference"]].double().reshape(now.shape)
+    plain = []
+    # Of the policy as it is, or (in the reward) as it sampled.
+    for here in (now, *(batch[step.roles[r]].double().reshape(now.shape) for r in SAMPLERS if r in step.roles)):
+        gap = here - there
+        plain += [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
     found = plain + [r * f for r in ratios for f in plain]
     weights = {float(step.knobs[t]) for m, t in step.terms.items() if isinstance(t, str) and "kl" in m.lower()}
     return found + [w * f for w in weights if w for f in found]
