@@ -207,6 +207,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "KTO": (kto, {}),
     "ORPO": (orpo, {}),
     "CPO": (cpo, {}),
+    "DPO and SFT": (dpo, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
     "CPO, SimPO": (cpo, {"loss_type": "simpo", "cpo_alpha": 0.0}),
     "DPO, robust": (dpo, {"loss_type": ["robust"], "label_smoothing": 0.1}),
     "DPO, exo_pair": (dpo, {"loss_type": ["exo_pair"], "label_smoothing": 0.1}),

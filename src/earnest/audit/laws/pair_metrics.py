@@ -23,7 +23,7 @@ PAIRS = 3
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if not {"chosen", "rejected"} <= step.roles.keys():
+    if not {"chosen", "rejected"} <= step.roles.keys() or not step.pairwise:
         return
     names = [n for n in probe.look().metrics if set(re.split(r"[^a-z]+", n.lower())) & (RIGHT | WIDE)]
     if not names:
@@ -47,12 +47,12 @@ def check(probe: Probe) -> Iterator[Finding]:
                 if a * b < 0:  # it tells the two sides apart, so it can be asked which
                     seen[name].append((a > 0) == (gap > 0))
     for name, agree in seen.items():
-        if agree:
+        if len(agree) > 1:  # a term beside the preference may outweigh it in a pair; turned round, it is wrong in all
             yield LAW.finding(
                 f"metric {name}, which side",
                 f"{sum(agree)} of {len(agree)} pairs as the loss has it",
-                "all",
-                all(agree),
+                "above 0",
+                any(agree),
                 f"{name} calls the answers right that the loss pushes down: a comparison is turned round, or chosen "
                 "and rejected are swapped in one of the two.",
             )
@@ -77,7 +77,8 @@ LAW = Law(
     sentence="Of a pair, the side that the loss wants is the side that accuracy and margin call right.",
     needs="roles chosen and rejected, with these words in the batch's keys; a metric named accuracy or margin",
     how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics say?",
-    traps="Other terms are switched off; a metric that does not change sides when the pair does is not asked.",
+    traps="Other terms are switched off where they are declared, and may outweigh the preference in some pairs where "
+    "they are not; a metric that does not change sides when the pair does is not asked.",
     caught="an accuracy that is 1 - accuracy, a margin of rejected minus chosen",
     check=check,
     quick=False,
