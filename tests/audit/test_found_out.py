@@ -54,7 +54,26 @@ def test_what_a_forward_pass_writes_does_not_reach_the_next_one() -> None:
     with probe.open():
         first, again = probe.gradient(dict(step.batch)), probe.gradient(dict(step.batch))
         assert first.distance(again) == 0
-        assert float(model.calls) == 0 and float(model.centre) == 0
+        assert float(model.calls) == 1, "one pass since they were put back"
+    assert float(model.calls) == 0 and float(model.centre) == 0
+
+
+class Normalised(Tiny):
+    """Statistics of the batch, and running ones that the backward pass must find as the forward pass left them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(super().forward(torch.zeros(1, 2, dtype=torch.long)).shape[-1])
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        return self.norm(super().forward(ids, attention, documents).flatten(0, 1)).reshape(*ids.shape, -1)
+
+
+def test_running_statistics_do_not_disturb_the_backward_pass() -> None:
+    step = sft_step()
+    step.model, step.loss, step.rows_interact = Normalised(), sft_loss, True
+    verdict = audit(step, quick=True)
+    assert not verdict.errors, str(verdict)
 
 
 def test_the_budget_is_the_promise() -> None:

@@ -154,17 +154,11 @@ class Probe:
         graph: bool = True,
         seed: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        try:
-            with (
-                seeded(self.step.seed if seed is None else seed),
-                torch.set_grad_enabled(graph),
-                _no_graph_asked(graph),
-            ):
-                return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
-        finally:
-            if self._state != "in training":  # what a forward pass writes down must not reach the next one
-                for buffer in self._buffers:
-                    buffer.put_back()
+        if self._state != "in training":  # what a forward pass wrote down must not reach the next one
+            for buffer in self._buffers:
+                buffer.put_back()
+        with seeded(self.step.seed if seed is None else seed), torch.set_grad_enabled(graph), _no_graph_asked(graph):
+            return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
 
     def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Every knob and the first mode of every option, with ``knobs`` in their place."""
@@ -340,7 +334,11 @@ class Probe:
             if self._precision is None and (found := self._computes_in()) is not None:
                 self._precision = found
                 self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
-            yield self
+            try:
+                yield self
+            finally:
+                for buffer in self._buffers:
+                    buffer.put_back()
 
     def _computes_in(self) -> torch.dtype | None:
         """A dtype that is coarser than the parameters of the very module that puts it out: autocast, say."""

@@ -29,17 +29,21 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     with probe.kicked():
         here = probe.look()
-        changes = {"3 more columns of padding": edits.pad(step)} if _paddable(probe) else {}
+        changes = {"3 more columns of padding": list(edits.paddings(step))} if _paddable(probe) else {}
         if step.rows > 1 and not step.rows_interact:
-            changes["every row twice"] = edits.repeat_rows(step)
-        for subject, batch in changes.items():
-            try:
-                there = probe.look(batch)
-            except Exception as error:
-                yield Finding("MR", f"averages, {subject}", f"cannot be run ({type(error).__name__})", "-", "not "
-                              "applicable", str(error)[:120])  # fmt: skip
-                continue
-            yield probe.fair(_compare(probe, subject, names, here, there))
+            changes["every row twice"] = [edits.repeat_rows(step)]
+        for subject, batches in changes.items():
+            found: Finding | None = None
+            for batch in batches:  # of several readings of which tensors are padded, one that holds is enough
+                try:
+                    found = probe.fair(_compare(probe, subject, names, here, probe.look(batch)))
+                except Exception as error:
+                    found = found or Finding("MR", f"averages, {subject}", f"cannot be run ({type(error).__name__})",
+                                             "-", "not applicable", str(error)[:120])  # fmt: skip
+                if found.outcome == "holds":
+                    break
+            if found is not None:
+                yield found
 
 
 def is_average(probe: Probe, name: str) -> bool:

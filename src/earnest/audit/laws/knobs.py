@@ -79,8 +79,12 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
     for batch in (base, edits.opposite(probe.step, base)):  # one side of a clip acts on one sign of the advantage
         if batch is None:
             continue
+        if tried and not probe.afford(2):
+            break
         present = origin if batch is base else probe.gradient(batch)
         for other in candidates(value):
+            if tried and not probe.afford(1):
+                break
             try:
                 gradient = probe.gradient(batch, {knob: other})
             except Exception:
@@ -105,6 +109,11 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         )  # fmt: skip
     elif (mode := _elsewhere(probe, base, knob, value)) is not None:
         yield Finding("KG", f"knob {knob}", f"it acts with {mode} only", "-", "not applicable")
+    elif len(set(tried)) < min(3, len(candidates(value))):
+        yield Finding(
+            "KG", f"knob {knob}", f"no change by {len(tried)} values, and the audit's budget is spent", "-",
+            "not applicable", "It was not tried far enough to say that it does nothing.",
+        )  # fmt: skip
     else:
         yield LAW.finding(
             f"knob {knob}",
@@ -123,6 +132,8 @@ def _elsewhere(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | 
     for option, modes in probe.step.options.items():
         for mode in list(modes)[1:]:
             for other in candidates(value)[:2]:
+                if not probe.afford(2):
+                    return None
                 try:
                     here, there = (probe.gradient(base, {option: mode, knob: v}) for v in (value, other))
                 except Exception:
