@@ -32,8 +32,12 @@ def standardised(constant: float) -> Callable[[Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize(("constant", "seen"), [(1e-4, set()), (1e-6, set()), (1e-8, {"equal rewards"})])
 def test_equal_rewards_that_round_are_no_signal(constant: float, seen: set[str]) -> None:
     """NeMo-RL #4158: the rounding of a mean, divided by the rounding of a spread, is ±1."""
-    assert failures(audit(AdvantageEstimator(standardised(constant), "free"))) == seen
-    assert audit(AdvantageEstimator(standardised(constant), "free", values=(0.0, 1.0))).holds, "0 and 1 do not round"
+    graded = AdvantageEstimator(standardised(constant), "free", values=(0.7, 0.1))
+    assert failures(audit(graded)) == seen
+    unsaid = audit(AdvantageEstimator(standardised(constant), "free"))
+    assert unsaid.holds, "0 and 1 do not round"
+    (row,) = (f for f in unsaid.findings if f.subject == "equal rewards")
+    assert row.outcome == ("not declared" if seen else "holds")
 
 
 def test_a_division_by_zero_is_seen_whatever_the_values() -> None:

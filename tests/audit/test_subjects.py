@@ -63,7 +63,7 @@ def test_an_outer_step_that_is_slightly_off_is_seen(off: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("constant", [1e-6, 1e-4])
+@pytest.mark.parametrize("constant", [1e-8, 1e-6, 1e-4])
 def test_advantages_with_the_usual_constants_hold(constant: float, seed: int) -> None:
     def grouped(rewards: Tensor, groups: Tensor, leak: float = 0.0) -> Tensor:
         out = torch.zeros_like(rewards)

@@ -27,6 +27,7 @@ STABILISER = 1e-4  # the largest constant that public code adds to a standard de
 
 
 NOISE = 0.1  # of the usual advantages: what rounding may become in a group without a signal
+EXACT = (0.0, 1.0)  # values that no mean rounds
 EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
 
 
@@ -162,9 +163,10 @@ class AdvantageEstimator:
 
     def _equal(self, scale: float) -> Finding:
         """All the same, in sizes and values whose mean is rounded: what is divided there is rounding by rounding."""
-        worst, where, asked = 0.0, "", False
+        worst, where, asked, rounded = 0.0, "", False, 0.0
         sizes = [(self.size, 0.7), *EQUAL]
-        cases = sizes if self.values is None else [(n, float(v)) for n, _ in sizes for v in self.values]
+        values = EXACT if self.values is None else tuple(map(float, self.values))
+        cases = [(n, v) for n, _ in sizes for v in values] + (sizes if self.values is None else [])
         for size, value in cases:
             rewards, groups = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
             if self.over == "group" and self.scaled_over == "batch":  # so that the batch has a spread
@@ -175,11 +177,20 @@ class AdvantageEstimator:
                 continue
             asked = True
             largest = float(found.abs().max()) if bool(torch.isfinite(found).all()) else float("inf")
-            if largest > worst:
+            if self.values is None and value not in EXACT and largest < float("inf"):
+                rounded = max(rounded, largest)
+            elif largest > worst:
                 worst, where = largest, f" for {size} rewards of {value:g}"
         if not asked:
             return Finding("LAW", "equal rewards", "one group alone is refused", "-", "not applicable")
         room = NOISE * scale
+        if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
+            return Finding(
+                "LAW", "equal rewards", f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0",
+                "not declared",
+                "Where rewards are such numbers, a group without a signal is trained on its rounding: add 1e-6 or more "
+                "to the spread. Declare values=(…) with those that occur, and they are checked.",
+            )  # fmt: skip
         return judged(
             "LAW",
             "equal rewards",
@@ -187,8 +198,7 @@ class AdvantageEstimator:
             f"0, up to {room:.1g}",
             worst <= room,
             "All answers are worth the same, and advantages are as large as real ones (or not finite): the rounding of "
-            "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0. "
-            "If rewards take few values that never round, say so: values=(0.0, 1.0).",
+            "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0.",
         )
 
     def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Finding:
