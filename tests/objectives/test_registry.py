@@ -516,3 +516,28 @@ def test_a_field_of_another_shape_is_not_taken_for_a_scalar() -> None:
     batch, _ = full_batch()
     with pytest.raises(SignalError, match=r"grpo: LogProb.*must have shape"):
         Objective.of(GRPO()).evaluate(batch, {LogProb(): Field(torch.zeros(1))}, {})
+
+
+PUBLISHED: dict[str, dict[str, float]] = {
+    "cispo": {"max_ratio": 5.0},
+    "dapo": {"clip": 0.2, "clip_high": 0.28},
+    "dpo": {"beta": 0.1, "smoothing": 0.0},
+    "dr_grpo": {"clip": 0.2},
+    "entropy_aware": {"threshold": 0.8, "forward_weight": 1.0},
+    "grpo": {"clip": 0.2},
+    "gspo": {"clip": 3e-4, "clip_high": 4e-4},
+    "kl_barrier": {"tau": 1.0, "strength": 1.0, "growth": 0.0},
+    "luspo": {"clip": 3e-4, "clip_high": 4e-4},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "sdpo": {"alpha": 0.5, "temperature": 1.0, "importance_clip": 2.0},
+    "simpo": {"beta": 2.0, "gamma": 0.5, "smoothing": 0.0},
+    "spectral_cap": {"cap": 0.0},
+    "taid": {"t_start": 0.4, "t_end": 1.0, "rate": 5e-4, "momentum": 0.99},
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_defaults_are_the_published_ones(kind: str) -> None:
+    """A run that sets nothing trains with these; no other test would see one of them change."""
+    given = {f.name: f.default for f in fields(OBJECTIVES[kind])}
+    assert {name: given[name] for name in PUBLISHED[kind]} == PUBLISHED[kind]
