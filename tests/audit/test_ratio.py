@@ -199,6 +199,45 @@ def test_a_regression_on_the_advantages_is_no_fault() -> None:
     assert "descending raises what was better" in failures(audit(turned, laws=[on_policy.LAW]))
 
 
+# --- a term that is not declared --------------------------------------------------------------------------------------
+
+
+def with_entropy(fault: str, weight: float) -> Any:
+    """An entropy bonus whose weight is a constant of the code: it is in the loss, and no declaration says so."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float) -> Tensor:
+        full = model(b["ids"], b["attention"])[:, :-1].float().log_softmax(-1)
+        lp, a = full.gather(-1, b["ids"][:, 1:, None])[..., 0], b["advantages"][:, None]
+        if fault == "late":  # the right values, and the gradient of the neighbours' log-probs
+            lp = lp.roll(1, dims=-1) + (lp - lp.roll(1, dims=-1)).detach()
+        r = (lp - b["old"]).exp()
+        others = {"squared": -r * r.detach() * a, "ignored": -r, "turned": r * a}
+        each = others.get(fault, clipped(r, a, clip))
+        return mean(each + weight * (full.exp() * full).sum(-1), b["mask"])
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("", set()),
+        ("late", {"zero advantages", "on-policy gradient = REINFORCE"}),
+        ("squared", {"the ratio's power"}),
+        ("turned", {"zero advantages", "descending raises what was better"}),
+        ("ignored", {"zero advantages", "on-policy gradient = REINFORCE"}),
+    ],
+)
+def test_a_term_that_is_not_declared_is_taken_off_first(fault: str, seen: set[str], dtype: torch.dtype) -> None:
+    weight = 0.01 if dtype == torch.float32 else 1.0  # so that it is above the dtype's resolution
+    verdict = audit(step(with_entropy(fault, weight), {"clip": 0.2}, dtype), laws=[on_policy.LAW, ratio.LAW])
+    assert seen <= failures(verdict) and bool(seen) == bool(failures(verdict)), str(verdict)
+    if not fault:
+        assert outcomes(verdict)["zero advantages"] == "not declared"
+        assert outcomes(verdict)["on-policy gradient = REINFORCE"] == outcomes(verdict)["the ratio's power"] == "holds"
+
+
 # --- silence that is not the clip's -----------------------------------------------------------------------------------
 
 

@@ -214,5 +214,7 @@ def test_a_baseline_makes_advantages_of_rewards(sign: float) -> None:
     step = Step(model=model, loss=loss, batch=batch, roles=roles, logprobs=logprobs, value_is_loss=False)
     assert failures(audit(step, laws=OURS)) == (set() if sign > 0 else {BETTER})
     step.roles = {**{k: v for k, v in roles.items() if k != "rewards"}, "advantages": "rewards"}
-    zero = next(f for f in audit(step, laws=[on_policy.LAW]).failures if f.subject == "zero advantages")
-    assert 'declare roles={"rewards": …}' in zero.meaning
+    verdict = audit(step, laws=[on_policy.LAW])
+    zero = next(f for f in verdict.findings if f.subject == "zero advantages")
+    assert zero.outcome == ("not declared" if sign > 0 else "fails") and 'declare roles={"rewards": …}' in zero.meaning
+    assert bool(verdict.failures) == (sign < 0), str(verdict)

@@ -6,6 +6,7 @@ and then: linear in A; 0 for A = 0; a clip whose range contains 1 does nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,10 +20,22 @@ from earnest.audit.laws import clip_names
 from earnest.audit.laws.clip_names import HIGH as HIGH
 from earnest.audit.laws.clip_names import LOW as LOW
 from earnest.audit.laws.clip_names import last as last
-from earnest.audit.laws.ratio import at_one, pull, reach, shifted, whitening, wider
+from earnest.audit.laws.ratio import (
+    alone,
+    at_one,
+    at_zero,
+    others,
+    policy,
+    pull,
+    reach,
+    shifted,
+    whitening,
+    wider,
+    without_advantages,
+)
 from earnest.audit.laws.ratio import on_policy as on_policy
 from earnest.audit.probe import Probe, fresh, seeded
-from earnest.audit.verdict import Finding
+from earnest.audit.verdict import Finding, Outcome
 
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift is far outside
 REINFORCE = "on-policy gradient = REINFORCE"
@@ -42,21 +55,32 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield from _own_advantages(probe, quiet)
         return
     with probe.kicked():
-        yield from _zero(probe, quiet)
         if step.logprobs is None:
-            yield not_declared("LAW", "on-policy gradient = REINFORCE", "logprobs=lambda model, batch: …")
+            batch = probe.off_policy()
+            left = probe.gradient(without_advantages(probe, batch), quiet).norm()
+            yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
+            yield not_declared("LAW", REINFORCE, "logprobs=lambda model, batch: …")
             return
-        batch = on_policy(probe)
-        how = whitening(probe)
-        yield from _linear(probe, batch, quiet, how)
-        probe.cost += 1
-        with seeded(step.seed), torch.enable_grad():
-            now = step.logprobs(step.model, fresh(batch))
-        if how is None:
-            yield from _reinforce(probe, batch, now)
-        else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
-            yield Finding("LAW", "on-policy gradient = REINFORCE", how, "-", "not applicable")
-        yield _raises_what_was_better(probe, batch, now, centred=how is not None)
+        rows = list(_at_ratio_one(probe, quiet))
+        sound = not any(row.outcome == "fails" for row in rows)
+        yield _zero(probe, at_zero(probe).gradient.norm(), at_one(probe).gradient.norm(), affine=sound)
+        yield from rows
+
+
+def _at_ratio_one(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+    """Of what the advantages do; what is left without them is taken off first."""
+    step, batch = probe.step, on_policy(probe)
+    assert step.logprobs is not None
+    how = whitening(probe)
+    yield from _linear(probe, batch, quiet, how)
+    probe.cost += 1
+    with seeded(step.seed), torch.enable_grad():
+        now = step.logprobs(step.model, fresh(batch))
+    if how is None:
+        yield from _reinforce(probe, batch, now)
+    else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
+        yield Finding("LAW", REINFORCE, how, "-", "not applicable")
+    yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
 def quiet_knobs(probe: Probe) -> dict[str, Any]:
@@ -79,73 +103,65 @@ def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]
     with probe.kicked():
         once = at_one(probe).gradient
         for knob, value in wider(probe).items():
-            yield _inert(probe, knob, once.distance(probe.gradient(on_policy(probe), {**quiet, knob: value})))
+            change = once.distance(probe.gradient(on_policy(probe), {**quiet, knob: value}))
+            yield _inert(knob, change, probe.tolerance)
 
 
-def _advantages(probe: Probe, batch: Mapping[str, Any], values: Tensor) -> edits.Batch:
-    return {**batch, probe.step.roles["advantages"]: values}
-
-
-def _zero(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
-    batch = probe.off_policy()
-    key = probe.step.roles["advantages"]
-    size = probe.gradient(batch).norm()
-    left = probe.gradient(_advantages(probe, batch, torch.zeros_like(batch[key])), quiet).norm()
-    others = bool(set(probe.step.knobs) - set(quiet) - set(clip_names.clips(probe.step)))
-    outcome = left <= probe.tolerance * max(size, 1e-300)
-    if not outcome and others and not probe.step.terms:
-        yield Finding(
-            "LAW", "zero advantages", f"gradient {left / max(size, 1e-300):.2g} of the usual", "0", "not declared",
-            "There is another term in the loss; declare terms={metric: knob} so that it can be switched off.",
-        )  # fmt: skip
-        return
-    yield LAW.finding(
-        "zero advantages",
-        f"gradient {left / max(size, 1e-300):.2g} of the usual",
-        "0",
-        outcome,
+def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
+    """``affine``: what is left beside it does not disturb the policy gradient, which is right by itself."""
+    step, share = probe.step, left / max(usual, 1e-300)
+    settings = bool(set(step.knobs) - set(quiet_knobs(probe)) - set(clip_names.clips(step))) and not step.terms
+    outcome: Outcome = "holds" if left <= probe.tolerance * max(usual, 1e-300) else "fails"
+    meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
-        "what multiplies the ratio (a mask in their place?). If the step takes a baseline off them first, they are "
-        'rewards: declare roles={"rewards": …}.',
+        "what multiplies the ratio (a mask in their place?)."
     )
+    if outcome == "fails" and math.isfinite(left) and (affine or settings):
+        outcome = "not declared"
+        meaning = "There is another term in the loss; declare terms={metric: knob} so that it can be switched off."
+    baseline = ' If the step takes a baseline off them first, they are rewards: declare roles={"rewards": …}.'
+    return LAW.finding("zero advantages", f"gradient {share:.2g} of the usual", "0", outcome, meaning + baseline)
 
 
 def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str | None) -> Iterator[Finding]:
     """Twice the advantages, twice the gradient; and wider clips change nothing, nor do ratios of ρ but for a factor ρ
     (or 1, without a ratio). All at once, apart only if that fails."""
     key, subject = probe.step.roles["advantages"], "linear in the advantages, on-policy"
-    once, wide = at_one(probe).gradient, wider(probe)
+    once, wide = policy(probe).gradient, wider(probe)
     bend, both = 0.0, False
+    # A difference of two gradients is as exact as they are, and they may be larger than it.
+    room = min(0.5, probe.tolerance * max(1.0, at_one(probe).gradient.norm() / max(once.norm(), 1e-300)))
     if how is not None:
         yield Finding("LAW", subject, how, "-", "not applicable")
     else:
-        doubled = shifted(probe, doubled=True)
-        there = probe.gradient(doubled, {**quiet, **wide})
-        bend = min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
-        both = bend <= probe.tolerance
-        if not both:
-            doubled = _advantages(probe, batch, 2 * batch[key])
-            bend = probe.gradient(doubled, {**quiet, **wide}).distance(once.times(2.0))
+        if others(probe) is None:
+            there = probe.gradient(shifted(probe, doubled=True), {**quiet, **wide})
+            bend = min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
             both = bend <= probe.tolerance
+        doubled = {**batch, key: 2 * batch[key]}
+        if not both:
+            bend = alone(probe, probe.gradient(doubled, {**quiet, **wide})).distance(once.times(2.0))
+            both = bend <= room
         if not both and wide:
-            bend = probe.gradient(doubled, quiet).distance(once.times(2.0))
+            bend = alone(probe, probe.gradient(doubled, quiet)).distance(once.times(2.0))
         yield LAW.finding(
             subject,
             f"g(2A) differs from 2·g(A) by {bend:.2g}",
-            f"≤ {probe.tolerance:.1g}",
-            bend <= probe.tolerance,
+            f"≤ {room:.1g}",
+            bend <= room,
             MEANING,
         )
     for knob, value in wide.items():
-        yield _inert(probe, knob, bend if both else once.distance(probe.gradient(batch, {**quiet, knob: value})))
+        change = bend if both else once.distance(alone(probe, probe.gradient(batch, {**quiet, knob: value})))
+        yield _inert(knob, change, room)
 
 
-def _inert(probe: Probe, knob: str, change: float) -> Finding:
+def _inert(knob: str, change: float, room: float) -> Finding:
     return LAW.finding(
         f"clip {knob} at ratio 1",
         f"moved the gradient by {change:.2g}",
-        f"≤ {probe.tolerance:.1g}",
-        change <= probe.tolerance,
+        f"≤ {room:.1g}",
+        change <= room,
         f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself, or "
         "the ratio is not 1 for the unchanged policy.",
     )
@@ -160,7 +176,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     a: Tensor = batch[step.roles["advantages"]]
     if not a.is_floating_point():
         return
-    here = at_one(probe)
+    here = policy(probe)
     slope = here.inputs["advantages"]
     if slope is None:
         yield LAW.finding(REINFORCE, "the loss's value does not depend on the advantages", "it does", False, MEANING)
@@ -185,12 +201,15 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(rebuilt, factors, strict=True))
     room = max(probe.tolerance, ROOM)
     holds = off <= room and factor > 0
+    bent = "" if linear else " The loss is not linear in the advantages: c, which is its slope by them, may mislead."
     yield LAW.finding(
         REINFORCE,
-        f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}",
+        f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}"
+        if off <= room
+        else f"no multiple of -Σ c·A·∇lp with the loss's own c: off by {off:.2g}",
         f"up to {room:.1g}, factor above 0",
         holds,
-        MEANING if holds else f"{MEANING} {_disagreement(own, even, mask)}",
+        f"{MEANING} {_disagreement(own, even, mask)}{bent}",
     )
 
 
@@ -257,7 +276,7 @@ def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
 def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centred: bool) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise: the sign that no other law sees."""
     step = probe.step
-    down = at_one(probe).gradient
+    down = policy(probe).gradient
     a: Tensor = batch[step.roles["advantages"]]
     a = a - a.mean() if centred else a
     on = edits.fit(edits.supervised(step, batch), now)

@@ -9,7 +9,7 @@ k = 2: the weight is counted twice;  k = -1: it is upside down
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,11 @@ def whitening(probe: Probe) -> str | None:
 
 def _whitening(probe: Probe) -> str | None:
     batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], quiet_knobs(probe.step)
-    a, once = batch[key], at_one(probe).gradient
+    a, once = batch[key], policy(probe).gradient
     constant = a.float().abs().mean().to(a.dtype)
-    if once.distance(probe.gradient({**batch, key: a + constant}, quiet)) <= ROOM:
+    if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= ROOM:
         return "the step centres its advantages, rows interact by declaration"
-    if once.distance(probe.gradient({**batch, key: 2 * a}, quiet)) <= ROOM:
+    if once.distance(alone(probe, probe.gradient({**batch, key: 2 * a}, quiet))) <= ROOM:
         return "the step scales its advantages, rows interact by declaration"
     return None
 
@@ -118,8 +118,10 @@ def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doub
 
 
 def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
-    quiet = quiet_knobs(probe.step)
-    once, there = at_one(probe).gradient, probe.gradient(batch, {**quiet, **wider(probe)})
+    knobs = {**quiet_knobs(probe.step), **wider(probe)}
+    once, there = policy(probe).gradient, probe.gradient(batch, knobs)
+    if others(probe) is not None:  # what is not the advantages' has a power of its own
+        there = there.minus(probe.gradient(without_advantages(probe, batch), knobs))
     if once.norm() == 0 or not once.finite():
         return Finding("LAW", subject, "no gradient on-policy", "-", "not applicable")
     k, error, rest = exponent(once.times(factor), there, reach(probe))
@@ -179,13 +181,55 @@ def slopes(probe: Probe, roles: Sequence[str], batch: Mapping[str, Any], knobs: 
 
 def at_one(probe: Probe) -> Slopes:
     """The on-policy batch with all other terms off, evaluated once for all laws that start there."""
+    return _kept_slopes(probe, "slopes at ratio 1", lambda: on_policy(probe))
+
+
+def at_zero(probe: Probe) -> Slopes:
+    """The same with all advantages 0."""
+    return _kept_slopes(probe, "slopes at advantages 0", lambda: without_advantages(probe, on_policy(probe)))
+
+
+def _kept_slopes(probe: Probe, name: str, batch: Callable[[], edits.Batch]) -> Slopes:
     roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
 
     def make() -> dict[str, Any]:
-        return {"slopes": slopes(probe, roles, on_policy(probe), quiet_knobs(probe.step))}
+        return {"slopes": slopes(probe, roles, batch(), quiet_knobs(probe.step))}
 
-    found: Slopes = probe.kept_batch("slopes at ratio 1", make)["slopes"]
+    found: Slopes = probe.kept_batch(name, make)["slopes"]
     return found
+
+
+def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
+    key = probe.step.roles["advantages"]
+    return {**batch, key: torch.zeros_like(batch[key])}
+
+
+def others(probe: Probe) -> Slopes | None:
+    """What is left with all advantages 0, where anything is: a term that is not declared, or a baseline."""
+    if "advantages" not in probe.step.roles:
+        return None
+    rest, usual = at_zero(probe), at_one(probe).gradient.norm()
+    some = rest.gradient.finite() and rest.gradient.norm() > probe.tolerance * usual
+    return rest if some else None
+
+
+def alone(probe: Probe, gradient: Gradient) -> Gradient:
+    """An on-policy gradient without what is left of it at advantages 0."""
+    rest = others(probe)
+    return gradient if rest is None else gradient.minus(rest.gradient)
+
+
+def policy(probe: Probe) -> Slopes:
+    """``at_one`` without what is left of it at advantages 0: what the advantages do."""
+    here, rest = at_one(probe), others(probe)
+    if rest is None:
+        return here
+    inputs = dict(here.inputs)
+    for role, slope in rest.inputs.items():
+        mine = inputs[role]
+        if role != "advantages" and mine is not None and slope is not None:
+            inputs[role] = mine - slope
+    return Slopes(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs)
 
 
 def pull(found: Mapping[str, Tensor | None]) -> Tensor | None:
