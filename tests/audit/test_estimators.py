@@ -113,6 +113,65 @@ def test_a_missing_reward_is_no_number(how: str) -> None:
     assert seen == ({"a missing (NaN) reward"} if how == "becomes 0" else set())
 
 
+# --- other declarations -----------------------------------------------------------------------------------------------
+
+
+def by_place(r: Tensor, _: Tensor, across: bool = False) -> Tensor:
+    """Groups of four that stand together; the defect takes every third row instead."""
+    x = r.view(4, -1).T if across else r.view(-1, 4)
+    x = (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-4)
+    return (x.T if across else x).flatten()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_by_place_are_permuted_by_place(seed: int) -> None:
+    assert audit(AdvantageEstimator(by_place, "free", interleaved=False, seed=seed)).holds
+    wrong = audit(AdvantageEstimator(lambda r, g: by_place(r, g, True), "free", interleaved=False, seed=seed))
+    assert {"group locality", "permuted rows"} <= failures(wrong)
+    ramp = torch.linspace(0.5, 1.5, 12)  # weights by place: rows of a group are not treated alike
+    assert "permuted rows" in failures(
+        audit(AdvantageEstimator(lambda r, g: by_place(r, g) * ramp[: len(r)], "free", interleaved=False, seed=seed))
+    )
+
+
+def test_one_group_is_enough() -> None:
+    verdict = audit(AdvantageEstimator(lambda r, g: r - each(r, g, torch.mean), "equal", groups=1, size=8))
+    assert verdict.holds, str(verdict)
+    seen = failures(audit(AdvantageEstimator(lambda r, g: r - each(r, g, torch.max), "equal", groups=1, size=8)))
+    assert seen == {"sum over a group"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_of_16_bits_are_judged_as_such(dtype: torch.dtype) -> None:
+    """A wrong baseline is seen there as well."""
+    for seed in range(6):
+        fn = AdvantageEstimator(lambda r, g: (r := r.to(dtype)) - each(r, g, torch.mean), "equal", seed=seed)
+        assert audit(fn).holds, str(audit(fn))
+    wrong = AdvantageEstimator(lambda r, _: (r := r.to(dtype)) - r.mean(), "equal")
+    assert "shift of one group" in failures(audit(wrong))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_medians_and_divisions_by_the_mean_can_be_declared(seed: int) -> None:
+    def median(r: Tensor, g: Tensor) -> Tensor:
+        return r - each(r, g, torch.median)
+
+    assert audit(AdvantageEstimator(median, "equal", baseline="other", seed=seed)).holds
+    assert failures(audit(AdvantageEstimator(median, "equal", seed=seed))) == {"sum over a group"}
+    tiled = AdvantageEstimator(lambda r, g: median(r, g.roll(1)), "equal", baseline="other", seed=seed)
+    assert "shift of one group" in failures(audit(tiled))
+
+    def over_mean(r: Tensor, g: Tensor) -> Tensor:
+        mean = each(r, g, torch.mean)
+        return (r - mean) / (mean + 1e-6)
+
+    assert audit(AdvantageEstimator(over_mean, "free", scaled_over="mean", seed=seed)).holds
+    assert "shift of one group" in failures(audit(AdvantageEstimator(over_mean, "free", seed=seed)))
+    for wrong in (lambda r, g: over_mean(r, g.roll(1)), lambda r, g: (r - each(r, g, torch.mean)) / r.mean()):
+        seen = failures(audit(AdvantageEstimator(wrong, "free", scaled_over="mean", seed=seed)))
+        assert {"shift of one group", "group locality"} & seen, seen
+
+
 @pytest.mark.parametrize(
     ("name", "declared"),
     [

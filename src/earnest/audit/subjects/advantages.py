@@ -35,7 +35,10 @@ EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up an
 class AdvantageEstimator:
     """``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
     ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
-    row's own, such as the spread of the others). ``values``: the only rewards that occur, such as (0.0, 1.0)."""
+    row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
+    the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not asked. ``values``: the
+    only rewards that occur, such as (0.0, 1.0). ``interleaved=False``: a group's rows stand together, ``size`` each.
+    """
 
     fn: Callable[[Tensor, Tensor], Tensor]
     scale: Literal["free", "equal"]
@@ -44,19 +47,19 @@ class AdvantageEstimator:
     size: int = 4
     interleaved: bool = True
     seed: int = 0
-    scaled_over: Literal["group", "batch", "row"] | None = None
+    scaled_over: Literal["group", "batch", "row", "mean"] | None = None
     values: Sequence[float] | None = None
+    baseline: Literal["mean", "other"] = "mean"
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(self.seed)
         groups = torch.arange(self.groups).repeat_interleave(self.size)
-        if (
-            self.interleaved
-        ):  # rows of a group need not stand together; an estimator that assumes it must not be told otherwise
+        if self.interleaved:  # rows of a group need not stand together, unless the estimator assumes it
             groups = groups[torch.randperm(len(groups), generator=rng)]
-        rewards = torch.randn(len(groups), generator=rng)
-        base = self._run(rewards, groups)
-        room = _room(rewards, groups, self.over)
+        draw = torch.rand if self.scaled_over == "mean" else torch.randn
+        rewards = draw(len(groups), generator=rng)
+        given = self._raw(rewards, groups)
+        base, room = given.float(), _room(rewards, groups, given, self.over)
         scale = float(base.abs().max())
         yield judged(
             "GL",
@@ -89,7 +92,7 @@ class AdvantageEstimator:
             "Scaling the rewards does not do what the mode says: the division by the standard deviation is in the "
             "wrong mode.",
         )
-        order = torch.randperm(len(groups), generator=rng)
+        order = self._order(rng)
         yield self._same(
             "SE",
             "permuted rows",
@@ -103,6 +106,13 @@ class AdvantageEstimator:
             yield self._equal(scale)
             yield self._one_of_many(rewards, groups)
         yield self._missing(rewards, groups, (scale, room))
+
+    def _order(self, rng: torch.Generator) -> Tensor:
+        """Any; where rows stand by place, whole groups change places, and rows within them."""
+        if self.interleaved:
+            return torch.randperm(self.groups * self.size, generator=rng)
+        rows = [torch.randperm(self.size, generator=rng) for _ in range(self.groups)]
+        return torch.cat([rows[g] + g * self.size for g in torch.randperm(self.groups, generator=rng).tolist()])
 
     def _lonely(self) -> Iterator[Finding]:
         try:
@@ -121,21 +131,25 @@ class AdvantageEstimator:
             "LAW",
             "shift of one group",
             base,
-            self._alike(shifted, base),
+            self._alike(shifted, base, first),
             size,
             "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
-            'over="batch", or scaled_over="batch", where that is meant), or the groups are cut wrongly (tiled against '
+            'over="batch", or scaled_over="batch" or "mean", where that is meant), or the groups are cut wrongly (tiled against '
             "interleaved).",
         )
         other = self._run(torch.where(first, rewards * 3 - 1, rewards), groups)
-        yield self._same(
-            "LAW",
-            "group locality",
-            base[~first],
-            self._alike(other[~first], base[~first]),
-            size,
-            "Another prompt's rewards reach into this one's advantages.",
-        )
+        if bool(first.all()):
+            yield Finding("LAW", "group locality", "one group", "-", "not applicable", "Declare groups=2 or more.")
+        else:
+            yield self._same(
+                "LAW",
+                "group locality",
+                base[~first],
+                self._alike(other[~first], base[~first], first[~first]),
+                size,
+                "Another prompt's rewards reach into this one's advantages (declare scaled_over=\"batch\" where one spread "
+                "divides all of them by design).",
+            )
         if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
             means = torch.stack([rewards[groups == g].mean() for g in groups])
             wrong = int((torch.sign(base) != torch.sign(rewards - means)).sum())
@@ -144,6 +158,9 @@ class AdvantageEstimator:
                 "A row's advantage has another sign than its reward against its group's mean.",
             )  # fmt: skip
             return
+        if self.baseline == "other":
+            yield Finding("LAW", "sum over a group", "the baseline is not the mean", "-", "not applicable")
+            return
         sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
         yield judged(
             "LAW",
@@ -151,15 +168,19 @@ class AdvantageEstimator:
             f"{sums:.2g}",
             f"0, up to {room * scale * self.size:.1g}",
             sums <= room * scale * self.size,
-            "Advantages of a group do not cancel: the baseline is not the group's mean.",
+            'Advantages of a group do not cancel: the baseline is not the group\'s mean (declare baseline="other" where '
+            "another one is meant, such as a median).",
         )
 
-    def _alike(self, found: Tensor, base: Tensor) -> Tensor:
-        """Where one number divides the whole batch, another batch may have another one: a factor above 0 is allowed."""
-        if self.scaled_over != "batch":
+    def _alike(self, found: Tensor, base: Tensor, changed: Tensor) -> Tensor:
+        """Where one number divides the whole batch, another batch may have another one: a factor above 0 is allowed.
+        Where a group's mean divides it, so it is for the rows of the group that was ``changed``."""
+        if self.scaled_over not in ("batch", "mean"):
             return found
-        factor = float(base.dot(found)) / max(float(found.dot(found)), 1e-30)
-        return found * factor if factor > 0 else found
+        free = torch.ones_like(changed) if self.scaled_over == "batch" else changed
+        mine, theirs = base[free], found[free]
+        factor = float(mine.dot(theirs)) / max(float(theirs.dot(theirs)), 1e-30)
+        return torch.where(free & (factor > 0), found * factor, found)
 
     def _equal(self, scale: float) -> Finding:
         """All the same, in sizes and values whose mean is rounded: what is divided there is rounding by rounding."""
@@ -245,7 +266,11 @@ class AdvantageEstimator:
         )  # fmt: skip
 
     def _run(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().float().reshape(-1)
+        return self._raw(rewards, groups).float()
+
+    def _raw(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """As the estimator gives it, in its own dtype."""
+        return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1)
 
     @staticmethod
     def _same(code: str, subject: str, a: Tensor, b: Tensor, scale: tuple[float, float], meaning: str) -> Finding:
@@ -254,12 +279,14 @@ class AdvantageEstimator:
         return judged(code, subject, f"off by {off:.2g}", f"≤ {scale[1]:.1g}", off <= scale[1], meaning)
 
 
-def _room(rewards: Tensor, groups: Tensor, over: str) -> float:
-    """Rounding of the largest shifted reward over the smallest spread that a group (or the batch) divides by, and the
-    usual constant in that division's denominator."""
+def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
+    """Rounding of the largest shifted reward, in the dtype of what is ``given`` back, over the smallest spread that a
+    group (or the batch) divides by, and the usual constant in that division's denominator."""
     parts = [rewards[groups == g] for g in groups.unique()] if over == "group" else [rewards]
     spread = min((float(p.std()) for p in parts if len(p) > 1), default=1.0)
-    return (rounding(rewards) * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
+    # 16 bits: a few units in the last place; more would let anything pass.
+    unit = rounding(rewards) if given.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(given.dtype).eps
+    return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
 
 
 LAW = Law(
@@ -267,7 +294,8 @@ LAW = Law(
     name="advantages (AdvantageEstimator)",
     sentence="A constant on a group's rewards changes nothing, groups do not see each other, a group sums to 0, "
     "scaling does what the mode says, order does not matter, equal rewards give 0, a missing one is no number.",
-    needs="fn(rewards, groups), scale, over; scaled_over where the division is over something else",
+    needs="fn(rewards, groups), scale, over; scaled_over where the division is over something else, baseline where it "
+    "is no mean",
     how="Rewards are shifted, scaled, permuted, made equal, and one is made NaN. The tolerance is rounding over the "
     "smallest spread, and the usual constant (up to 1e-4) in a denominator.",
     traps="Centring over the batch is no fault where it is declared, nor is a division by the batch's spread "
