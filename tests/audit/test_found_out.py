@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest.audit import audit
+from earnest.audit import Step, audit
 from earnest.audit.probe import Probe
 from tests.audit.steps import Tiny, policy_step, sft_loss, sft_step
 
@@ -83,3 +83,24 @@ def test_the_budget_is_the_promise() -> None:
     assert probe.budget == 20 + 2 * declared
     probe.cost = probe.budget - 5
     assert probe.afford(1) and not probe.afford(2)
+
+
+class Scored(Tiny):
+    """A reward model; the bias of its head is added to both answers, and cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = torch.nn.Linear(23, 1)
+
+
+def test_a_bias_that_cancels_in_every_pair_is_said_and_no_fault() -> None:
+    def loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+        chosen, rejected = (model.score(model(batch[side])[:, -1]) for side in ("chosen", "rejected"))
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+    rng = torch.Generator().manual_seed(0)
+    batch = {side: torch.randint(1, 23, (4, 6), generator=rng) for side in ("chosen", "rejected")}
+    step = Step(model=Scored(), loss=loss, batch=batch, roles={"chosen": "chosen", "rejected": "rejected"})
+    verdict = audit(step)
+    assert verdict.holds, str(verdict)
+    assert any("head.bias, score.bias cancels in every pair" in f.measured for f in verdict.findings)

@@ -94,12 +94,18 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
         buffers = {n: bits(t) for n, t in step.model.named_buffers()}
         _update(probe, gradient.parts)
         pushed |= {n for n, t in step.model.named_buffers() if buffers.get(n) != bits(t)}
-    dead = [n for n in names if not alive[n] and not idles(n, step.may_idle)]
-    idle = sum(not a for a in alive.values()) - len(dead)
+    # What is added to both answers of a pair (a bias behind the last non-linearity) cancels: reached, and exactly 0.
+    offset = [
+        n for n, p in probe.parameters.items()
+        if not alive[n] and step.kind == "preference" and p.ndim <= 1 and first.parts[n] is not None
+    ]  # fmt: skip
+    dead = [n for n in names if not alive[n] and n not in offset and not idles(n, step.may_idle)]
+    idle = sum(not a for a in alive.values()) - len(dead) - len(offset)
     yield LAW.finding(
         f"{len(names)} trainable parameters",
-        f"{len(names) - len(dead) - idle} got a gradient within {STEPS} steps"
-        + (f", {idle} idle by declaration" if idle else ""),
+        f"{len(names) - len(dead) - idle - len(offset)} got a gradient within {STEPS} steps"
+        + (f", {idle} idle by declaration" if idle else "")
+        + (f"; {some(offset)} cancels in every pair and trains nothing" if offset else ""),
         "all" if not step.may_idle else "all but those that may idle",
         not dead,
         f"No gradient reaches {some(dead)}. They are detached or bypassed, a layer's checkpointing cuts the graph, "
