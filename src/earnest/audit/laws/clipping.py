@@ -126,7 +126,7 @@ def _pulls(probe: Probe, cases: list[Case], knobs: Mapping[str, Any]) -> tuple[f
     if reference is not None and bool((reference != 0).any()):
         return "the rewards hold a KL to the reference, and with it the behaviour"
     found: dict[int, float] = {}
-    plans = _given_signs(probe, cases, base) if ours else _own_signs(cases, usual)
+    plans = _given_signs(probe, cases, base) if ours else _own_signs(cases, usual, found)
     for chosen, sign in plans:
         _measure(probe, cases, base, knobs, usual, chosen, sign, found)
     pairs = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
@@ -144,12 +144,15 @@ def _given_signs(probe: Probe, cases: list[Case], base: edits.Batch) -> Iterator
         yield chosen, torch.tensor([cases[c][1] for c in chosen], dtype=a.dtype, device=a.device)
 
 
-def _own_signs(cases: list[Case], pulls: Tensor) -> Iterator[tuple[list[int], Tensor | None]]:
-    """The step makes its advantages; their signs are those of the pull at ratio 1, and each row gets its case."""
-    up = (pulls.flatten(1).sum(-1) > 0).tolist()
-    for pair in ((0, 1), (2, 3), (4, 5)):
-        by_sign = {cases[c][1]: c for c in pair}
-        yield [by_sign[+1 if u else -1] for u in up], None
+def _own_signs(cases: list[Case], pulls: Tensor, found: dict[int, float]) -> Iterator[tuple[list[int], Tensor | None]]:
+    """The step makes its advantages; their signs are those of the pull at ratio 1, and each row gets a case of its
+    sign, in turns until all are ``found`` or every row has had each."""
+    signs = [+1 if total > 0 else -1 for total in pulls.flatten(1).sum(-1).tolist()]
+    by_sign = {sign: [c for c, case in enumerate(cases) if case[1] == sign] for sign in (+1, -1)}
+    before = [signs[:row].count(sign) for row, sign in enumerate(signs)]
+    for turn in range(3):
+        if len(found) < len(cases):
+            yield [by_sign[sign][(n + turn) % 3] for sign, n in zip(signs, before, strict=True)], None
 
 
 def _measure(

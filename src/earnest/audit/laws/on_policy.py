@@ -26,9 +26,8 @@ from earnest.audit.laws.ratio import (
     at_zero,
     others,
     policy,
+    proportion,
     pull,
-    reach,
-    shifted,
     whitening,
     wider,
     without_advantages,
@@ -62,8 +61,11 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield not_declared("LAW", REINFORCE, "logprobs=lambda model, batch: …")
             return
         rows = list(_at_ratio_one(probe, quiet))
-        sound = not any(row.outcome == "fails" for row in rows)
-        yield _zero(probe, at_zero(probe).gradient.norm(), at_one(probe).gradient.norm(), affine=sound)
+        if not step.rows_interact and (bend := proportion(probe)) <= probe.tolerance:
+            yield LAW.finding("zero advantages", f"g(2A) = 2·g(A) up to {bend:.2g}: nothing is left", "0", True)
+        else:
+            sound = not any(row.outcome == "fails" for row in rows)
+            yield _zero(probe, at_zero(probe).gradient.norm(), at_one(probe).gradient.norm(), affine=sound)
         yield from rows
 
 
@@ -135,8 +137,7 @@ def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str
         yield Finding("LAW", subject, how, "-", "not applicable")
     else:
         if others(probe) is None:
-            there = probe.gradient(shifted(probe, doubled=True), {**quiet, **wide})
-            bend = min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
+            bend = proportion(probe)
             both = bend <= probe.tolerance
         doubled = {**batch, key: 2 * batch[key]}
         if not both:

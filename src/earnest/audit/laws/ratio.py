@@ -205,12 +205,24 @@ def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
 
 
 def others(probe: Probe) -> Slopes | None:
-    """What is left with all advantages 0, where anything is: a term that is not declared, or a baseline."""
+    """What is left with all advantages 0, where anything is: a term that is not declared, or a baseline.
+
+    Twice the advantages, twice the gradient: then nothing is, and it need not be asked."""
     if "advantages" not in probe.step.roles:
+        return None
+    if not probe.step.rows_interact and proportion(probe) <= probe.tolerance:
         return None
     rest, usual = at_zero(probe), at_one(probe).gradient.norm()
     some = rest.gradient.finite() and rest.gradient.norm() > probe.tolerance * usual
     return rest if some else None
+
+
+def proportion(probe: Probe) -> float:
+    """How far from twice the gradient is that of twice the advantages, with wider clips and at ratios of ρ, but for a
+    factor ρ (or 1, without a ratio)."""
+    there = probe.gradient(shifted(probe, doubled=True), {**quiet_knobs(probe.step), **wider(probe)})
+    once = at_one(probe).gradient
+    return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 
 
 def alone(probe: Probe, gradient: Gradient) -> Gradient:

@@ -134,8 +134,8 @@ class AdvantageEstimator:
             self._alike(shifted, base, first),
             size,
             "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
-            'over="batch", or scaled_over="batch" or "mean", where that is meant), or the groups are cut wrongly (tiled against '
-            "interleaved).",
+            'over="batch", or scaled_over="batch" or "mean", where that is meant), or the groups are cut wrongly '
+            "(tiled against interleaved).",
         )
         other = self._run(torch.where(first, rewards * 3 - 1, rewards), groups)
         if bool(first.all()):
@@ -147,8 +147,8 @@ class AdvantageEstimator:
                 base[~first],
                 self._alike(other[~first], base[~first], first[~first]),
                 size,
-                "Another prompt's rewards reach into this one's advantages (declare scaled_over=\"batch\" where one spread "
-                "divides all of them by design).",
+                "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
+                'design, declare scaled_over="batch".)',
             )
         if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
             means = torch.stack([rewards[groups == g].mean() for g in groups])
@@ -168,8 +168,8 @@ class AdvantageEstimator:
             f"{sums:.2g}",
             f"0, up to {room * scale * self.size:.1g}",
             sums <= room * scale * self.size,
-            'Advantages of a group do not cancel: the baseline is not the group\'s mean (declare baseline="other" where '
-            "another one is meant, such as a median).",
+            "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is meant, "
+            'such as a median, declare baseline="other".)',
         )
 
     def _alike(self, found: Tensor, base: Tensor, changed: Tensor) -> Tensor:
