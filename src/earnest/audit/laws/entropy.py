@@ -1,0 +1,121 @@
+"""LAW, entropies: how uncertain the policy is at a token does not depend on which token was drawn there.
+
+another id at a row's last supervised place   H = -Σ π log π stays;  -log π(id) moves with the id
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest.audit import edits
+from earnest.audit.law import Law, not_declared
+from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.verdict import Finding
+
+SMALL = 1e-5  # of the metric: sums of unchanged numbers in another order; one token among thousands is above it
+ROOM = (0.02, 0.1)  # between the two ids' factors; in 16 bits the log-probs themselves are rounded
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    named = [m for m in step.terms if "entropy" in m.lower() and "cross" not in m.lower()]
+    if step.kind != "policy gradient" or not named:
+        return
+    subject = f"term {named[0]} and the tokens that were drawn"
+    spot = _last(probe)
+    if spot is None:
+        yield not_declared("LAW", subject, 'roles={"ids": …, "mask": …}, one beside the other')
+        return
+    base, first = probe.look().metrics, _other(probe, spot, 1)
+    there = probe.look(first).metrics
+    for metric in named:
+        subject = f"term {metric} and the tokens that were drawn"
+        if metric not in base or metric not in there:
+            continue
+        change = there[metric] - base[metric]
+        small = max(SMALL, 4 * probe.noise()) * max(abs(base[metric]), 1e-30)
+        said = f"another last token moved it by {change:.2g}"
+        if not abs(change) > small:
+            yield LAW.finding(subject, said, "not moved", True)
+        elif step.logprobs is None:
+            yield not_declared("LAW", subject, "logprobs=lambda model, batch: …")
+        else:
+            yield probe.fair(_judged(probe, metric, subject, said, (first, _other(probe, spot, 2))))
+
+
+def _judged(probe: Probe, metric: str, subject: str, said: str, changed: tuple[edits.Batch, edits.Batch]) -> Finding:
+    """It moves: as -log π of the drawn token does, for two other tokens, or otherwise (a mask made from ids)."""
+    base = probe.look().metrics[metric]
+    factors = []
+    for batch in changed:
+        gap = _surprise(probe, batch) - _surprise(probe, dict(probe.step.batch))
+        factors.append((probe.look(batch).metrics[metric] - base) / gap if gap else 0.0)
+    low, high = sorted(factors)
+    if not (low > 0 and high - low <= ROOM[probe.coarse] * high):
+        why = "It depends on the ids, and not as a log-prob does: a mask or a length may be made from them."
+        return Finding("LAW", subject, said, "-", "not applicable", why)
+    return LAW.finding(
+        subject,
+        f"{said}: {low:.2g} times what its -log π moves",
+        "not moved",
+        False,
+        f"{metric} is the mean of -log π of the tokens that were drawn. As a value that estimates the entropy; as a "
+        "term it is none: its gradient is 0 on average, so that the bonus is noise. Take -Σ π log π over the "
+        "vocabulary.",
+    )
+
+
+def _surprise(probe: Probe, batch: edits.Batch) -> float:
+    """-Σ log π of the supervised tokens."""
+    step = probe.step
+    assert step.logprobs is not None
+    probe.cost += 1 / 3
+    with seeded(step.seed), torch.no_grad():
+        now = step.logprobs(step.model, fresh(batch))
+    on = edits.fit(edits.supervised(step), now)
+    return -float((now if on is None else now * on).double().sum())
+
+
+def _last(probe: Probe) -> Tensor | None:
+    """The last supervised token of the first row that has any: nothing that is supervised comes after it."""
+    ids, on = probe.step.value("ids"), edits.supervised(probe.step)
+    if ids is None or on is None or ids.ndim != 2 or on.ndim != 2 or ids.shape[1] - on.shape[1] not in (0, 1):
+        return None
+    on = torch.nn.functional.pad(on, (ids.shape[1] - on.shape[1], 0))
+    if not bool(on[:, 1:].any()):
+        return None
+    row = int(on[:, 1:].any(-1).nonzero()[0, 0])
+    spot = torch.zeros_like(on)
+    spot[row, int(on[row].nonzero()[-1])] = True
+    return spot
+
+
+def _other(probe: Probe, spot: Tensor, times: int) -> edits.Batch:
+    """Another id there, and yet another; labels that name the same token go with it."""
+    step = probe.step
+    batch = dict(step.batch)
+    for role in ("ids", "labels"):
+        old = step.value(role)
+        if old is not None and old.shape == spot.shape:
+            new = old
+            for _ in range(times):
+                new = edits.other_ids(step, new, spot)
+            batch[step.roles[role]] = new
+    return batch
+
+
+LAW = Law(
+    code="LAW",
+    name="entropy",
+    sentence="An entropy term does not depend on which tokens were drawn.",
+    needs="terms with a metric named entropy; roles ids and mask; logprobs=fn",
+    how="The last supervised token of a row, which nothing reads that is supervised, is given another id: one look. "
+    "If the metric moves, a second id tells whether it moves as -log π does.",
+    traps="A mask that is made from the ids moves it too, and is told apart by the second id.",
+    caught="an entropy bonus from the drawn tokens' log-probs, whose gradient is 0 on average",
+    check=check,
+    quick=False,
+)
