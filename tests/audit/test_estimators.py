@@ -134,6 +134,18 @@ def test_groups_by_place_are_permuted_by_place(seed: int) -> None:
     )
 
 
+def test_a_row_that_is_missing_must_not_move_the_other_groups() -> None:
+    """Cut by place without a word where a group is not full; refusing it (as ``by_place`` does) is no fault."""
+
+    def fn(r: Tensor, g: Tensor) -> Tensor:
+        return by_place(r, g) if len(r) % 4 == 0 else (r - r.mean()) / (r.std() + 1e-4)
+
+    assert "groups of unequal size" in failures(audit(AdvantageEstimator(fn, "free", interleaved=False)))
+    for right in (by_place, standardised(1e-4)):
+        rows = {f.subject: f.outcome for f in audit(AdvantageEstimator(right, "free", interleaved=False)).findings}
+        assert rows["groups of unequal size"] == ("not applicable" if right is by_place else "holds")
+
+
 def test_one_group_is_enough() -> None:
     verdict = audit(AdvantageEstimator(lambda r, g: r - each(r, g, torch.mean), "equal", groups=1, size=8))
     assert verdict.holds, str(verdict)

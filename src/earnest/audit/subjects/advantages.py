@@ -150,6 +150,7 @@ class AdvantageEstimator:
                 "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
                 'design, declare scaled_over="batch".)',
             )
+            yield self._unequal(rewards, groups, base, size)
         if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
             means = torch.stack([rewards[groups == g].mean() for g in groups])
             wrong = int((torch.sign(base) != torch.sign(rewards - means)).sum())
@@ -171,6 +172,20 @@ class AdvantageEstimator:
             "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is meant, "
             'such as a median, declare baseline="other".)',
         )
+
+    def _unequal(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
+        """Without the last row, the other groups are what they were; an estimator of one size may refuse."""
+        rest, subject = groups[:-1] != groups[-1], "groups of unequal size"
+        try:
+            found = self._run(rewards[:-1], groups[:-1])
+        except Exception as error:
+            return Finding("LAW", subject, f"raises {type(error).__name__}", "-", "not applicable")
+        mine = base[:-1][rest]
+        return self._same(
+            "LAW", subject, mine, self._alike(found[rest], mine, torch.zeros_like(rest[rest])), size,
+            "A row is missing in one group (filtered, say), and other groups' advantages change: groups are cut by "
+            "place, and rows of two prompts are compared. Raise where groups are not full.",
+        )  # fmt: skip
 
     def _alike(self, found: Tensor, base: Tensor, changed: Tensor) -> Tensor:
         """Where one number divides the whole batch, another batch may have another one: a factor above 0 is allowed.
