@@ -184,7 +184,7 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         switches=[f"{w.term.label}.weight" for w in others] if len(labels) > 1 else [],
         logprobs=logprobs if batch.targets.ndim == 2 else None,
         student=student if plain and "teacher" in read and len(labels) == 1 else None,
-        family=_family(live),
+        family=_family(live, batch),
         value_is_loss=not stop,
         twins=frozenset(pair for w in live for pair in w.term.twins),
         # Terms that divide by different counts: the gradient of the sum is no combination of two parts' gradients.
@@ -198,7 +198,7 @@ def _weigher(weighted: Weighted) -> str | Raises:
     return f"{weighted.term.label}.weight"
 
 
-def _family(live: list[Weighted]) -> Family | None:
+def _family(live: list[Weighted], batch: Batch) -> Family | None:
     signals = {s for w in live for s in w.term.signals()}
     if "advantages" in signals:
         return "policy gradient"
@@ -206,7 +206,9 @@ def _family(live: list[Weighted]) -> Family | None:
         return "preference"
     if "teacher" in signals:
         return "divergence"
-    return "sft"
+    # A likelihood, and nothing that holds it back: a barrier, a bonus or a KL is no imitation.
+    plain = all(not w.term.signals() and any(isinstance(n, LogProb) for n in w.term.needs(batch, {})) for w in live)
+    return "sft" if plain else None
 
 
 # --- a batch as a dict of [R, T, …] tensors, and back

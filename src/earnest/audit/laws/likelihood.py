@@ -21,7 +21,8 @@ AWAY = -0.5  # a mask that marks the predicting place leaves a cosine of about 0
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.kind != "sft" or step.logprobs is None or step.rows_interact:
+    held = "reference" in step.roles and not step.terms  # a pull towards a reference alone imitates nobody
+    if step.kind != "sft" or step.logprobs is None or step.rows_interact or held:
         return
     with probe.kicked():
         probe.cost += 1
