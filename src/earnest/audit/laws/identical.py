@@ -51,7 +51,9 @@ def check(probe: Probe) -> Iterator[Finding]:
             scale = max(abs(usual_loss), 1e-12)
             least = -room * max(scale, 1.0) <= loss <= max(usual_loss, 0.0) + room * max(scale, 1.0)
             outcome = pull.size <= room and pull.finite and least
-            mixing = None if outcome else mixer(probe, pull.part, base, same, room)
+            mixing = None
+            if not outcome and _reads_targets(probe, pull.part, same):
+                mixing = mixer(probe, pull.part, base, same, room)
             measured = f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull.size:.2g} of the usual"
             if mixing is not None:
                 name, value = mixing
@@ -84,6 +86,21 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield from _turned(probe, pull.part, key, own)
 
 
+def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
+    """Whether labels, or the last id of every row, which nothing is predicted from, have a part in what is left: where
+    they have none, no likelihood is mixed in."""
+    step = probe.step
+    ids, shown = step.value("ids"), step.value("attention")
+    if "labels" in step.roles or ids is None or ids.ndim != 2:
+        return True
+    places = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+    real = places if shown is None or shown.shape != ids.shape else torch.where(shown != 0, places, -1)
+    other = edits.other_ids(step, ids, places == real.amax(-1, keepdim=True))
+    return part.gradient(probe, same).distance(part.gradient(probe, {**same, step.roles["ids"]: other})) > max(
+        probe.tolerance, 4 * probe.noise()
+    )
+
+
 def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding]:
     """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. One that is several times
     larger near both ends than in the middle has its outer weights swapped against its mixture's; other divergences
@@ -99,6 +116,15 @@ def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding
         values = [probe.look(far, {**part.knobs, knob: at}).loss for at in ENDS]
     except Exception:
         return  # the step refuses such weights: it is no mixture's share
+    if min(values) < -1e-3 * max(map(abs, values)):
+        yield LAW.finding(
+            f"a mixture's weight {knob}",
+            f"{min(values):.2g} at one of {', '.join(f'{at:g}' for at in ENDS)}, for a teacher far away",
+            "never below 0",
+            False,
+            "A divergence is not negative. This one is: one of its halves has a wrong sign, or another normaliser.",
+        )
+        return
     middle = max(abs(values[1]), 1e-300)
     ends = [values[0] / middle, values[2] / middle]
     yield LAW.finding(

@@ -103,7 +103,22 @@ def _by_itself(probe: Probe, part: Part) -> bool:
     shift = size * torch.rand(step.batch[keys[0]].shape, generator=edits.generator(step, 31))
     moved = {**step.batch, **{k: step.batch[k] - shift.to(step.batch[k].device, step.batch[k].dtype) for k in keys}}
     # Rounding: a shift that cancels exactly still moves fp32 margins by eps times their parts.
-    return part.gradient(probe, step.batch).distance(part.gradient(probe, moved)) > max(1e-3, probe.tolerance)
+    together = part.gradient(probe, step.batch).distance(part.gradient(probe, moved)) > max(1e-3, probe.tolerance)
+    return together and _pushes_down(probe, part)
+
+
+def _pushes_down(probe: Probe, part: Part) -> bool:
+    """Whether the rejected answers lose at the reference: with a sign that is lost both answers matter together, too,
+    and the rejected ones are pushed up. (∂L/∂lp = -∂L/∂reference.)"""
+    step = probe.step
+    if step.logprobs is None or part.less is not None:
+        return True
+    with seeded(step.seed), torch.no_grad():
+        now = [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
+    keys = [step.roles[r] for r in REFERENCES]
+    at = {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, now, strict=True)}
+    slope = probe.slope("reference_rejected", {**step.batch, **at}, part.knobs)
+    return slope is None or float(slope.sum()) <= 0
 
 
 def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
