@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
@@ -32,40 +35,71 @@ def check(probe: Probe) -> Iterator[Finding]:
             "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight).",
         )  # fmt: skip
         return
-    # A short step along fp32 offsets is rounded away in a bf16 forward: half a slope is seen there, or twice one.
-    room = max(0.75 if probe.coarse else 0.05, 4 * probe.tolerance)
-    if room >= TOO_COARSE:
-        yield Finding(
-            "FD", step.name, f"only within {room:.0%} in this dtype", "-", "not declared",
-            "A slope of nothing would pass; audit the step on an fp32 copy of the model to have this checked.",
-        )  # fmt: skip
+    wide = _wide(probe) if probe.coarse else None
+    if wide is not None:  # whether value and gradient belong together is no question of precision
+        room = 0.05
+        with wide.kicked():
+            found = _nearest(wide, room)
+        probe.cost += wide.cost
+    else:
+        # A short step along fp32 offsets is rounded away in a bf16 forward: half a slope is seen there, or twice one.
+        room = max(0.75 if probe.coarse else 0.05, 4 * probe.tolerance)
+        if room >= TOO_COARSE:
+            yield Finding(
+                "FD", step.name, f"only within {room:.0%} in this dtype", "-", "not declared",
+                "A slope of nothing would pass; audit the step on an fp32 copy of the model to have this checked.",
+            )  # fmt: skip
+            return
+        with probe.kicked():
+            found = _nearest(probe, room)
+    if isinstance(found, str):
+        yield Finding("FD", step.name, found, "-", "not applicable")
         return
-    for kick in (0.05, 0.1, 0.2) if probe.coarse else (0.05,):  # rounding spoils one state, a wrong backward all
-        with probe.kicked(kick):
-            batch = probe.off_policy()
-            gradient = probe.gradient(batch)
-            size = gradient.norm()
-            if size == 0 or not gradient.finite():
-                yield Finding("FD", step.name, f"gradient norm {size:.3g}: GL says so", "-", "not applicable")
-                return
-            # Along the gradient itself the slope is its norm, the best signal there is against rounding.
-            slopes: list[float] = []
-            for reach in (1e-3, 1e-2, 1e-4, 3e-5):  # a clip has corners and a sum has rounding: the best length counts
-                slopes.append(_slope(probe, batch, gradient.parts, size, reach))
-                if abs(slopes[-1] - size) <= room * size:
-                    break
-        if abs(slopes[-1] - size) <= room * size:
-            break
-    off = min(abs(s - size) / size for s in slopes)
+    slope, size = found
     yield LAW.finding(
         "loss along its own gradient",
-        f"finite difference {min(slopes, key=lambda s: abs(s - size)):.4g}, gradient {size:.4g}",
+        f"finite difference {slope:.4g}, gradient {size:.4g}" + (", in fp32" if wide is not None else ""),
         f"within {room:.0%}",
-        off <= room,
+        _off((slope, size)) <= room,
         "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, "
         "detach), a backward is hand-written and wrong, or one of them is scaled. Where a factor is detached by design "
         "(DFT, WPO), declare value_is_loss=False.",
     )
+
+
+def _wide(probe: Probe) -> Probe | None:
+    """The same step on an fp32 copy of a model of 16 bits; None where it has none, or its loss does not use it."""
+    step = probe.step
+    if step.precision is not None or all(p.dtype.itemsize >= 4 for p in step.model.parameters()):
+        return None  # the loss itself casts
+    try:
+        model = copy.deepcopy(step.model).float()
+        lifted = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in step.batch.items()}
+        twin = Probe(replace(step, model=model, batch=lifted, optimizer=None, clipped=None))
+        reached = twin.gradient().norm() > 0
+    except Exception:
+        return None
+    return twin if reached and not twin.coarse else None
+
+
+def _nearest(probe: Probe, room: float) -> tuple[float, float] | str:
+    """The finite difference along the gradient, which has the best signal there is against rounding, and the slope
+    that it should be: the gradient's norm. A clip has corners and a sum has rounding: the best length counts."""
+    batch = probe.off_policy()
+    gradient = probe.gradient(batch)
+    size = gradient.norm()
+    if size == 0 or not gradient.finite():
+        return f"gradient norm {size:.3g}: GL says so"
+    slopes: list[float] = []
+    for reach in (1e-3, 1e-2, 1e-4, 3e-5):
+        slopes.append(_slope(probe, batch, gradient.parts, size, reach))
+        if _off((slopes[-1], size)) <= room:
+            break
+    return min(slopes, key=lambda s: abs(s - size)), size
+
+
+def _off(found: tuple[float, float]) -> float:
+    return abs(found[0] - found[1]) / found[1]
 
 
 def _slope(probe: Probe, batch: edits.Batch, parts: object, size: float, reach: float) -> float:
