@@ -1,6 +1,6 @@
 """What does the watch cost in a training loop?
 
-    python -m benchmarks.audit_watch [--width 512] [--steps 120] [--out benchmarks/results/audit_watch.json]
+    python -m benchmarks.audit_watch [--width 512] [--rows 12] [--steps 120] [--out benchmarks/results/audit_watch.json]
 
 Steps take half a second or more at the default size on one thread, as real ones do. Both sides are in one run: the time
 inside the watch's own calls (all of it synchronous) against the rest of the loop; once without terms and once with two
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit_watch.json"))
     parser.add_argument("--table", action="store_true", help="print a markdown table from --out instead of running")
