@@ -65,7 +65,8 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there:
         if name not in there.metrics:
             continue
         was, now = here.metrics[name], there.metrics[name]
-        room = relative * max(abs(was), abs(now)) + probe.coarsest
+        # A mean of what cancels is as exact as its parts: a thousand times the rounding of one nat.
+        room = relative * max(abs(was), abs(now)) + min(1e3 * probe.coarsest, max(1e-4, probe.coarsest))
         if abs(now - was) > room and abs(now - grown * was) > room:
             off.append(f"{name} {was:.4g} → {now:.4g}")
     return LAW.finding(
