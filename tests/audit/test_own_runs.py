@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,11 @@ def test_an_experiment_is_audited_by_its_name(capsys: pytest.CaptureFixture[str]
     found = {f["subject"]: f["measured"] for f in json.loads(out)["findings"]}
     assert end.value.code == 0 and "steering, and keeping what is sane" in err
     assert "asleep at first" in found["term kl_barrier"] and "asleep" not in found["term sft"]
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_an_experiment_can_be_proved_more_than_once(name: str) -> None:
+    """A submodule of that name would take the function's place as soon as it is imported."""
+    found = experiments.find(name)
+    import_module(f"{experiments.EXPERIMENTS[name]}.check")
+    assert callable(found.prove) and callable(found.start)

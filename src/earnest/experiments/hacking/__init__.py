@@ -53,7 +53,7 @@ def start(config: Config, *, full: bool, folder: Path, console: Console) -> Path
 
 def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
     """The step of every arm, proved."""
-    from earnest.experiments.hacking.prove import prove as prove_arms
+    from earnest.experiments.hacking.check import prove as prove_arms
 
     return prove_arms(config, quick=quick, progress=progress)
 
