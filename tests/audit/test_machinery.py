@@ -135,8 +135,7 @@ def resume(generator: bool, epoch: int = 100) -> Resume:
     def state(run: Dropped) -> Tensor:
         return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
-    make: Callable[[], Dropped] = lambda: Dropped(epoch)  # noqa: E731
-    return Resume(make, Dropped.go, Dropped.save, lambda r, f: r.load(f, generator), state)
+    return Resume(lambda: Dropped(epoch), Dropped.go, Dropped.save, lambda r, f: r.load(f, generator), state)
 
 
 def test_a_resume_starts_from_one_generator_state_and_leaves_it() -> None:

@@ -147,6 +147,11 @@ def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
     return old ^ more.bool() if old.dtype == torch.bool else old + more.to(old.dtype)
 
 
+def lifted(batch: Mapping[str, Any], dtype: torch.dtype) -> Batch:
+    """The same numbers in a wider dtype."""
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+
+
 def permute_rows(step: Step, order: Tensor) -> Batch:
     return take_rows(step, order)
 

@@ -148,8 +148,7 @@ class Step:
                 )
             if not isinstance(self.batch[key], Tensor):
                 raise StepError(f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}.")
-        for metric, term in self.terms.items():
-            knob = term.knob if isinstance(term, Raises) else term
+        for metric, knob in self.weights.items():
             if knob not in self.knobs:
                 raise StepError(
                     f"term {metric!r} is weighed by {knob!r}, which is no knob: {nearest(knob, self.knobs)}"
@@ -170,6 +169,16 @@ class Step:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Metric of a term -> the knob that weighs it, whichever way the term moves its metric."""
+        return {metric: term.knob if isinstance(term, Raises) else term for metric, term in self.terms.items()}
+
+    @property
+    def quiet(self) -> dict[str, Any]:
+        """Every declared term's weight at 0, so that what is left stands alone."""
+        return dict.fromkeys([*self.weights.values(), *self.switches], 0.0)
 
     def value(self, role: str) -> Tensor | None:
         key = self.roles.get(role)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from earnest.audit.step import Raises, Step
+from earnest.audit.step import Step
 
 # A clip's settings by their usual names, and by nothing less: smooth_eps, huber_delta, reward_clip and
 # cliprange_value are other things.
@@ -45,9 +43,3 @@ def last(knob: str) -> str:
 
 def clips(step: Step) -> list[str]:
     return [k for k, v in step.knobs.items() if isinstance(v, float) and last(k) in LOW + HIGH + BEYOND]
-
-
-def quiet_knobs(step: Step) -> dict[str, Any]:
-    """Every declared term's weight at 0, so that the policy gradient stands alone."""
-    knobs = [t.knob if isinstance(t, Raises) else t for t in step.terms.values()]
-    return dict.fromkeys([*knobs, *step.switches], 0.0)

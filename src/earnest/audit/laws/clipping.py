@@ -17,7 +17,7 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.clip_names import HIGH, LOW, clips, last
-from earnest.audit.laws.on_policy import on_policy, quiet_knobs
+from earnest.audit.laws.on_policy import on_policy
 from earnest.audit.laws.ratio import at_one, pull, slopes, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -47,7 +47,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         if how is not None:  # the sign that a row is given is not the sign that its ratio meets
             yield Finding("LAW", "clip", how, "-", "not applicable")
             return
-        pulls = _pulls(probe, cases, quiet_knobs(probe))
+        pulls = _pulls(probe, cases, probe.step.quiet)
         if isinstance(pulls, str):
             yield Finding("LAW", "clip", pulls, "-", "not applicable")
             return
@@ -79,7 +79,7 @@ def _finding(subject: str, measured: float, expected: str, holds: bool) -> Findi
 def _silencer(probe: Probe, cases: list[Case]) -> str | None:
     """Another setting that is inert at ratio 1 and gives the pull back when it is far away: a threshold on the distance
     to the sampler, say, whose silence is not the clip's."""
-    step, quiet = probe.step, quiet_knobs(probe)
+    step, quiet = probe.step, probe.step.quiet
     for knob, value in step.knobs.items():
         known = knob in quiet or knob in clips(step) or isinstance(value, bool)
         if known or not isinstance(value, int | float) or not value or not probe.afford(3, keep=0):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import quiet_knobs
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
 
@@ -73,7 +72,7 @@ def _apart(probe: Probe) -> Finding:
     apart = [name for name, g in reached.items() if g is None]
     if not apart:
         return Finding("LAW", subject, "log-probs depend on every parameter", "-", "not applicable")
-    full, alone = probe.gradient(batch), probe.gradient(batch, quiet_knobs(step))
+    full, alone = probe.gradient(batch), probe.gradient(batch, step.quiet)
     usual = full.norm()
 
     def size(g: Tensor | None) -> float:

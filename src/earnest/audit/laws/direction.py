@@ -22,7 +22,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     with probe.kicked():
         batch = probe.off_policy()
         for metric, term in step.terms.items():
-            knob = term.knob if isinstance(term, Raises) else term
+            knob = step.weights[metric]
             wanted = +1 if isinstance(term, Raises) else -1
             weight = float(step.knobs[knob]) or 1.0
             own = probe.gradient(batch, {knob: 2 * weight}).minus(probe.gradient(batch, {knob: 0.0}))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
-from earnest.audit.laws.on_policy import quiet_knobs
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, unchecked
 
@@ -168,7 +167,7 @@ def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     if not rows:
         yield Finding("MI", ALONE, "no loss is taken inside a later document", "-", "not applicable")
         return
-    start, quiet = int(begins[rows[0]].long().argmax()), quiet_knobs(probe)
+    start, quiet = int(begins[rows[0]].long().argmax()), probe.step.quiet
     row = edits.take_rows(step, torch.tensor(rows[:1]))
     row = edits.only(step, row, (places > start)[None])
     off = math.inf
@@ -235,7 +234,7 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         what = "none is supervised" if len(shown) == 0 else "all documents begin with the same token"
         yield LAW.finding(FIRST, what, "no pull", True if len(shown) == 0 else "not applicable")
         return
-    batch, quiet = edits.only(step, step.batch, keep), quiet_knobs(probe)
+    batch, quiet = edits.only(step, step.batch, keep), probe.step.quiet
     pull = 0.0
     value = probe.look(batch, quiet).loss
     if math.isfinite(value) and value != 0:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
@@ -74,8 +73,8 @@ def _wide(probe: Probe) -> Probe | None:
         return None  # the loss itself casts
     try:
         model = copy.deepcopy(step.model).float()
-        lifted = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in step.batch.items()}
-        twin = Probe(replace(step, model=model, batch=lifted, optimizer=None, clipped=None))
+        batch = edits.lifted(step.batch, torch.float32)
+        twin = Probe(replace(step, model=model, batch=batch, optimizer=None, clipped=None))
         reached = twin.gradient().norm() > 0
     except Exception:
         return None

@@ -11,7 +11,7 @@ from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.probe import Probe, seeded
-from earnest.audit.step import Raises, Step
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 
@@ -107,8 +107,7 @@ def _far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd
 
 def _asleep(step: Step) -> dict[str, float]:
     """Declared weights that are 0, at 1."""
-    knobs = [t.knob if isinstance(t, Raises) else t for t in step.terms.values()]
-    return {k: 1.0 for k in [*knobs, *step.switches] if not step.knobs[k]}
+    return {k: 1.0 for k in step.quiet if not step.knobs[k]}
 
 
 def _change(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: int) -> float:

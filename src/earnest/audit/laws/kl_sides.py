@@ -14,7 +14,6 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import quiet_knobs
 from earnest.audit.laws.identical import elsewhere
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
@@ -36,7 +35,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         teacher = step.batch[step.roles["teacher"]]
         if forward is None or reverse is None or teacher.ndim < 3:
             continue
-        knobs = {**quiet_knobs(step), **step.pure}
+        knobs = {**step.quiet, **step.pure}
         with probe.kicked():
             sure, wanted = _sure(probe, teacher)
             if wanted is None:

@@ -11,7 +11,6 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
 from earnest.audit.probe import Probe
-from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding, unchecked
 
 GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
@@ -28,7 +27,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         if not origin.finite():
             yield Finding("KG", "knobs", "not finite off-policy", "-", "not applicable", "IG says more.")
             return
-        weights = {t.knob if isinstance(t, Raises) else t for t in step.terms.values()}
+        weights = set(step.weights.values())
         for knob, value in step.knobs.items():
             if knob in step.inert:
                 yield _inert(probe, base, origin, knob, value)
@@ -36,8 +35,8 @@ def check(probe: Probe) -> Iterator[Finding]:
                 yield from _knob(probe, base, origin, knob, value)
         for option, modes in step.options.items():
             yield from _modes(probe, base, origin, option, list(modes))
-        for metric, term in step.terms.items():
-            yield from _weight(probe, base, origin, metric, term.knob if isinstance(term, Raises) else term)
+        for metric, knob in step.weights.items():
+            yield from _weight(probe, base, origin, metric, knob)
 
 
 def candidates(value: Any) -> list[Any]:

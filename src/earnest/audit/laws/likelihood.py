@@ -12,7 +12,6 @@ import torch
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import quiet_knobs
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
 
@@ -36,7 +35,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         row, column = divmod(int(lowest), now.shape[1])
         found = probe.differentiate(now[row, column], list(probe.parameters.values()))
         up = Gradient(dict(zip(probe.parameters, found, strict=True)))
-        down = probe.gradient(_alone(probe, row, column - now.shape[1]), quiet_knobs(step))
+        down = probe.gradient(_alone(probe, row, column - now.shape[1]), step.quiet)
     size = down.norm() * up.norm()
     if size == 0 or not down.finite():
         yield Finding("LAW", "the least likely label", "alone it has no gradient: CV says more", "-", "not applicable")

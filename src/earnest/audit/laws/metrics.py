@@ -177,7 +177,7 @@ def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Te
         gap = here - there
         plain += [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
     found = plain + [r * f for r in ratios for f in plain]
-    weights = {float(step.knobs[t]) for m, t in step.terms.items() if isinstance(t, str) and "kl" in m.lower()}
+    weights = {float(step.knobs[knob]) for metric, knob in step.weights.items() if "kl" in metric.lower()}
     return found + [w * f for w in weights if w for f in found]
 
 

@@ -49,7 +49,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.kind != "policy gradient":
         return
-    quiet = quiet_knobs(probe)
+    quiet = probe.step.quiet
     if "advantages" not in step.roles:
         yield from _own_advantages(probe, quiet)
         return
@@ -85,11 +85,6 @@ def _at_ratio_one(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
-def quiet_knobs(probe: Probe) -> dict[str, Any]:
-    """Every declared term's weight at 0, so that the policy gradient stands alone."""
-    return clip_names.quiet_knobs(probe.step)
-
-
 def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     """Of a step that makes its advantages from rewards: the clips, which need no advantage to be inert."""
     step = probe.step
@@ -112,7 +107,7 @@ def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]
 def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     """``affine``: what is left beside it does not disturb the policy gradient, which is right by itself."""
     step, share = probe.step, left / max(usual, 1e-300)
-    settings = bool(set(step.knobs) - set(quiet_knobs(probe)) - set(clip_names.clips(step))) and not step.terms
+    settings = bool(set(step.knobs) - set(probe.step.quiet) - set(clip_names.clips(step))) and not step.terms
     outcome: Outcome = "holds" if left <= probe.tolerance * max(usual, 1e-300) else "fails"
     meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "

@@ -12,7 +12,7 @@ import torch
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.laws.on_policy import quiet_knobs
+from earnest.audit.laws.pairs import swapped
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -33,7 +33,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         for row in range(min(PAIRS, step.rows)):
             one = edits.take_rows(step, torch.tensor([row]))
             try:
-                here, there = (probe.look(b, quiet_knobs(probe)) for b in (one, swapped(one)))
+                here, there = (probe.look(b, step.quiet) for b in (one, swapped(step, one)))
             except Exception as error:
                 why = f"one pair alone cannot be run ({type(error).__name__})"
                 yield Finding("MR", "metrics of a pair", why, "-", "not applicable", str(error)[:120])
@@ -58,24 +58,11 @@ def check(probe: Probe) -> Iterator[Finding]:
             )
 
 
-def swapped(batch: edits.Batch) -> edits.Batch:
-    """Every key of the chosen answer takes the place of the rejected one's, and the other way round."""
-
-    def twin(key: str) -> str:
-        return (
-            key.replace("chosen", "\0").replace("rejected", "chosen").replace("\0", "rejected")
-            if "chosen" in key or "rejected" in key
-            else key
-        )
-
-    return {key: batch.get(twin(key), value) for key, value in batch.items()}
-
-
 LAW = Law(
     code="MR",
     name="pair metrics",
     sentence="Of a pair, the side that the loss wants is the side that accuracy and margin call right.",
-    needs="roles chosen and rejected, with these words in the batch's keys; a metric named accuracy or margin",
+    needs="roles chosen and rejected; a metric named accuracy or margin",
     how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics say?",
     traps="Other terms are switched off where they are declared, and may outweigh the preference in some pairs where "
     "they are not; a metric that does not change sides when the pair does is not asked.",

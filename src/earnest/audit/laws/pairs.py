@@ -56,6 +56,14 @@ def sides(step: Step) -> list[tuple[str, str]]:
     return list(dict.fromkeys([*found, *((c, r) for c, r in named if r in step.batch)]))
 
 
+def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
+    """Every chosen answer in its rival's place, and the other way round, with masks and references."""
+    other = dict(batch)
+    for chosen, rejected in sides(step):
+        other[chosen], other[rejected] = batch[rejected], batch[chosen]
+    return other
+
+
 def _one_text(step: Step) -> edits.Batch:
     """Every rejected answer is its rival's text, with that one's masks and reference."""
     return {**step.batch, **{rejected: step.batch[chosen] for chosen, rejected in sides(step)}}
@@ -113,11 +121,7 @@ def _pushes_down(probe: Probe, part: Part) -> bool:
     step = probe.step
     if step.logprobs is None or part.less is not None:
         return True
-    with seeded(step.seed), torch.no_grad():
-        now = [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
-    keys = [step.roles[r] for r in REFERENCES]
-    at = {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, now, strict=True)}
-    slope = probe.slope("reference_rejected", {**step.batch, **at}, part.knobs)
+    slope = probe.slope("reference_rejected", {**step.batch, **_as_reference(step, _now(step))}, part.knobs)
     return slope is None or float(slope.sum()) <= 0
 
 
@@ -182,17 +186,14 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
     """The cosine between ∇L and the margins' gradient where the policy is its own reference. Cached references may be
     sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
     step = probe.step
-    assert step.logprobs is not None
-    with seeded(step.seed), torch.no_grad():
-        now = [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
-    keys = [step.roles[r] for r in REFERENCES]
+    now = _now(step)
     ones = (
         {step.roles["weights"]: torch.ones_like(step.batch[step.roles["weights"]])} if "weights" in step.roles else {}
     )
 
     def cosine(values: list[Tensor]) -> float:
-        at = {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
-        return _cosine(part.gradient(probe, {**step.batch, **ones, **(more or {}), **at}), wider)
+        at = {**step.batch, **ones, **(more or {}), **_as_reference(step, values)}
+        return _cosine(part.gradient(probe, at), wider)
 
     found = cosine(now)
     masks = [step.value(role) for role in ("chosen_mask", "rejected_mask")]
@@ -202,6 +203,19 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
             again = cosine([v * n for v, n in zip(now, lengths, strict=True)])
             found = max(found, again, key=abs)
     return found
+
+
+def _now(step: Step) -> list[Tensor]:
+    """What the policy says of both answers."""
+    assert step.logprobs is not None
+    with seeded(step.seed), torch.no_grad():
+        return [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
+
+
+def _as_reference(step: Step, values: list[Tensor]) -> edits.Batch:
+    """These in the references' places, and in their form."""
+    keys = [step.roles[r] for r in REFERENCES]
+    return {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
 
 
 def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
@@ -223,13 +237,10 @@ def _smoothing(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
     told = all(k in apart for k in step.batch if "chosen" in k or "rejected" in k)
     if knob is None or pull is None or not told or not {step.roles["chosen"], step.roles["rejected"]} <= apart:
         return
-    swapped = dict(step.batch)
-    for chosen, rejected in keys:
-        swapped[chosen], swapped[rejected] = step.batch[rejected], step.batch[chosen]
     knobs = pull.part.knobs
     try:
         here = probe.gradient(step.batch, {**knobs, knob: 0.1})
-        there = probe.gradient(swapped, {**knobs, knob: 0.9})
+        there = probe.gradient(swapped(step, step.batch), {**knobs, knob: 0.9})
     except Exception:
         return  # the step refuses more than half of the labels wrong, as it may
     if not (here.finite() and there.finite() and here.norm() > 0 and there.norm() > 0):

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earnest.audit.gradient import Gradient
-from earnest.audit.laws.clip_names import quiet_knobs
 from earnest.audit.probe import Probe
-from earnest.audit.step import Raises
 
 STRONG = (
     100.0  # times its weight, a term stands out from what it is taken from, in bf16 too; KG sees that it is a weight
@@ -48,10 +46,9 @@ class Part:
 def parts(probe: Probe) -> Iterator[Part]:
     """What is left with every declared term off, then each term by itself."""
     step = probe.step
-    quiet = {**quiet_knobs(step), **step.pure}
+    quiet = {**step.quiet, **step.pure}
     yield Part("the loss" if not quiet else "the loss without its other terms", quiet)
-    for metric, term in step.terms.items():
-        knob = term.knob if isinstance(term, Raises) else term
+    for metric, knob in step.weights.items():
         if knob not in step.pure:
             yield Part(f"term {metric}", {**quiet, knob: STRONG * (float(step.knobs[knob]) or 1.0)}, quiet)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import clips, quiet_knobs
+from earnest.audit.laws.clip_names import clips
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -61,7 +61,7 @@ def whitening(probe: Probe) -> str | None:
 
 
 def _whitening(probe: Probe) -> str | None:
-    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], quiet_knobs(probe.step)
+    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], probe.step.quiet
     a, once = batch[key], policy(probe).gradient
     constant = a.float().abs().mean().to(a.dtype)
     if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= ROOM:
@@ -118,7 +118,7 @@ def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doub
 
 
 def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
-    knobs = {**quiet_knobs(probe.step), **wider(probe)}
+    knobs = {**probe.step.quiet, **wider(probe)}
     once, there = policy(probe).gradient, probe.gradient(batch, knobs)
     if others(probe) is not None:  # what is not the advantages' has a power of its own
         there = there.minus(probe.gradient(without_advantages(probe, batch), knobs))
@@ -193,7 +193,7 @@ def _kept_slopes(probe: Probe, name: str, batch: Callable[[], edits.Batch]) -> S
     roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
 
     def make() -> dict[str, Any]:
-        return {"slopes": slopes(probe, roles, batch(), quiet_knobs(probe.step))}
+        return {"slopes": slopes(probe, roles, batch(), probe.step.quiet)}
 
     found: Slopes = probe.kept_batch(name, make)["slopes"]
     return found
@@ -220,7 +220,7 @@ def others(probe: Probe) -> Slopes | None:
 def proportion(probe: Probe) -> float:
     """How far from twice the gradient is that of twice the advantages, with wider clips and at ratios of ρ, but for a
     factor ρ (or 1, without a ratio)."""
-    there = probe.gradient(shifted(probe, doubled=True), {**quiet_knobs(probe.step), **wider(probe)})
+    there = probe.gradient(shifted(probe, doubled=True), {**probe.step.quiet, **wider(probe)})
     once = at_one(probe).gradient
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient, span
 from earnest.audit.law import Law, not_declared
-from earnest.audit.laws.clip_names import quiet_knobs
 from earnest.audit.laws.ratio import at_one, on_policy
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
@@ -53,7 +52,7 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
     best = _totals(probe, rewards).max()
     worst = _totals(probe, rewards)[row]
     better = best if bool(best > worst) else worst + 1
-    there = probe.gradient(_rewarded(probe, base, row, better - worst), quiet_knobs(probe.step))
+    there = probe.gradient(_rewarded(probe, base, row, better - worst), probe.step.quiet)
     return _pulled_up(
         probe, "a better reward pulls its row up", at_one(probe).gradient, there, scores,
         f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
@@ -63,7 +62,7 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
 
 def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Iterator[Finding]:
     """A KL in the reward is a cost: a row that stands above the reference is worth less than one that is at it."""
-    step, quiet = probe.step, quiet_knobs(probe.step)
+    step, quiet = probe.step, probe.step.quiet
     key, base, now = step.roles["reference"], dict(on_policy(probe)), probe.now()
     if base[key].shape != now.shape:
         return
@@ -103,7 +102,7 @@ def _pulled_up(
 
 def _equal(probe: Probe) -> Finding:
     """Every row of a group gets one value, a power of 2, so that a mean of them is exact."""
-    step, quiet = probe.step, quiet_knobs(probe.step)
+    step, quiet = probe.step, probe.step.quiet
     base, key = on_policy(probe), step.roles["rewards"]
     usual = at_one(probe).gradient.norm()
     _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)

@@ -89,7 +89,7 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
 
 def _shadow_gradient(probe: Probe, shadow: nn.Module, batch: edits.Batch) -> tuple[Gradient, int]:
     step = probe.step
-    lifted = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in fresh(batch).items()}
+    lifted = edits.lifted(fresh(batch), torch.float64)
     islands: set[str] = set()
     hooks = [m.register_forward_hook(_watch(n, islands)) for n, m in shadow.named_modules()]
     settings: dict[str, Any] = {**step.knobs, **{o: m[0] for o, m in step.options.items()}}

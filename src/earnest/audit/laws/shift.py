@@ -16,7 +16,6 @@ from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws.coverage import known_to_say_where, labels_say_where
 from earnest.audit.laws.documents import value_room
-from earnest.audit.laws.on_policy import quiet_knobs
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -115,7 +114,7 @@ def _moved(
 ) -> tuple[float | None, float | None]:
     """How much either change moves what is taught: the loss's value where that says enough, or else gradients. None:
     nothing is taught, or nothing is changed."""
-    quiet = quiet_knobs(probe)
+    quiet = probe.step.quiet
     here = probe.look(batch, quiet).loss
 
     def off(changed: edits.Batch) -> float:
