@@ -28,6 +28,7 @@ from tests.runs.tiny import recipe, tiny_folder
 assert batches and tiny  # fixtures
 LOSS = en.GRPO(clip=0.5)
 EXPERIMENTS = [name for name in recipes.names() if "experiment" in recipes.read(name)[1]]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
 RUNS = [name for name in recipes.names() if name not in EXPERIMENTS]
 GUARDS: dict[str, Callable[[Directions], Any]] = {
     "erase": Erase,
@@ -76,8 +77,7 @@ def test_the_recipes_are_all_here() -> None:
     assert set(EXPERIMENTS) == {"hacking", "heal", "heal-smollm2"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_recipe(name: str, dtype: str, seed: int) -> None:
@@ -88,8 +88,7 @@ def test_every_recipe(name: str, dtype: str, seed: int) -> None:
     assert text.getvalue().count("law ") >= 15 and "LAW on-policy" in text.getvalue()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["hacking", "heal"])
 def test_every_experiment(name: str, seed: int) -> None:
     """`earnest audit hacking`: the step of every arm; `earnest audit heal`: the first round's, its barrier woken."""
