@@ -69,7 +69,7 @@ def test_a_spread_of_the_others_explodes_and_is_seen() -> None:
     seen = audit(AdvantageEstimator(left_out(True), "free", scaled_over="row"))
     assert failures(seen) == {"one right answer among wrong ones"}
     turned = audit(AdvantageEstimator(lambda r, g: -left_out(False)(r, g), "free", scaled_over="row"))
-    assert failures(turned) == {"above the group's mean is positive"}
+    assert failures(turned) == {"above the group's mean is positive", "the right answer stands above the wrong ones"}
 
 
 def over_the_batch(r: Tensor, g: Tensor, centre: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
@@ -201,6 +201,118 @@ def test_our_own_estimators_hold(name: Estimator, declared: dict[str, Any]) -> N
     assert not audit(turned).holds, "rewards of the neighbouring rows"
 
 
+# --- declared values, signs, names, inputs ------------------------------------------------------------------------
+
+
+def graded(r: Tensor, g: Tensor) -> Tensor:
+    """Takes rewards of right and wrong, and nothing else."""
+    assert bool(((r == 0) | (r == 1) | r.isnan()).all()), r
+    return standardised(1e-4)(r, g)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("declared", [{}, {"over": "batch"}, {"scaled_over": "batch"}, {"interleaved": False}], ids=str)
+def test_no_other_rewards_are_drawn_than_the_declared_ones(declared: dict[str, Any], size: int) -> None:
+    def fn(r: Tensor, g: Tensor) -> Tensor:
+        one = torch.zeros_like(g) if "over" in declared else g
+        return graded(r, one) if "scaled_over" not in declared else over_the_batch(r + 0 * graded(r, g), g)
+
+    for seed in range(4):
+        verdict = audit(AdvantageEstimator(fn, "free", values=(0, 1), size=size, seed=seed, **declared))
+        assert verdict.holds, str(verdict)
+
+
+def test_faults_are_seen_among_declared_values_too() -> None:
+    for wrong in (
+        lambda r, g: graded(r, g.roll(1)),
+        lambda r, g: -graded(r, g),
+        lambda r, g: graded(r, g) + 0.1 * r.mean(),
+        lambda r, g: r - r.mean(),
+    ):
+        assert failures(audit(AdvantageEstimator(wrong, "free", values=(0, 1))))
+    with pytest.raises(ValueError, match="two different"):
+        audit(AdvantageEstimator(graded, "free", values=(1.0,)))
+
+
+@pytest.mark.parametrize("values", [(0.0, 100.0), (-1.0, 1.0), (0.0, 0.5, 1.0), (-10.0, -1.0)], ids=str)
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_rewards_of_any_size_may_be_declared(values: tuple[float, ...], size: int) -> None:
+    def centred(r: Tensor, g: Tensor) -> Tensor:
+        return r - each(r, g, torch.mean)
+
+    for seed in range(3):
+        for fn, declared in (
+            (centred, {"scale": "equal"}),
+            (standardised(1e-6), {"scale": "free"}),
+            (left_out(False), {"scale": "free", "scaled_over": "row"}),
+            (lambda r, g: r - each(r, g, torch.max), {"scale": "equal", "baseline": "other"}),
+        ):
+            verdict = audit(AdvantageEstimator(fn, values=values, size=size, seed=seed, **declared))  # type: ignore[arg-type]
+            assert not verdict.failures, str(verdict)
+
+
+SIGN = "the right answer stands above the wrong ones"
+
+
+def test_the_only_right_answer_is_pushed_up() -> None:
+    """Negated, or without its sign: shifts still do nothing, and the policy learns what is wrong."""
+
+    def centred(r: Tensor, g: Tensor, baseline: Callable[[Tensor], Tensor] = torch.mean) -> Tensor:
+        return r - each(r, g, baseline)
+
+    assert failures(audit(AdvantageEstimator(lambda r, g: -centred(r, g), "equal"))) == {SIGN}
+    assert SIGN in failures(audit(AdvantageEstimator(lambda r, g: centred(r, g).abs(), "equal", baseline="other")))
+    below = AdvantageEstimator(lambda r, g: centred(r, g) + each(r, g, torch.std), "equal", baseline="other")
+    assert failures(audit(below)) == {SIGN}, "a baseline below every reward"
+    for baseline in (torch.max, torch.min, torch.median):
+        right = AdvantageEstimator(lambda r, g, b=baseline: centred(r, g, b), "equal", baseline="other")
+        assert audit(right).holds
+    for kept in ((0.0, None), (None, 0.0)):  # only what is right, or only what is wrong, is trained on
+        half = AdvantageEstimator(lambda r, g, k=kept: centred(r, g).clamp(*k), "equal", baseline="other")
+        assert audit(half).holds
+
+    def filtered(r: Tensor, g: Tensor) -> Tensor:
+        """Groups with less than three right answers of eight are too hard, and left out."""
+        return torch.where(each((r > 0.5).float(), g, torch.mean) < 0.3, 0.0, centred(r, g))
+
+    assert audit(AdvantageEstimator(filtered, "equal", values=(0, 1), size=8)).holds
+
+
+NAMED = "other names of the groups"
+
+
+def test_groups_may_have_any_names() -> None:
+    def scattered(r: Tensor, g: Tensor, most: int | None = None, modulo: int | None = None) -> Tensor:
+        """Sums by name, in a table of ``most`` names (or as many as there are)."""
+        g = g % modulo if modulo is not None else g
+        n = int(g.max()) + 1 if most is None else most
+        count = torch.zeros(n).index_add(0, g, torch.ones_like(r))
+        return r - (torch.zeros(n).index_add(0, g, r) / count.clamp(min=1))[g]
+
+    def looped(r: Tensor, g: Tensor) -> Tensor:
+        out = torch.zeros_like(r)
+        for i in range(len(g.unique())):
+            out[g == i] = r[g == i] - r[g == i].mean() if bool((g == i).any()) else 0.0
+        return out
+
+    assert audit(AdvantageEstimator(scattered, "equal")).holds
+    refuses = audit(AdvantageEstimator(lambda r, g: scattered(r, g, 3), "equal"))
+    assert refuses.holds and {f.outcome for f in refuses.findings if f.subject == NAMED} == {"not applicable"}
+    assert failures(audit(AdvantageEstimator(looped, "equal"))) == {NAMED}
+    hashed = AdvantageEstimator(lambda r, g: scattered(r, torch.where(g < 99, g, g // 2), None, 64), "equal")
+    assert failures(audit(hashed)) == {NAMED}
+
+
+def test_an_estimator_leaves_its_rewards_alone() -> None:
+    def written(r: Tensor, g: Tensor) -> Tensor:
+        r -= each(r, g, torch.mean)
+        return r
+
+    assert failures(audit(AdvantageEstimator(written, "equal"))) == {"the inputs afterwards"}
+    assert audit(AdvantageEstimator(written, "equal", in_place=True)).holds
+    assert audit(AdvantageEstimator(lambda r, g: written(r.clone(), g), "equal")).holds
+
+
 # --- GAE --------------------------------------------------------------------------------------------------------------
 
 
@@ -258,3 +370,20 @@ def test_a_fault_of_gae_is_seen(fault: str, row: str) -> None:
 def test_whitened_advantages_alone_cannot_be_judged() -> None:
     verdict = audit(GAE(lambda *a: gae(*a, whiten=True)[0], whitened=True))
     assert not verdict.failures and "not declared" in {f.outcome for f in verdict.findings}
+
+
+def test_gae_leaves_its_inputs_alone() -> None:
+    def written(r: Tensor, v: Tensor, m: Tensor, gamma: float, lam: float) -> Any:
+        v *= m
+        r[:, 0] += 0.5
+        return gae(r, v, m, gamma, lam)
+
+    seen = [f for f in audit(GAE(written)).failures if f.subject == "the inputs afterwards"]
+    assert len(seen) == 1 and "rewards changed" in seen[0].measured
+    masked = GAE(lambda r, v, m, *k: gae(r, v.mul_(m), m, *k))
+    assert audit(masked).holds, "nothing to change: values are 0 where masked"
+    assert audit(GAE(lambda r, *a: gae(r.neg_().neg_(), *a))).holds
+    flipped = GAE(lambda r, *a: gae(r.mul_(2).clone().mul_(0.5), *a))
+    assert failures(audit(flipped)) == {"the inputs afterwards"}
+    flipped.in_place = True
+    assert audit(flipped).holds

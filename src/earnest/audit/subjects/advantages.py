@@ -6,6 +6,9 @@ zero sum  Σ over a group is 0, where the division is by one number a group
 scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
 order     permuting the rows permutes the advantages
 equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
+sign      one right answer in a group is not below 0, the wrong ones not above, and it stands above them
+names     other names of the groups (100, 101, …) change nothing
+inputs    are not written into
 missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it is no number
 """
 
@@ -24,8 +27,7 @@ from earnest.audit.verdict import Finding
 
 SHIFT = 5.0
 STABILISER = 1e-4  # the largest constant that public code adds to a standard deviation
-
-
+NAMES = 100  # what groups are called from, where their names are changed
 NOISE = 0.1  # of the usual advantages: what rounding may become in a group without a signal
 EXACT = (0.0, 1.0)  # values that no mean rounds
 EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
@@ -37,7 +39,9 @@ class AdvantageEstimator:
     ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
     row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
     the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not asked. ``values``: the
-    only rewards that occur, such as (0.0, 1.0). ``interleaved=False``: a group's rows stand together, ``size`` each.
+    only rewards that occur, such as (0.0, 1.0): no other is drawn, so a shift or a factor that leads out of them is not
+    asked. ``interleaved=False``: a group's rows stand together, ``size`` each. ``in_place=True``: it writes into the
+    rewards by design.
     """
 
     fn: Callable[[Tensor, Tensor], Tensor]
@@ -50,15 +54,15 @@ class AdvantageEstimator:
     scaled_over: Literal["group", "batch", "row", "mean"] | None = None
     values: Sequence[float] | None = None
     baseline: Literal["mean", "other"] = "mean"
+    in_place: bool = False
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(self.seed)
         groups = torch.arange(self.groups).repeat_interleave(self.size)
         if self.interleaved:  # rows of a group need not stand together, unless the estimator assumes it
             groups = groups[torch.randperm(len(groups), generator=rng)]
-        draw = torch.rand if self.scaled_over == "mean" else torch.randn
-        rewards = draw(len(groups), generator=rng)
-        given = self._raw(rewards, groups)
+        rewards = self._draw(groups, rng)
+        given, untouched = self._first(rewards, groups)
         base, room = given.float(), _room(rewards, groups, given, self.over)
         scale = float(base.abs().max())
         yield judged(
@@ -69,29 +73,25 @@ class AdvantageEstimator:
             scale > 0,
             "Every advantage is 0: nothing will be learned.",
         )
+        if not self.in_place:
+            yield untouched
         if self.over == "group":
             yield from self._lonely()
             yield from self._grouped(rewards, groups, base, (scale, room))
         elif self.over == "batch":
-            yield self._same(
-                "LAW",
-                "shift of all rewards",
-                base,
-                self._run(rewards + SHIFT, groups),
-                (scale, room),
-                "A constant on all rewards moves the advantages: they are not centred.",
+            yield (
+                self._same(
+                    "LAW",
+                    "shift of all rewards",
+                    base,
+                    self._run(rewards + SHIFT, groups),
+                    (scale, room),
+                    "A constant on all rewards moves the advantages: they are not centred.",
+                )
+                if self.values is None
+                else self._outside("shift of all rewards")
             )
-        doubled = self._run(rewards * 2, groups)
-        expected = base if self.scale == "free" else base * 2
-        yield self._same(
-            "LAW",
-            f"scale ({self.scale})",
-            expected,
-            doubled,
-            (scale, room),
-            "Scaling the rewards does not do what the mode says: the division by the standard deviation is in the "
-            "wrong mode.",
-        )
+        yield self._scaled(rewards, groups, base, (scale, room))
         order = self._order(rng)
         yield self._same(
             "SE",
@@ -104,8 +104,60 @@ class AdvantageEstimator:
         )
         if self.over != "none":
             yield self._equal(scale)
-            yield self._one_of_many(rewards, groups)
+            yield from self._one_of_many(rewards, groups)
         yield self._missing(rewards, groups, (scale, room))
+
+    def _draw(self, groups: Tensor, rng: torch.Generator) -> Tensor:
+        """Of the declared values, or normal. A group of declared ones keeps a spread when it loses any row, if its size
+        allows: the smallest and the largest value twice each."""
+        if self.values is None:
+            return (torch.rand if self.scaled_over == "mean" else torch.randn)(len(groups), generator=rng)
+        low, high, values = *self._ends(), torch.tensor(list(map(float, self.values)))
+        rewards = values[torch.randint(len(values), (len(groups),), generator=rng)]
+        for g in groups.unique():
+            rows = (groups == g).nonzero().flatten()
+            rows = rows[torch.randperm(len(rows), generator=rng)]
+            rewards[rows[:4]] = torch.tensor([low, high, low, high])[: len(rows[:4])]
+        return rewards
+
+    def _ends(self) -> tuple[float, float]:
+        """A wrong answer's reward and a right one's."""
+        values = EXACT if self.values is None else sorted(set(map(float, self.values)))
+        if len(values) < 2:
+            raise ValueError(f"values={self.values}: give two different rewards or more, or leave values out.")
+        return values[0], values[-1]
+
+    def _first(self, rewards: Tensor, groups: Tensor) -> tuple[Tensor, Finding]:
+        """What it gives, and whether it wrote into what it was handed."""
+        handed = rewards.clone(), groups.clone()
+        given = torch.as_tensor(self.fn(*handed)).detach().reshape(-1).clone()
+        written = [
+            n for n, a, b in zip(("rewards", "groups"), handed, (rewards, groups), strict=True) if not a.equal(b)
+        ]
+        return given, judged(
+            "LAW", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
+            not written,
+            "The estimator writes into its inputs: what is logged or used afterwards are no rewards any more. (Where "
+            "that is meant, declare in_place=True.)",
+        )  # fmt: skip
+
+    @staticmethod
+    def _outside(subject: str) -> Finding:
+        return Finding("LAW", subject, "leads out of the declared values", "-", "not applicable")
+
+    def _scaled(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
+        subject = f"scale ({self.scale})"
+        if self.values is not None:
+            return self._outside(subject)
+        return self._same(
+            "LAW",
+            subject,
+            base if self.scale == "free" else base * 2,
+            self._run(rewards * 2, groups),
+            size,
+            "Scaling the rewards does not do what the mode says: the division by the standard deviation is in the "
+            "wrong mode.",
+        )
 
     def _order(self, rng: torch.Generator) -> Tensor:
         """Any; where rows stand by place, whole groups change places, and rows within them."""
@@ -116,7 +168,8 @@ class AdvantageEstimator:
 
     def _lonely(self) -> Iterator[Finding]:
         try:
-            found = self._run(torch.tensor([0.3, 1.7]), torch.tensor([0, 1]))
+            rewards = [0.3, 1.7] if self.values is None else list(self._ends())
+            found = self._run(torch.tensor(rewards), torch.tensor([0, 1]))
         except Exception:  # it refuses them, and says so to its user
             return
         if bool((found == 0).all()):
@@ -126,18 +179,22 @@ class AdvantageEstimator:
     def _grouped(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Iterator[Finding]:
         scale, room = size
         first = groups == groups[0]
-        shifted = self._run(rewards + SHIFT * first.float(), groups)
-        yield self._same(
-            "LAW",
-            "shift of one group",
-            base,
-            self._alike(shifted, base, first),
-            size,
-            "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
-            'over="batch", or scaled_over="batch" or "mean", where that is meant), or the groups are cut wrongly '
-            "(tiled against interleaved).",
-        )
-        other = self._run(torch.where(first, rewards * 3 - 1, rewards), groups)
+        if self.values is not None:
+            yield self._outside("shift of one group")
+        else:
+            shifted = self._run(rewards + SHIFT * first.float(), groups)
+            yield self._same(
+                "LAW",
+                "shift of one group",
+                base,
+                self._alike(shifted, base, first),
+                size,
+                "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
+                'over="batch", or scaled_over="batch" or "mean", where that is meant), or the groups are cut wrongly '
+                "(tiled against interleaved).",
+            )
+        yield self._renamed(rewards, groups, base, size)
+        other = self._run(torch.where(first, self._others(rewards, first), rewards), groups)
         if bool(first.all()):
             yield Finding("LAW", "group locality", "one group", "-", "not applicable", "Declare groups=2 or more.")
         else:
@@ -153,7 +210,8 @@ class AdvantageEstimator:
             yield self._unequal(rewards, groups, base, size)
         if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
             means = torch.stack([rewards[groups == g].mean() for g in groups])
-            wrong = int((torch.sign(base) != torch.sign(rewards - means)).sum())
+            clear = (rewards - means).abs() > room * rewards.abs().max()  # not a reward that is its group's mean
+            wrong = int((torch.sign(base) != torch.sign(rewards - means))[clear].sum())
             yield judged(
                 "LAW", "above the group's mean is positive", f"{wrong} of {len(base)} rows are not", "none", wrong == 0,
                 "A row's advantage has another sign than its reward against its group's mean.",
@@ -172,6 +230,31 @@ class AdvantageEstimator:
             "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is meant, "
             'such as a median, declare baseline="other".)',
         )
+
+    def _others(self, rewards: Tensor, first: Tensor) -> Tensor:
+        """Other rewards for one group; of declared values, one right answer becomes wrong, or the other way round."""
+        if self.values is None:
+            return rewards * 3 - 1
+        (low, high), changed = self._ends(), rewards.clone()
+        rights = (first & (rewards == high)).nonzero().flatten()
+        if len(rights) > 1:
+            changed[rights[0]] = low
+        else:
+            changed[(first & (rewards == low)).nonzero().flatten()[:1]] = high
+        return changed
+
+    def _renamed(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
+        """A group is known by which rows share its name; an estimator of names from 0 on may refuse others."""
+        subject = "other names of the groups"
+        try:
+            found = self._run(rewards, groups + NAMES)
+        except Exception as error:
+            return Finding("LAW", subject, f"raises {type(error).__name__}", "-", "not applicable")
+        return self._same(
+            "LAW", subject, base, found, size,
+            f"The same groups are called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, and advantages change in silence: "
+            "a name is taken for a place or a number. Raise, or count the names that are there.",
+        )  # fmt: skip
 
     def _unequal(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
         """Without the last row, the other groups are what they were; an estimator of one size may refuse."""
@@ -206,7 +289,9 @@ class AdvantageEstimator:
         for size, value in cases:
             rewards, groups = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
             if self.over == "group" and self.scaled_over == "batch":  # so that the batch has a spread
-                rewards, groups = torch.cat([rewards, rewards + torch.arange(size) % 2]), torch.arange(2 * size) // size
+                other = value + 1 if self.values is None else next(v for v in self._ends() if v != value)
+                spread = torch.where(torch.arange(size) % 2 == 0, value, other)
+                rewards, groups = torch.cat([rewards, spread]), torch.arange(2 * size) // size
             try:
                 found = self._run(rewards, groups)[:size]
             except Exception:  # an estimator of groups of one size
@@ -237,21 +322,37 @@ class AdvantageEstimator:
             "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0.",
         )
 
-    def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Finding:
+    def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Iterator[Finding]:
         """One right answer among wrong ones: of n numbers none is further than √n standard deviations from the mean,
-        with or without itself in it."""
-        one = torch.zeros_like(rewards)
+        with or without itself in it; and no baseline that is made of these rewards lies outside of them."""
+        low, high = self._ends()
+        one = torch.full_like(rewards, low)
         for g in groups.unique():
-            one[(groups == g).nonzero()[0]] = 1.0
-        largest, bound = self._run(one, groups), 2.0 * len(groups)
-        found = float(largest.abs().max()) if bool(torch.isfinite(largest).all()) else float("inf")
-        return judged(
+            one[(groups == g).nonzero()[0]] = high
+        largest, bound = self._run(one, groups), 2.0 * len(groups) * max(1.0, high - low)
+        finite = bool(torch.isfinite(largest).all())
+        found = float(largest.abs().max()) if finite else float("inf")
+        yield judged(
             "LAW",
             "one right answer among wrong ones",
             f"largest {found:.3g}",
             f"≤ {bound:g}",
             found <= bound,
             "One right answer gets an advantage without measure: it is divided by the others' spread, which is 0.",
+        )
+        right = one == high
+        if not finite or found == 0 or bool(right.all()):  # groups of one; or such groups are left out by design
+            return
+        worst, best = float(largest[right].min()), float(largest[~right].max())
+        room = _room(one, groups, self._raw(one, groups), self.over) * found
+        yield judged(
+            "LAW",
+            "the right answer stands above the wrong ones",
+            f"right {worst:.3g}, wrong up to {best:.3g}",
+            f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
+            worst >= -room and best <= room and worst > best,
+            "The only right answer of a group is pushed down, or wrong ones are pushed up: a sign, an absolute value, "
+            "or a baseline that lies outside of the rewards.",
         )
 
     def _missing(self, rewards: Tensor, groups: Tensor, size: tuple[float, float]) -> Finding:
@@ -273,6 +374,8 @@ class AdvantageEstimator:
             without = self._run(rewards[rest], groups[rest])
         except Exception as error:  # an estimator of groups of one size cannot be asked
             return Finding("LAW", subject, f"cannot be left out ({type(error).__name__})", "-", "not applicable")
+        if not bool(torch.isfinite(without[reach[1:]]).all()):  # what is left of the group has no spread
+            return Finding("LAW", subject, "the rest of its group has no advantages", "-", "not applicable")
         off = float((found[1:] - without)[reach[1:]].abs().max()) / max(size[0], 1e-12)
         return judged(
             "LAW", subject, f"the others are off by {off:.2g}", expected, off <= size[1],
@@ -308,14 +411,16 @@ LAW = Law(
     code="LAW",
     name="advantages (AdvantageEstimator)",
     sentence="A constant on a group's rewards changes nothing, groups do not see each other, a group sums to 0, "
-    "scaling does what the mode says, order does not matter, equal rewards give 0, a missing one is no number.",
+    "scaling does what the mode says, order and names do not matter, equal rewards give 0, the only right answer is "
+    "not below 0 and stands above the wrong ones, a missing one is no number, inputs are left alone.",
     needs="fn(rewards, groups), scale, over; scaled_over where the division is over something else, baseline where it "
     "is no mean",
-    how="Rewards are shifted, scaled, permuted, made equal, and one is made NaN. The tolerance is rounding over the "
+    how="Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get "
+    "other names. The tolerance is rounding over the "
     "smallest spread, and the usual constant (up to 1e-4) in a denominator.",
     traps="Centring over the batch is no fault where it is declared, nor is a division by the batch's spread "
     '(scaled_over="batch"); an estimator that takes rows by place declares interleaved=False. Rewards that never round '
-    "(0 and 1) need no floor under the spread: values=(0.0, 1.0).",
+    "(0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.",
     caught="one sample a prompt (all advantages 0), statistics along the wrong axis, groups by place, NeMo-RL #1518 "
     "(spread of the others), NeMo-RL #4158 (equal rewards become ±1)",
     check=AdvantageEstimator.check,

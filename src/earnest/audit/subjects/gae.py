@@ -6,6 +6,7 @@ V = the trajectory's own discounted return   A = 0 at every token and for every 
 V = 0                                        γ and λ come as their product only
 masked positions                             are not read
 returns                                      = A + V, with A before any whitening
+inputs                                       are not written into
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from earnest.audit.verdict import Finding
 class GAE:
     """``fn`` takes rewards, values and mask [B, T] and two numbers. ``whitened`` where its advantages are normalised
     over the batch: then it has to give the returns too, which are not. ``holes`` where masked tokens may stand inside
-    an answer (tool output) and are to be passed over."""
+    an answer (tool output) and are to be passed over. ``in_place=True``: it writes into its inputs by design."""
 
     fn: Callable[..., Any]
     gamma: float = 0.9
@@ -36,6 +37,7 @@ class GAE:
     rows: int = 4
     length: int = 9
     seed: int = 0
+    in_place: bool = False
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(self.seed)
@@ -52,6 +54,8 @@ class GAE:
                 "Return (advantages, returns): whitened advantages alone hide what is asked here.",
             )  # fmt: skip
             return
+        if not self.in_place:
+            yield self._untouched(rewards, values, mask)
         room = rounding(rewards) * self.length * max(1.0, float(base.abs().max()))
         yield from self._own_return(rewards, mask, room)
         yield self._without_values(rewards, (values, other), mask, room)
@@ -61,6 +65,18 @@ class GAE:
         yield from self._masked(rewards, values, mask, (base, returns), room)
         if returns is not None:
             yield self._returns(base, returns - values, mask, room)
+
+    def _untouched(self, *inputs: Tensor) -> Finding:
+        handed = [t.clone() for t in inputs]
+        self.fn(*handed, self.gamma, self.lam)
+        names = ("rewards", "values", "mask")
+        written = [n for n, a, b in zip(names, handed, inputs, strict=True) if not a.equal(b)]
+        return judged(
+            "LAW", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
+            not written,
+            "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards. (Where that "
+            "is meant, declare in_place=True.)",
+        )  # fmt: skip
 
     def _own_return(self, rewards: Tensor, mask: Tensor, room: float) -> Iterator[Finding]:
         """The values of a critic that knows the future: there is nothing to be surprised at."""
@@ -178,7 +194,7 @@ LAW = Law(
     code="LAW",
     name="GAE (GAE)",
     sentence="Values that are what really came leave no advantage, λ = 1 gives returns without the values, λ = 0 looks "
-    "one step ahead, masked tokens are not read, returns are advantages + values.",
+    "one step ahead, masked tokens are not read, returns are advantages + values, inputs are left alone.",
     needs="fn(rewards, values, mask, gamma, lam) -> advantages or (advantages, returns)",
     how="Values, λ and masked entries are changed on ragged rows with a prompt and padding.",
     traps="Whitened advantages declare whitened=True and are judged by their returns. Masked tokens inside an answer "
