@@ -49,6 +49,7 @@ INPUTS = (
     "weights",
     "values",
     "returns",
+    "margin",
 )
 
 

@@ -205,10 +205,12 @@ class Probe:
 
     def fair(self, finding: Finding) -> Finding:
         """For laws that reorder or resize rows: of a random step such a failure says nothing."""
-        if finding.outcome != "fails" or not self.random():
-            return finding
+        fails = finding.outcome == "fails" and self.random()
+        return self.redrawn(finding.law, finding.subject) if fails else finding
+
+    def redrawn(self, law: str, subject: str) -> Finding:
         why = "The loss differs between two seeds: other rows, or another number of them, get other draws."
-        return Finding(finding.law, finding.subject, "the step is random", "-", "not applicable", why)
+        return Finding(law, subject, "the step is random", "-", "not applicable", why)
 
     def floor(self) -> float:
         """Relative change of the gradient when every parameter moves by one unit in the last place.
@@ -331,6 +333,7 @@ class Probe:
             if rates:
                 self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
             self._buffers = list(_buffers(self.step.model))
+            self._sums = self._sum()
             if self._precision is None and (found := self._computes_in()) is not None:
                 self._precision = found
                 self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
@@ -339,6 +342,13 @@ class Probe:
             finally:
                 for buffer in self._buffers:
                     buffer.put_back()
+
+    def written(self) -> list[str]:
+        """The trainable parameters that are not what they were when the audit began."""
+        return [name for name, total in self._sum().items() if total != self._sums[name]]
+
+    def _sum(self) -> dict[str, float]:
+        return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
 
     def _computes_in(self) -> torch.dtype | None:
         """A dtype that is coarser than the parameters of the very module that puts it out: autocast, say."""

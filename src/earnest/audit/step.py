@@ -47,6 +47,7 @@ Role = Literal[
     "rejected_attention",  # … and of the others
     "reference_chosen",  # reference log-probs of the preferred answers
     "reference_rejected",  # … and of the others
+    "margin",  # by how much the preferred answers have to win [P]
     "group",  # which prompt a row belongs to [B]
     "correct",  # whether a row's answer is right, where the loss sorts rows by that [B], true or false
 ]

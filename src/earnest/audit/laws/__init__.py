@@ -4,6 +4,7 @@ from earnest.audit.law import Law
 from earnest.audit.laws import (
     at_reference,
     averages,
+    behind,
     clipping,
     coverage,
     critic,
@@ -31,6 +32,7 @@ from earnest.audit.laws import (
     shift,
     splits,
     sums,
+    targets,
 )
 
 LAWS: tuple[Law, ...] = tuple(
@@ -65,5 +67,7 @@ LAWS: tuple[Law, ...] = tuple(
         direction,
         shadow,
         dropout,
+        behind,
+        targets,
     )
 )

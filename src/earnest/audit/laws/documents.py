@@ -63,9 +63,7 @@ def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     step = probe.step
     number = begins.long().cumsum(-1)
     # A document's first token is predicted from the one before it, which is another's: edges stay silent.
-    edges = begins | begins.roll(1, dims=-1)
-    if not edits.in_place(step):
-        edges = edges | begins.roll(-1, dims=-1)
+    edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
     inside = _whole(probe) & ~edges
     signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
     first = _speaking(number, inside, 0)

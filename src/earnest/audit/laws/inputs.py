@@ -30,6 +30,14 @@ def check(probe: Probe) -> Iterator[Finding]:
             return
         for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
             yield _values(probe, base, origin, role, 100 + salt)
+        if (other := _other_vocabulary(probe, base)) is not None:
+            change = origin.distance(probe.gradient(other))
+            yield LAW.finding(
+                "the teacher's tokens", f"its numbers at other tokens moved the gradient by {change:.2g}",
+                f"above {probe.tolerance:.1g}", change > probe.tolerance,
+                "It does not matter which tokens the teacher finds likely: its values are sorted, or compared with the "
+                "student's by rank, top against top.",
+            )  # fmt: skip
         if "correct" in step.roles:
             yield _must_matter(probe, "correct", _largest(probe, base, origin))
         for role in ("mask", "chosen_mask", "rejected_mask"):
@@ -39,7 +47,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield _labels(probe, base, origin)
         if (other := _other_positions(probe, base)) is not None:
             yield _must_matter(probe, "positions", origin.distance(probe.gradient(other)))
-        for role in ("ids", "attention", "chosen", "rejected"):
+        for role in ("ids", "attention", "chosen", "rejected", "chosen_attention", "rejected_attention"):
             if (other := _other_context(probe, base, role)) is not None:
                 yield _must_matter(probe, role, origin.distance(probe.gradient(other)))
     if step.reference is None:
@@ -62,18 +70,19 @@ def _must_matter(probe: Probe, role: str, change: float, how: str = "") -> Findi
 
 
 def _values(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: int) -> Finding:
-    """What other values do: usual ones, then far ones (a hinge feels its reference only beyond its corner), then with
-    the weights that are 0 awake (a KL of weight 0 reads no reference)."""
+    """What other values do: usual ones, then with the weights that are 0 awake (a KL of weight 0 reads no reference),
+    then far ones (a hinge feels its reference only beyond its corner)."""
     change = _change(probe, base, origin, role, salt)
     if change > 4 * probe.noise():
         return _must_matter(probe, role, change)
-    if role in edits.LOGPROBS and (change := _far_change(probe, base, origin, role)) > 4 * probe.noise():
-        return _must_matter(probe, role, change, ", far away")
     if asleep := _asleep(probe.step):
         other = edits.perturb(probe.step, base, role, edits.generator(probe.step, salt))
         change = probe.gradient(base, asleep).distance(probe.gradient(other, asleep))
-        awake = " and ".join(f"{k} = {v:g}" for k, v in asleep.items())
-        return _must_matter(probe, role, change, f", at {awake} (it is 0)")
+        if change > 4 * probe.noise():
+            awake = " and ".join(f"{k} = {v:g}" for k, v in asleep.items())
+            return _must_matter(probe, role, change, f", at {awake} (it is 0)")
+    if role in edits.LOGPROBS:
+        return _must_matter(probe, role, _far_change(probe, base, origin, role), ", far away")
     return _must_matter(probe, role, change)
 
 
@@ -166,6 +175,18 @@ def _labels(probe: Probe, base: edits.Batch, origin: Gradient) -> Finding:
     )
 
 
+def _other_vocabulary(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
+    """The teacher's probabilities at other tokens: what is compared by rank alone does not feel it. Asked where the
+    vocabulary is the student's; across two vocabularies ranks are all that there is (ULD)."""
+    value = probe.step.value("teacher")
+    if value is None or value.ndim < 3 or not value.is_floating_point() or value.shape[-1] < 3 or not probe.afford(1):
+        return None
+    matrices = [p for p in probe.step.model.parameters() if p.ndim == 2]
+    if not any(value.shape[-1] in p.shape for p in matrices):
+        return None
+    return {**batch, probe.step.roles["teacher"]: value.roll(1, dims=-1)}
+
+
 def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
     """Every row's positions in reverse: legal ones, and further apart from each other for no pair of tokens alike."""
     value = probe.step.value("positions")
@@ -189,7 +210,7 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
     value = step.value(role)
     if value is None or value.ndim != 2:
         return None
-    if role == "attention":
+    if role.endswith("attention"):
         seen = value != 0
         hidden = seen & (seen.cumsum(-1) % 2 == 1) & (seen.cumsum(-1) < seen.sum(-1, keepdim=True))
         return (
@@ -197,7 +218,7 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
             if bool(hidden.any())
             else None
         )
-    shown = step.value("attention")
+    shown = step.value(f"{role}_attention" if role in edits.SIDES else "attention")
     real = shown != 0 if shown is not None and shown.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
     on = step.value(f"{role}_mask") if role in ("chosen", "rejected") else edits.supervised(step, batch)
     if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
@@ -260,8 +281,8 @@ LAW = Law(
     needs="roles; reference=… for the reference policy",
     how="Each input is changed where the loss is taken, from a kicked, off-policy state, and the gradient must change.",
     traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has no gradient: both are left "
-    "first. A hinge feels its reference beyond its corner only, and a term of weight 0 reads nothing: far values and "
-    "a weight of 1 are tried before anything is said.",
+    "first. A term of weight 0 reads nothing, and a hinge feels its reference beyond its corner only: a weight of 1 "
+    "and far values are tried before anything is said.",
     caught="SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534",
     check=check,
 )

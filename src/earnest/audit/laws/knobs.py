@@ -9,6 +9,7 @@ from typing import Any
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
+from earnest.audit.laws import shadow
 from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, unchecked
@@ -75,32 +76,31 @@ def _inert(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: 
 
 def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Iterator[Finding]:
     tried: list[Any] = []
-    for batch in (base, edits.opposite(probe.step, base)):  # one side of a clip acts on one sign of the advantage
-        if batch is None:
-            continue
-        if tried and not probe.afford(2):
+    clip = last(knob) in LOW + HIGH + BEYOND
+    at_one = clip and probe.step.ratio_role not in probe.step.roles
+    others = candidates(value)[: 2 if at_one else None]
+    if clip and isinstance(value, float) and 0 < value < 0.01:  # GSPO's: every ratio is beyond it, so the far end first
+        others.reverse()
+    for other, batch in _tries(probe, base, others):
+        if tried and not probe.afford(1 if batch is base else 2):
             break
-        present = origin if batch is base else probe.gradient(batch)
-        for other in candidates(value):
-            if tried and not probe.afford(1):
-                break
-            try:
-                gradient = probe.gradient(batch, {knob: other})
-            except Exception:
-                continue  # the step refuses this value, as it may
-            tried.append(other)
-            if gradient.finite() and probe.differs(present, gradient):
-                moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
-                yield LAW.finding(f"knob {knob}", moved, "above 0", True)
-                if not isinstance(value, bool) and value and 0.5 <= other / value <= 2:
-                    yield from _vanished(knob, value, other, present.norm(), gradient.norm())
-                return
+        try:
+            present, gradient = origin if batch is base else probe.gradient(batch), probe.gradient(batch, {knob: other})
+        except Exception:
+            continue  # the step refuses this value, as it may
+        tried.append(other)
+        if gradient.finite() and probe.differs(present, gradient):
+            moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
+            yield LAW.finding(f"knob {knob}", moved, "above 0", True)
+            if not isinstance(value, bool) and value and 0.5 <= other / value <= 2:
+                yield from _vanished(knob, value, other, present.norm(), gradient.norm())
+            return
     if not tried:
         yield Finding(
             "KG", f"knob {knob}", f"no other legal value of {value!r} was found", "-", "not declared",
             "Declare it in options, with its modes.",
         )  # fmt: skip
-    elif last(knob) in LOW + HIGH + BEYOND and probe.step.ratio_role not in probe.step.roles:
+    elif at_one:
         yield Finding(
             "KG", f"knob {knob}", "no change", "-", "not declared",
             "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
@@ -124,6 +124,14 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
             f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
             f'without a gradient. Where it is meant to change nothing (a chunk length), declare inert=("{knob}",).',
         )
+
+
+def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple[Any, edits.Batch]]:
+    """With both signs of the advantages, since one side of a clip acts on one sign; two values, then all others."""
+    opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(probe.step, base) or {})
+    for some in (others[:2], others[2:]):
+        for batch in (base, opposite) if opposite else (base,):
+            yield from ((other, batch) for other in some)
 
 
 def _elsewhere(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
@@ -189,13 +197,19 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
     once, second = at.minus(none), twice.minus(at)
     share = once.norm() / max(at.norm(), none.norm(), 1e-300)
     alive = share > 4 * probe.noise()
+    aside, exact = "", None
+    if alive and share <= 4 * probe.tolerance and not (probe.coarse or probe.random()) and probe.afford(2):
+        exact = shadow.exact(probe, base, ({knob: value}, {knob: 0.0}))
+    if exact is not None:
+        kept = exact[0].minus(exact[1]).norm() / once.norm()
+        alive, aside = kept > 0.1, f", in float64 {kept:.1g} of that"
     yield LAW.finding(
         f"term {metric}",
-        f"its own gradient is {share:.2g} of the whole",
-        "above 0",
+        f"its own gradient is {share:.2g} of the whole{aside}",
+        "above 0" if exact is None else "above 0, and not by rounding alone",
         alive,
         f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not "
-        "at all.",
+        "at all; or it is a constant that rounding alone moves (the normaliser of what is normalised already).",
     )
     # The difference of two large gradients is only as exact as they are; below that nothing can be said of linearity.
     if alive and share > 4 * probe.tolerance:

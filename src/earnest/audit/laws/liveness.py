@@ -34,6 +34,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     yield from _owned(probe)
     yield _clipped(probe)
+    yield _unwritten(probe)
     with probe.training():
         yield from _train(probe, first)
 
@@ -57,6 +58,18 @@ def _owned(probe: Probe) -> Iterator[Finding]:
         f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was "
         "built before an adapter was attached or a layer replaced, or a group was forgotten. Several optimizers "
         "are given as a list.",
+    )
+
+
+def _unwritten(probe: Probe) -> Finding:
+    moved = probe.written()
+    return LAW.finding(
+        "the weights, after one call of the loss",
+        f"{len(moved)} tensors changed",
+        "none: only the optimizer moves them",
+        not moved,
+        f"The loss writes into the weights themselves: {some(moved)}. Noise that is added in place, a clamp or a "
+        "renormalisation adds up from call to call, at evaluations too.",
     )
 
 

@@ -83,13 +83,12 @@ def _must_not_matter(probe: Probe, subject: str, change: float, meaning: str) ->
 
 
 def _under_padding(probe: Probe, batch: edits.Batch, role: str, mask: str) -> edits.Batch | None:
-    """Other ids where the attention mask is 0."""
+    """Another id wherever the attention mask is 0."""
     step = probe.step
     attention, ids = step.value(mask), step.value(role)
     if attention is None or ids is None or bool((attention != 0).all()) or attention.shape != ids.shape:
         return None
-    other = ids.roll(1, dims=-1).clamp_min(0)
-    return {**batch, step.roles[role]: torch.where(attention != 0, ids, other)}
+    return {**batch, step.roles[role]: edits.other_ids(step, ids.clamp_min(0), attention == 0)}
 
 
 def _both(probe: Probe) -> Gradient | None:
@@ -111,8 +110,8 @@ def _coupled(probe: Probe) -> bool:
 def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
-    masked = edits.supervised(step) is not None or all(f"{s}_mask" in step.roles for s in edits.SIDES)
-    if not masked or (step.value("ids") is None and not paired):
+    sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
+    if not (edits.supervised(step) is not None or sides) or (step.value("ids") is None and not paired):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
         yield not_declared("MI", "more padding", what)
         return

@@ -146,7 +146,7 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
             kind = "reference"
         elif short not in UNCHANGED:
             continue
-        if not forms[kind]:
+        if not forms[kind] or step.drops_tokens:  # over which tokens it is a mean is the loss's own affair
             continue
         known = [m for form in forms[kind] for m in _means(form, mask)]
         if kind == "ratio":  # of whole sequences: the ratio of their products, or its geometric mean

@@ -22,6 +22,7 @@ from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 REFERENCES = ("reference_chosen", "reference_rejected")
+PLAIN = {"weights": 1, "margin": 0}  # with which every pair counts alike
 SMOOTHING = ("label_smoothing", "label_smoothing_factor", "smoothing")
 
 
@@ -46,6 +47,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         else:
             yield from _margin(probe, pull.part if pull is not None else Part("the loss", {}))
         yield from _smoothing(probe, pull)
+        yield from _rest(probe, pull)
 
 
 def sides(step: Step) -> list[tuple[str, str]]:
@@ -62,6 +64,13 @@ def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
     for chosen, rejected in sides(step):
         other[chosen], other[rejected] = batch[rejected], batch[chosen]
     return other
+
+
+def told_apart(step: Step) -> bool:
+    """Whether all that belongs to either answer has its counterpart, so that they can be swapped."""
+    apart = {k for pair in sides(step) for k in pair}
+    named = all(k in apart for k in step.batch if "chosen" in k or "rejected" in k)
+    return named and {step.roles["chosen"], step.roles["rejected"]} <= apart
 
 
 def _one_text(step: Step) -> edits.Batch:
@@ -187,9 +196,7 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
     sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
     step = probe.step
     now = _now(step)
-    ones = (
-        {step.roles["weights"]: torch.ones_like(step.batch[step.roles["weights"]])} if "weights" in step.roles else {}
-    )
+    ones = {step.roles[r]: torch.full_like(step.batch[step.roles[r]], v) for r, v in PLAIN.items() if r in step.roles}
 
     def cosine(values: list[Tensor]) -> float:
         at = {**step.batch, **ones, **(more or {}), **_as_reference(step, values)}
@@ -232,10 +239,7 @@ def _smoothing(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
     margin keeps the two from being equal, not from pointing one way."""
     step = probe.step
     knob = next((k for k, v in step.knobs.items() if last(k) in SMOOTHING and isinstance(v, float)), None)
-    keys = sides(step)
-    apart = {k for pair in keys for k in pair}
-    told = all(k in apart for k in step.batch if "chosen" in k or "rejected" in k)
-    if knob is None or pull is None or not told or not {step.roles["chosen"], step.roles["rejected"]} <= apart:
+    if knob is None or pull is None or not told_apart(step):
         return
     knobs = pull.part.knobs
     try:
@@ -253,6 +257,26 @@ def _smoothing(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
         cosine > 0,
         f"{knob} is the share of pairs whose label is wrong, so swapping the answers and the share changes nothing. "
         "Here it turns the gradient round: the smoothed part has a wrong sign, or does not swap the answers.",
+    )
+
+
+def _rest(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
+    """What is left beside the preference, a likelihood say, tells the answers apart as well: swapped, it is another."""
+    step, quiet = probe.step, {**probe.step.quiet, **probe.step.pure}
+    if pull is None or pull.part.less is None or not told_apart(step) or not probe.afford(1):
+        return
+    here, there = probe.gradient(step.batch, quiet), probe.gradient(swapped(step, step.batch), quiet)
+    if here.norm() == 0 or not there.finite():
+        return
+    off = here.distance(there)
+    yield LAW.finding(
+        "the loss without its preference, answers swapped",
+        f"moved the gradient by {off:.2g}",
+        f"above {probe.tolerance:.1g}",
+        off > probe.tolerance,
+        "Beside the preference there is a part that treats both answers alike, so the rejected ones are taught like "
+        "the chosen ones: a likelihood over all rows instead of the chosen half. Where that is meant, declare its "
+        "weight in switches.",
     )
 
 

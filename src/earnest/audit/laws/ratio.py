@@ -130,8 +130,8 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
         why = "Weights of whole sequences, caps and masks scale no gradient as a whole: there is no power to read off."
     elif error > 0.5:
         why = "Too coarse in this dtype to be told."
-    elif (size := same_length(probe)) is not None and abs(k - size) <= SLACK + error and size > 1:
-        why = f"Rows have {size} tokens each, and a product over the row is a weight of whole sequences."
+    elif _of_rows(probe, k, error, rest):
+        why = "A product over a row has the row's length as its power: a weight of whole sequences."
     if why:
         return Finding("LAW", subject, f"k = {k:.2g} ± {error:.2g}", "-", "not applicable", why)
     return LAW.finding(
@@ -152,11 +152,14 @@ def exponent(once: Gradient, there: Gradient, rho: float) -> tuple[float, float,
     return math.log(scale) / math.log(rho), rest / math.log(rho), rest
 
 
-def same_length(probe: Probe) -> int | None:
-    """How many supervised tokens every row has, if all have as many."""
+def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
+    """Whether k may be a row's number of supervised tokens. Rows of unequal length then have unequal powers, and are
+    not scaled as one."""
     on = edits.fit(edits.supervised(probe.step), probe.now())
-    counts = set((torch.ones_like(probe.now()) if on is None else on).flatten(1).sum(-1).long().tolist()) - {0}
-    return counts.pop() if len(counts) == 1 else None
+    counts = set((torch.ones_like(probe.now()) if on is None else on).flatten(1).sum(-1).long().tolist()) - {0, 1}
+    if not counts or (len(counts) > 1 and rest <= 4 * probe.tolerance):
+        return False
+    return min(counts) - SLACK - error <= k <= max(counts) + SLACK + error
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield Finding("F64", step.name, "float64 already", "-", "not applicable", "")
         return
     try:
-        shadow = copy.deepcopy(step.model).double()
+        shadow = _shadow(step.model)
     except Exception as error:
         yield Finding(
             "F64", step.name, f"the model cannot be copied ({type(error).__name__})", "-", "not applicable", ""
         )
         return
-    _hooked(step.model, shadow)
     for what, sharpen in (("the batch", 1.0), ("confident outputs", 12.0)):
         found = _compare(probe, shadow, what, sharpen)
         if found.outcome == "fails" and probe.random():
@@ -37,12 +36,24 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield found
 
 
-def _hooked(model: nn.Module, shadow: nn.Module) -> None:
-    """Gradient hooks of parameters, which a copy does not have: what they change is the step's own doing."""
+def exact(probe: Probe, batch: edits.Batch, settings: Sequence[Mapping[str, Any]]) -> list[Gradient] | None:
+    """The gradients of a float64 copy at these settings; None where it cannot be made or run."""
+    try:
+        shadow = _shadow(probe.step.model)
+        return [_shadow_gradient(probe, shadow, batch, knobs)[0] for knobs in settings]
+    except Exception:
+        return None
+
+
+def _shadow(model: nn.Module) -> nn.Module:
+    """A float64 copy, with the gradient hooks of parameters, which a copy does not have: what they change is the step's
+    own doing."""
+    shadow = copy.deepcopy(model).double()
     twins = dict(shadow.named_parameters())
     for name, p in model.named_parameters():
         for hook in (p._backward_hooks or {}).values():
             twins[name].register_hook(hook)
+    return shadow
 
 
 def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Finding:
@@ -87,16 +98,17 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
     )
 
 
-def _shadow_gradient(probe: Probe, shadow: nn.Module, batch: edits.Batch) -> tuple[Gradient, int]:
+def _shadow_gradient(
+    probe: Probe, shadow: nn.Module, batch: edits.Batch, knobs: Mapping[str, Any] | None = None
+) -> tuple[Gradient, int]:
     step = probe.step
     lifted = edits.lifted(fresh(batch), torch.float64)
     islands: set[str] = set()
     hooks = [m.register_forward_hook(_watch(n, islands)) for n, m in shadow.named_modules()]
-    settings: dict[str, Any] = {**step.knobs, **{o: m[0] for o, m in step.options.items()}}
     try:
         with seeded(step.seed), torch.enable_grad():
             probe.cost += 1
-            result = step.loss(shadow, lifted, **settings)
+            result = step.loss(shadow, lifted, **probe.settings(knobs))
             own = dict(shadow.named_parameters())
             found = probe.differentiate(result_of(result)[0], [own[n] for n in probe.parameters])
     finally:

@@ -44,13 +44,16 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield LAW.finding(
                 "permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× to 2×", True
             )
+        elif probe.random():
+            yield probe.redrawn("SE", "permuted, repeated or cut rows")
+            return
         else:  # one at a time, to say which
             for subject, part in (
                 ("permuted rows", _order(probe, whole, order)),
                 ("every row twice", _twice(probe, whole)),
             ):
                 try:
-                    yield from map(probe.fair, part)
+                    yield from part
                 except Exception as error:
                     yield unchecked("SE", subject, error)
         yield from map(probe.fair, _parts(probe))
@@ -108,6 +111,11 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     if step.rows_interact:
         yield Finding("SE", "whole = parts", "rows interact by declaration", "-", "not applicable", "")
         return
+    far = _either_side(step)
+    apart = None if far is None else _pulling(probe, far)
+    if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
+        yield LAW.finding("whole = parts (uneven, pairs on either side)", *_said(probe, apart), True)
+        return
     try:
         found = _cut(probe, step)
     except Exception as error:
@@ -121,7 +129,15 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         yield Finding("SE", "whole = parts", "a part has no finite gradient alone", "-", "not applicable", "")
         return
     grouped = _grouped(step)
-    outcome = found.rest <= probe.tolerance and found.signs(probe.tolerance)
+    outcome = found.within(probe.tolerance)
+    if outcome and far is not None and not (apart is None and not _one_pulls(probe, far)):
+        same = apart is not None and apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance)
+        measured = "no gradient, and the first pair alone has one" if apart is None else _said(probe, apart)[0]
+        yield LAW.finding(
+            "pairs on either side", measured, f"as before, {found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂", same,
+            "How hard a pair pulls depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
+            "mean margin instead of each pair's own.",
+        )  # fmt: skip
     if not outcome and grouped:
         yield Finding(
             "SE",
@@ -136,13 +152,14 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     if found.rest > probe.tolerance and (even := _evenly(probe)) is not None:
         # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
         # row has as many tokens, all these means are the same.
-        outcome = even.rest <= probe.tolerance and even.signs(probe.tolerance)
+        outcome = even.within(probe.tolerance)
         if outcome:
             aside = f"; with equally many tokens in every row by {even.rest:.2g}: terms have normalisers of their own"
+    measured, expected = _said(probe, found)
     yield LAW.finding(
         "whole = parts (uneven)",
-        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}{aside}",
-        f"≤ {probe.tolerance:.1g}, no weight below 0",
+        measured + aside,
+        expected,
         outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows reach "
         "into each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
@@ -150,11 +167,65 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     )
 
 
-def _cut(probe: Probe, step: Step) -> Span | None:
+def _either_side(step: Step) -> Step | None:
+    """Half of the pairs far on the wrong side of the reference, half farther on the right one: a hinge that is
+    taken of each pair still pulls on the wrong ones, one of their mean on none."""
+    if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
+        return None
+    key = step.roles["reference_chosen"]
+    old: Tensor = step.batch[key]
+    side = torch.where(torch.arange(len(old), device=old.device) < (len(old) + 1) // 2, 1.0, -3.0)
+    far = old + (3 * old.float().abs().mean() * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
+    return replace(step, batch={**step.batch, key: far})
+
+
+def _pulling(probe: Probe, step: Step) -> Span | None:
+    """The cut of rows that have a gradient together."""
+    try:
+        whole = probe.gradient(step.batch)
+        return None if whole.norm() == 0 else _cut(probe, step, whole)
+    except Exception:  # what a loss refuses, the cut of its own rows says
+        return None
+
+
+def _by_count(probe: Probe, found: Span) -> bool:
+    """Whether the parts have the weights of a mean or of a sum over rows."""
+    rows = probe.step.rows
+    share = max(1, rows // 3) / rows
+    room = found.room(probe.tolerance)
+    return any(
+        abs(found.alpha - a) <= room[0] and abs(found.beta - b) <= room[1] for a, b in ((share, 1 - share), (1.0, 1.0))
+    )
+
+
+def _alike(a: Span, b: Span, error: float) -> bool:
+    """Whether two batches are put together from their parts with the same weights."""
+    rooms = zip(a.room(error), b.room(error), strict=True)
+    first, second = (sum(pair) for pair in rooms)
+    return abs(a.alpha - b.alpha) <= first and abs(a.beta - b.beta) <= second
+
+
+def _one_pulls(probe: Probe, step: Step) -> bool:
+    """Whether all rows have no gradient together, and the first one alone does. (A loss may let go of a pair that is
+    far on either side.)"""
+    alone = probe.gradient(edits.take_rows(step, torch.tensor([0])))
+    return probe.gradient(step.batch).norm() == 0 and alone.finite() and alone.norm() > 0
+
+
+def _said(probe: Probe, found: Span) -> tuple[str, str]:
+    return (
+        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
+        f"≤ {probe.tolerance:.1g}, no weight below 0",
+    )
+
+
+def _cut(probe: Probe, step: Step, whole: Gradient | None = None) -> Span | None:
     """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
     cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
     parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
-    return span(probe.gradient(step.batch), *parts) if all(p.finite() for p in parts) else None
+    if not all(p.finite() for p in parts):
+        return None
+    return span(whole or probe.gradient(step.batch), *parts)
 
 
 def _evenly(probe: Probe) -> Span | None:

@@ -1,0 +1,64 @@
+"""MI, behind: tokens behind the answers that are attended and not supervised change no row's weight.
+
+A causal model does not see them, so all they can change is what a row is divided by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import edits
+from earnest.audit.law import Law
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Finding
+
+SUBJECT = "3 more tokens behind the answers"
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    shown = [step.roles[r] for r in ("attention", *(f"{s}_attention" for s in edits.SIDES)) if r in step.roles]
+    texts = [step.roles[r] for r in ("ids", *edits.SIDES) if r in step.roles]
+    masked = edits.supervised(step) is not None or all(f"{s}_mask" in step.roles for s in edits.SIDES)
+    if not shown or not texts or not masked or step.rows_interact or "documents" in step.roles:
+        return
+    if not probe.afford(2, keep=0):
+        return
+    batch = edits.pad(step)
+    longer = [k for k in (*shown, *texts) if batch[k].shape[1] == step.batch[k].shape[1] + 3]
+    if len(longer) < len(shown) + len(texts):
+        return
+    for key in shown:
+        batch[key] = torch.cat([batch[key][:, :-3], torch.ones_like(batch[key][:, -3:])], dim=1)
+    other = dict(batch)
+    for key in texts:
+        new = torch.zeros_like(batch[key], dtype=torch.bool)
+        new[:, -3:] = True
+        other[key] = edits.other_ids(step, batch[key], new)
+    here, there = probe.gradient(), probe.gradient(batch)
+    rest = there.distance(here.times(there.best_scale(here)))
+    if rest > probe.tolerance and (
+        not there.finite() or there.distance(probe.gradient(other)) > probe.tolerance or probe.random()
+    ):
+        yield Finding("MI", SUBJECT, "the model sees what stands behind a token", "-", "not applicable")
+        return
+    yield LAW.finding(
+        SUBJECT, f"the same up to a factor and {rest:.2g}", f"≤ {probe.tolerance:.1g}", rest <= probe.tolerance,
+        "Tokens that nobody supervises and the model does not see change how rows are weighed: a row is divided by its "
+        "whole length, its prompt or a tool's words included, and not by the tokens that the loss is taken at.",
+    )  # fmt: skip
+
+
+LAW = Law(
+    code="MI",
+    name="behind",
+    sentence="Unsupervised tokens behind the answers change no row's weight.",
+    needs="roles ids, attention and mask or labels, or the same of either answer",
+    how="Three attended columns are added behind; the gradient keeps its direction.",
+    traps="Such tokens do matter to a model that is not causal, which other ids there tell.",
+    caught="answers that are divided by the length of prompt and answer, tool output in a row's normaliser",
+    check=check,
+    quick=False,
+)

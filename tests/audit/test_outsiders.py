@@ -1,0 +1,324 @@
+"""What outside readers wrote and the laws had missed, each beside right code of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.law import Law
+from earnest.audit.laws import behind, inputs, knobs, liveness, masks, metrics, pairs, ratio, splits, targets
+from tests.audit.steps import (
+    Tiny,
+    distill_step,
+    dpo_loss,
+    dpo_step,
+    grpo_loss,
+    logprobs,
+    policy_step,
+    sequence_logprobs,
+    sft_loss,
+    sft_step,
+    token_batch,
+)
+
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+Data = Mapping[str, Any]
+
+
+def outcome(step: Step, law: Law, subject: str) -> str | None:
+    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
+    return found.get(subject)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("divided", "dtype", "expected"),
+    [
+        ("by the whole row", torch.float32, "fails"),  # in bf16 three tokens are too few to be told
+        ("by the answer", torch.float32, "holds"),
+        ("by the answer", torch.bfloat16, "holds"),
+        ("by all answers", torch.float32, "holds"),
+        ("by all answers", torch.bfloat16, "holds"),
+    ],
+)
+def test_a_row_is_not_divided_by_its_prompt(divided: str, dtype: torch.dtype, expected: str) -> None:
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        on = (batch["labels"][:, 1:] != -100).float()
+        lp = logprobs(model, batch) * on
+        if divided == "by all answers":
+            return -lp.sum() / on.sum()
+        size = batch["attention"].sum(-1) if divided == "by the whole row" else on.sum(-1).clamp(min=1)
+        return -(lp.sum(-1) / size).mean()
+
+    assert outcome(sft_step(loss, dtype=dtype), behind.LAW, behind.SUBJECT) == expected
+
+
+def test_a_model_that_sees_behind_is_not_asked() -> None:
+    class Both(Tiny):
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            x = self.embed(ids)
+            seen = torch.ones_like(ids) if attention is None else attention
+            mean = (x * seen[..., None]).sum(1, keepdim=True) / seen.sum(1)[:, None, None]
+            return self.head(torch.tanh(x + self.out(mean)))
+
+    step = sft_step()
+    step.model = Both()
+    step.optimizer = None
+    assert outcome(step, behind.LAW, behind.SUBJECT) == "not applicable"
+
+
+# --- padding of pairs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", ["attended", "in the row"])
+def test_a_reward_is_read_at_the_last_token_that_is_there(last: str, dtype: torch.dtype) -> None:
+    """A reward model, declared by attention alone: where the reward is read, padding must not matter."""
+
+    class Reward(Tiny):
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            return super().forward(ids, attention)[..., 0]
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        scores = []
+        for side in ("chosen", "rejected"):
+            rewards, shown = model(batch[side], batch[f"{side}_attention"]), batch[f"{side}_attention"]
+            at = shown.sum(-1) - 1 if last == "attended" else torch.full_like(shown[:, 0], shown.shape[1] - 1)
+            scores.append(rewards.gather(1, at[:, None])[:, 0])
+        return -F.logsigmoid(scores[0] - scores[1]).mean()
+
+    model = Reward().to(dtype)
+    batch = {}
+    for side, seed in (("chosen", 0), ("rejected", 50)):
+        rows = token_batch(seed)
+        batch |= {side: rows["ids"], f"{side}_attention": rows["attention"]}
+    step = Step(model=model, loss=loss, batch=batch, roles={k: k for k in batch})  # type: ignore[misc]
+    verdict = audit(step, laws=[masks.LAW])
+    assert verdict.holds is (last == "attended"), str(verdict)
+    assert any(f.subject.startswith("3 more columns") and f.outcome != "not declared" for f in verdict.findings)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def _margins(model: nn.Module, batch: Data) -> Tensor:
+    chosen, rejected = sequence_logprobs(model, batch)
+    return (chosen - batch["ref_chosen"]) - (rejected - batch["ref_rejected"])
+
+
+SINGLE = {
+    "sigmoid": lambda m: -F.logsigmoid(m).mean(),
+    "hinge": lambda m: (1 - m).relu().mean(),
+    "square": lambda m: (m - 1).square().mean(),
+    "lets go on either side": lambda m: (1 - m.sigmoid()).mean(),
+}
+OF_THE_MEAN = {
+    "sigmoid": lambda m: -F.logsigmoid(m.mean()),
+    "hinge": lambda m: (1 - m.mean()).relu(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", SINGLE)
+def test_each_pair_by_itself(form: str, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        return SINGLE[form](beta * _margins(model, batch))
+
+    step = dpo_step(loss, dtype=dtype)
+    step.metrics = {}
+    verdict = audit(step, laws=[splits.LAW])
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize("form", OF_THE_MEAN)
+def test_the_mean_margin_is_no_mean_of_pairs(form: str) -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        return OF_THE_MEAN[form](beta * _margins(model, batch))
+
+    step = dpo_step(loss)
+    step.metrics = {}
+    assert not audit(step, laws=[splits.LAW]).holds
+
+
+def _simpo(sign: float) -> Any:
+    def loss(model: nn.Module, batch: Data, beta: float, gamma: float) -> Tensor:
+        chosen, rejected = sequence_logprobs(model, batch)
+        gap = chosen / batch["chosen_mask"].sum(-1) - rejected / batch["rejected_mask"].sum(-1)
+        return -F.logsigmoid(beta * gap - sign * gamma).mean()
+
+    return loss
+
+
+def _unreferred(loss: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Step:
+    step = dpo_step(loss, dtype=dtype)
+    step.metrics = {}
+    step.roles = {r: k for r, k in step.roles.items() if "reference" not in r}
+    step.batch = {k: v for k, v in step.batch.items() if not k.startswith("ref")}
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.__post_init__()
+    return step
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, "holds"), (-1.0, "fails")])
+def test_a_target_margin_is_taken_off(sign: float, expected: str, dtype: torch.dtype) -> None:
+    step = _unreferred(_simpo(sign), dtype, knobs={"beta": 2.0, "gamma": 0.5})
+    assert outcome(step, targets.LAW, "a larger gamma") == expected
+
+
+def test_a_square_past_its_target_and_a_focal_exponent_are_no_faults() -> None:
+    def square(model: nn.Module, batch: Data, beta: float, offset: float) -> Tensor:
+        return (beta * _margins(model, batch) + 7 - offset).square().mean()  # past its target by 7
+
+    def focal(model: nn.Module, batch: Data, beta: float, gamma: float) -> Tensor:
+        p = (beta * _margins(model, batch)).sigmoid()
+        return (-((1 - p) ** gamma) * p.log()).mean()
+
+    step = dpo_step(square)
+    step.knobs, step.metrics = {"beta": 0.1, "offset": 1.0}, {}
+    assert outcome(step, targets.LAW, "a larger offset") == "holds"
+    step = dpo_step(focal)
+    step.knobs, step.metrics = {"beta": 0.1, "gamma": 2.0}, {}
+    assert outcome(step, targets.LAW, "a larger gamma") in (None, "holds")
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, "holds"), (-1.0, "fails")])
+def test_margins_of_the_batch_are_taken_off(sign: float, expected: str) -> None:
+    """A reward model's margins, one a pair."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        return -F.logsigmoid(beta * _margins(model, batch) - sign * batch["won_by"]).mean()
+
+    step = dpo_step(loss)
+    step.metrics = {}
+    step.batch = {**step.batch, "won_by": torch.tensor([0.5, 1.0, 0.2, 0.7, 0.1])}
+    step.roles = {**step.roles, "margin": "won_by"}
+    verdict = audit(step)
+    assert {f.subject: f.outcome for f in verdict.findings}["a larger won_by"] == expected
+    assert verdict.holds is (expected == "holds"), str(verdict)
+
+
+@pytest.mark.parametrize(("over", "expected"), [("chosen", "holds"), ("both", "fails")])
+def test_a_likelihood_beside_the_preference_is_of_the_chosen(over: str, expected: str) -> None:
+    """ORPO: the likelihood has weight 1, the preference λ."""
+
+    def loss(model: nn.Module, batch: Data, lam: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        c, r = chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
+        odds = (c - torch.log1p(-c.exp())) - (r - torch.log1p(-r.exp()))
+        preference = -F.logsigmoid(odds).mean()
+        nll = -(c.mean() if over == "chosen" else (c.mean() + r.mean()) / 2)
+        return nll + lam * preference, {"preference": preference}
+
+    step = _unreferred(loss, knobs={"lam": 0.1}, terms={"preference": "lam"})
+    assert outcome(step, pairs.LAW, "the loss without its preference, answers swapped") == expected
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ranked", "expected"), [(False, "holds"), (True, "fails")])
+def test_which_tokens_the_teacher_likes_matters(ranked: bool, expected: str, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Data, alpha: float, temperature: float) -> Tensor:
+        student = (model(batch["ids"], batch["attention"])[:, :-1] / temperature).log_softmax(-1)
+        teacher = (batch["teacher"] / temperature).log_softmax(-1)
+        if ranked:
+            student, teacher = student.sort(-1).values, teacher.sort(-1).values
+        kl = (teacher.exp() * (teacher - student)).sum(-1) * (1 + alpha)
+        return (kl * batch["mask"]).sum() / batch["mask"].sum()
+
+    assert outcome(distill_step(loss, dtype=dtype), inputs.LAW, "the teacher's tokens") == expected
+
+
+# --- weights and terms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad"])
+def test_a_loss_that_writes_into_the_weights(how: str) -> None:
+    def noisy(model: Any, batch: Data) -> Any:
+        with torch.no_grad():
+            weight = model.head.weight.data if how == "data" else model.head.weight
+            weight.mul_(1 + 1e-3)
+        return sft_loss(model, batch)
+
+    subject = "the weights, after one call of the loss"
+    step = sft_step(noisy)
+    before = {k: v.clone() for k, v in step.model.state_dict().items()}
+    assert outcome(step, liveness.LAW, subject) == "fails"
+    assert all(torch.equal(v, before[k]) for k, v in step.model.state_dict().items())
+
+    def clamped(model: Any, batch: Data) -> Any:
+        with torch.no_grad():
+            model.head.weight.clamp_(-100, 100)
+        return sft_loss(model, batch)
+
+    assert outcome(sft_step(clamped), liveness.LAW, subject) == "holds"
+
+
+@pytest.mark.parametrize(("normalised", "expected"), [(True, "fails"), (False, "holds")])
+def test_a_term_that_only_rounding_moves(normalised: bool, expected: str) -> None:
+    """A z-loss of log-probs that are normalised already is 0 but for rounding."""
+
+    def loss(model: nn.Module, batch: Data, z: float) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch["ids"], batch["attention"])[:, :-1]
+        value = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        scores = logits.log_softmax(-1) if normalised else logits
+        squares = scores.logsumexp(-1).square().mean()
+        return value + z * squares, {"z": squares}
+
+    step = sft_step(loss, knobs={"z": 1e-4}, terms={"z": "z"})
+    assert outcome(step, knobs.LAW, "term z") == expected
+
+
+# --- right code that was accused --------------------------------------------------------------------------------------
+
+
+def test_a_metric_over_the_tokens_that_are_kept_is_not_recomputed() -> None:
+    def loss(model: nn.Module, batch: Data, beta: float, clip: float) -> Any:
+        keep = (logprobs(model, batch).detach() < -2.0).float() * batch["mask"]
+        return grpo_loss(model, {**batch, "mask": keep}, beta, clip)
+
+    step = policy_step(loss, drops_tokens=True)
+    verdict = audit(step, laws=[metrics.LAW])
+    assert verdict.holds and not any("recomputed" in f.subject for f in verdict.findings), str(verdict)
+
+
+@pytest.mark.parametrize("counted", [1, 2])
+def test_a_product_over_rows_of_unequal_length_has_no_single_power(counted: int) -> None:
+    """The correction for the sampler as a product over the row; twice the weight of each token is still seen."""
+
+    def of_rows(model: nn.Module, batch: Data) -> Tensor:
+        lp, mask, a = logprobs(model, batch), batch["mask"], batch["advantages"][:, None]
+        weight = (((batch["proximal"] - batch["old"]) * mask).sum(-1, keepdim=True)).exp().clamp(max=50.0)
+        return -(weight * (lp - batch["proximal"]).exp() * a * mask).sum() / mask.sum()
+
+    def of_tokens(model: nn.Module, batch: Data) -> Tensor:
+        lp, mask, a = logprobs(model, batch), batch["mask"], batch["advantages"][:, None]
+        weight = (2 * (batch["proximal"] - batch["old"])).exp()
+        return -(weight * (lp - batch["proximal"]).exp() * a * mask).sum() / mask.sum()
+
+    step = policy_step(of_rows if counted == 1 else of_tokens)
+    step.knobs, step.terms, step.metrics = {}, {}, {}
+    lengths = torch.tensor([8, 7, 8, 7, 7])
+    attention = (torch.arange(12)[None] < 4 + lengths[:, None]).long()
+    mask = (attention[:, 1:] * (torch.arange(1, 12)[None] >= 4)).float()
+    step.batch = {**step.batch, "attention": attention, "mask": mask, "proximal": step.batch["old"] * 1.01}
+    step.batch.pop("ref")
+    step.roles = {r: k for r, k in step.roles.items() if r != "reference"} | {"proximal": "proximal"}
+    found = {f.subject: f for f in audit(step, laws=[ratio.LAW]).findings}["the correction's power"]
+    assert found.outcome == ("not applicable" if counted == 1 else "fails"), found
+
+
+def test_pairs_that_were_right_stay_right() -> None:
+    verdict = audit(dpo_step(dpo_loss))
+    assert verdict.holds, str(verdict)
