@@ -118,7 +118,7 @@ class AuditCallback(TrainerCallback):
             if what == "watch":
                 self._watches = False
                 if self.watch is not None:
-                    self.watch.__exit__(None, None, None)
+                    self.watch.__exit__(type(error), error, None)
             warnings.warn(f"the {what} {row.measured}; the run goes on without it.", WatchWarning, stacklevel=4)
 
     def _postponed(self, inputs: Any) -> bool:

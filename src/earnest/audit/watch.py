@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from earnest.audit.law import not_declared
 from earnest.audit.laws.liveness import idles, some
 from earnest.audit.probe import is_number, number
+from earnest.audit.pulse import Between, Mode, Pulse, hooked, unproved
 from earnest.audit.signals import Signals
 from earnest.audit.together import Together
 from earnest.audit.updates import Cleared, Norm, Rates
@@ -90,6 +91,7 @@ class Watch:
     moves: Sequence[str] = ()
     may_idle: Sequence[str] = ()
     signals: Signals = field(default_factory=Signals)
+    mode: Mode = field(default_factory=Mode)
     updates: int = 0
     looks: int = 0
 
@@ -104,12 +106,14 @@ class Watch:
         self._said: set[tuple[str, str, bool]] = set()
         self._handles: list[Any] = []
         self._cleared, self._norm, self._rates = Cleared(), Norm(), Rates()
+        self._pulse, self._between = Pulse(), Between()
 
     # --- the user's three calls ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
         for seen in WATCHED:
             seen.append(self)
+        self._pulse.began, self._pulse.ended = True, False
         if self.optimizer is not None:
             self._handles = [
                 self.optimizer.register_step_pre_hook(lambda *_: self.before_update()),
@@ -122,6 +126,9 @@ class Watch:
             handle.remove()
         self._handles = []
         self._cleared.stop()
+        self._pulse.ended = kind is None
+        if kind is None:
+            self._say_pulse()
 
     def terms(self, losses: Mapping[str, Tensor]) -> None:
         """Each term's share of the gradient, now and then: one more backward a term, so ⅔ % of the run at most."""
@@ -160,9 +167,14 @@ class Watch:
                 self._warn(finding)
         else:
             self.signals.check_names(signals)
+        self.mode.see(self.model)
         if self.optimizer is None:
             self.before_update()
-            self.updates += 1
+            self._end_update()
+            return
+        self._pulse.call(self.model, self.optimizer, self.updates, self.due)
+        if not self.updates and self._pulse.calls % STILL == 0:
+            self._say_pulse()
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that come when their update has been made."""
@@ -187,13 +199,15 @@ class Watch:
     def before_update(self) -> None:
         """Gradients are there and the parameters are still the old ones."""
         self._cleared.end()
+        self._between.end()
+        self.mode.see(self.model)
         if not self.due:
             return
         self.looks += 1
         if self.optimizer is not None:
             self._rates.look(self.optimizer)
             self._norm.look(self.optimizer)
-        gradients = False
+        gradients = found = False
         for name, p in self.model.named_parameters():
             if not p.requires_grad:
                 if name in self._seen:  # frozen on purpose, for now
@@ -206,6 +220,7 @@ class Watch:
             if p.grad is None:
                 continue
             size = float(p.grad.detach().abs().max()) if p.grad.numel() else 0.0
+            found = found or size != 0
             if not math.isfinite(size):
                 self._break(
                     "GL", f"gradient of {name}", f"{size} at update {self.updates + 1}", "finite",
@@ -217,6 +232,7 @@ class Watch:
                 seen.silent = 0
                 self._sampled(p, seen)
         self._rates.count(gradients)
+        self._pulse.look(found)
         if self.looks == PATIENCE or self.looks > STILL:
             self._warn(self._alive(), apart=self._late(self._dead()))
         for finding in self._updating():
@@ -248,7 +264,20 @@ class Watch:
                 self._warn(self._bits(), apart=self._late(self._still()))
             assert self.optimizer is not None
             self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
+            self._between.begin(self.model, self.optimizer)
+        self._end_update()
+
+    def _end_update(self) -> None:
+        self.mode.see(self.model)
+        self.mode.update()
         self.updates += 1
+        if self.mode.off >= STILL:
+            for finding in self.mode.findings():
+                self._warn(finding)
+
+    def _say_pulse(self) -> None:
+        for finding in self._pulse.findings(self.updates, self.looks):
+            self._warn(finding)
 
     def _dead(self) -> list[str]:
         """Without a gradient from the beginning, or in the last STILL looks; what comes back is alive again."""
@@ -276,7 +305,9 @@ class Watch:
 
     def verdict(self) -> Verdict:
         """Everything that was watched, up to now."""
-        return Verdict(tuple(self._findings()))
+        trained = self._pulse.gradients and self.updates
+        rows = self._findings() if trained else unproved(self._findings())
+        return Verdict((*self._pulse.findings(self.updates, self.looks), *rows))
 
     def _findings(self) -> Iterator[Finding]:
         yield from self._broken.values()
@@ -295,6 +326,8 @@ class Watch:
         if not self._shares:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
         yield from self._standing()
+        yield from self.mode.findings()
+        yield from self._between.findings()
         yield from self.signals.findings()
 
     def _standing(self) -> Iterator[Finding]:
@@ -388,12 +421,14 @@ def watch(
     moves: Sequence[str] = (),
     may_idle: Sequence[str] = (),
     all_supervised: bool = False,
+    may_eval: bool = False,
 ) -> Watch:
     """Watch a bare training loop; see the module's example. Several optimizers: a list, in the order of their
-    steps. ``all_supervised`` where prompts are meant to be supervised too (pre-training)."""
-    if isinstance(optimizer, Sequence):
-        optimizer = Together(*optimizer)
-    return Watch(model, optimizer, every, moves, may_idle, Signals(all_supervised=all_supervised))
+    steps. ``all_supervised`` where prompts are meant to be supervised too (pre-training), ``may_eval`` where the model
+    is meant to leave its training mode on the way."""
+    optimizer = Together(*map(hooked, optimizer)) if isinstance(optimizer, Sequence) else hooked(optimizer)
+    signals, mode = Signals(all_supervised=all_supervised), Mode(may_leave=may_eval)
+    return Watch(model, optimizer, every, moves, may_idle, signals, mode)
 
 
 def _sample(p: Tensor) -> Tensor:
