@@ -8,7 +8,6 @@ of its own cannot be seen, and so cannot be put back.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.restore import copied, kick_sizes, without_dropout
+from earnest.audit.restore import copied, kick_sizes, no_graph_asked, without_dropout
 from earnest.audit.restore import restored as restored
 from earnest.audit.restore import seeded as seeded
+from earnest.audit.restore import without_graph as without_graph
 from earnest.audit.step import Loss, Step, StepError
 from earnest.audit.verdict import Finding
 
@@ -157,7 +157,7 @@ class Probe:
         if self._state != "in training":  # what a forward pass wrote down must not reach the next one
             for buffer in self._buffers:
                 buffer.put_back()
-        with seeded(self.step.seed if seed is None else seed), torch.set_grad_enabled(graph), _no_graph_asked(graph):
+        with seeded(self.step.seed if seed is None else seed), torch.set_grad_enabled(graph), no_graph_asked(graph):
             return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
 
     def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Probe:
         assert step.logprobs is not None
         if self._state not in self._now:
             self.cost += 1 / 3
-            with seeded(step.seed), torch.no_grad(), _no_graph_asked(False):
+            with without_graph(step.seed):
                 self._now[self._state] = step.logprobs(step.model, fresh(step.batch)).detach()
         return self._now[self._state]
 
@@ -435,14 +435,3 @@ def is_number(value: Any) -> bool:
 
 def number(value: Any) -> float:
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
-
-
-@contextmanager
-def _no_graph_asked(graph: bool) -> Iterator[None]:
-    """Without a graph, reentrant checkpointing warns that its inputs ask for no gradient; here that is meant."""
-    if graph:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,24 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numeric)  # noqa: NPY002
+
+
+@contextmanager
+def no_graph_asked(graph: bool) -> Iterator[None]:
+    """Without a graph, reentrant checkpointing warns that its inputs ask for no gradient; here that is meant."""
+    if graph:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield
+
+
+@contextmanager
+def without_graph(seed: int) -> Iterator[None]:
+    """For one forward pass of the user's code that nothing is differentiated of."""
+    with seeded(seed), torch.no_grad(), no_graph_asked(False):
+        yield
 
 
 @contextmanager

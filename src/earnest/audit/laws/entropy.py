@@ -12,7 +12,7 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe, fresh, without_graph
 from earnest.audit.verdict import Finding
 
 SMALL = 1e-5  # of the metric: sums of unchanged numbers in another order; one token among thousands is above it
@@ -73,7 +73,7 @@ def _surprise(probe: Probe, batch: edits.Batch) -> float:
     step = probe.step
     assert step.logprobs is not None
     probe.cost += 1 / 3
-    with seeded(step.seed), torch.no_grad():
+    with without_graph(step.seed):
         now = step.logprobs(step.model, fresh(batch))
     on = edits.fit(edits.supervised(step), now)
     return -float((now if on is None else now * on).double().sum())

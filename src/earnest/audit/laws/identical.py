@@ -16,7 +16,7 @@ from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.clip_names import last
 from earnest.audit.laws.on_policy import on_policy
 from earnest.audit.laws.parts import Part, mixer, weakest
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe, fresh, without_graph
 from earnest.audit.verdict import Finding
 
 WEIGHTS = ("alpha", "beta", "jsd_beta", "jsd_alpha")
@@ -39,7 +39,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     key = step.roles["teacher"]
     with probe.kicked():
         base = on_policy(probe) if sampled else step.batch
-        with seeded(step.seed), torch.no_grad():
+        with without_graph(step.seed):
             own = step.student(step.model, fresh(step.batch)).detach()
         twin = own.to(step.batch[key].dtype).reshape(step.batch[key].shape)
         same = probe.kept_batch("the student as its teacher", lambda: {**base, key: twin})

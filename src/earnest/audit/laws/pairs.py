@@ -17,7 +17,7 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law, not_declared
 from earnest.audit.laws.clip_names import last
 from earnest.audit.laws.parts import Part, Pull, mixer, undeclared_weight, weakest
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe, fresh, seeded, without_graph
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
@@ -215,7 +215,7 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
 def _now(step: Step) -> list[Tensor]:
     """What the policy says of both answers."""
     assert step.logprobs is not None
-    with seeded(step.seed), torch.no_grad():
+    with without_graph(step.seed):
         return [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from earnest.audit.law import Law
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe, fresh, without_graph
 from earnest.audit.verdict import Finding
 
 
@@ -78,7 +77,7 @@ def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str
     heard = Heard(fresh(batch))
     probe.cost += 1 / 3
     try:
-        with seeded(probe.step.seed), torch.no_grad():
+        with without_graph(probe.step.seed):
             probe.step.loss(probe.step.model, heard, **probe.settings())
     except Exception:
         return []  # some code takes plain dicts only
