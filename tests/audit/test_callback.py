@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from earnest.audit import AuditCallback, LawBroken, StepError, WatchWarning
+from tests.audit import trainer_cases
 from tests.audit.trainer_cases import TRAINERS, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -148,3 +149,89 @@ def test_laws_that_cannot_be_checked_are_rows(tmp_path: Path) -> None:
 def test_without_a_trainer_it_says_so() -> None:
     with pytest.raises(StepError, match="for a bare loop use"):
         AuditCallback().on_train_begin(None, None, None)
+
+
+# --- columns and ends -------------------------------------------------------------------------------------------------
+
+
+def weighted(folder: Path, ask: str, callback: AuditCallback, **more: Any) -> Any:
+    """A dataset with a column that the model's forward does not take."""
+    trainer = plain(folder, 0, torch.float32, [callback], **more)
+    rows = trainer.train_dataset
+    trainer.train_dataset = rows.add_column("weights", [1.0 + i % 2 for i in range(len(rows))])
+    own = type(trainer).compute_loss
+
+    def compute_loss(this: Any, model: Any, inputs: Any, **more: Any) -> Any:
+        inputs = dict(inputs) if ask == "never" else inputs
+        weights = None
+        if ask == "get":
+            weights = inputs.get("weights")
+        elif ask == "pop":
+            weights = inputs.pop("weights", None)
+        elif ask == "in" and "weights" in inputs:
+            weights = inputs.pop("weights")
+        inputs = {k: v for k, v in inputs.items() if k != "weights"}
+        loss = own(this, model, inputs, **more)
+        return loss if weights is None else loss + 0.0 * weights.sum()
+
+    trainer.__class__ = type("Weighted", (type(trainer),), {"compute_loss": compute_loss})
+    return trainer
+
+
+@pytest.mark.parametrize("ask", ["get", "pop", "in", "never"])
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_column_that_is_asked_for_and_was_dropped_is_told(ask: str, removed: bool, tmp_path: Path) -> None:
+    callback = AuditCallback(quick=True)
+    weighted(tmp_path, ask, callback, remove_unused_columns=removed, max_steps=1).train()
+    assert callback.audited is not None and callback.audited.holds, str(callback.audited)
+    found = {f.subject: f.outcome for f in callback.audited.findings if f.subject.startswith("column")}
+    assert found == ({"column weights": "not declared"} if removed and ask != "never" else {})
+
+
+def by_attention(rows: Any) -> Any:
+    words = trainer_cases.tokenizer()
+    batch = words.pad([{k: v for k, v in row.items() if k != "labels"} for row in rows], return_tensors="pt")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("shared", [True, False], ids=["pad is eos", "pad is another"])
+def test_ends_that_are_masked_as_padding_are_seen(
+    shared: bool, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share(monkeypatch, shared)
+    outcomes = {}
+    for collator in (None, by_attention):
+        callback = AuditCallback(quick=True)
+        trainer = plain(tmp_path, 0, torch.float32, [callback], side=side)
+        trainer.data_collator = collator or trainer.data_collator
+        trainer.processing_class = trainer_cases.tokenizer(side)
+        trainer.train()
+        assert callback.watch is not None
+        found = {f.subject: f.outcome for f in callback.watch.verdict().findings}
+        outcomes[collator] = found.get("ends of answers, supervised")
+    assert outcomes == ({None: "fails", by_attention: "holds"} if shared else {None: None, by_attention: None})
+
+
+def share(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """The tokenizer's padding becomes its end token."""
+    own = trainer_cases.tokenizer
+
+    def tokenizer(side: str = "right") -> Any:
+        words = own(side)
+        if shared:
+            words.pad_token = words.eos_token
+        return words
+
+    monkeypatch.setattr(trainer_cases, "tokenizer", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["SFT", "GKD"])
+def test_released_trainers_supervise_their_ends(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share(monkeypatch, True)
+    callback = AuditCallback(quick=True)
+    TRAINERS[name](tmp_path, 0, torch.float32, [callback]).train()
+    assert callback.watch is not None
+    found = {f.subject: f.outcome for f in callback.watch.verdict().findings}
+    assert found.get("ends of answers, supervised") in ("holds", None)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from earnest.audit.batches import dropped, ends
 from earnest.audit.probe import fresh, restored, result_of, seeded
 from earnest.audit.restore import without_dropout
 from earnest.audit.run import LISTENERS, audit
@@ -136,7 +137,7 @@ class AuditCallback(TrainerCallback):
         with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
             step = step_of_trainer(self._trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick, progress=self.progress)
-            verdict += Verdict(tuple(self._counted(model, inputs, items)))
+            verdict += Verdict((*self._counted(model, inputs, items), *self._dropped(model, inputs, items)))
         if self.stop:
             verdict.raise_if_failed()
         for f in verdict.failures:
@@ -168,6 +169,13 @@ class AuditCallback(TrainerCallback):
             "times too long. Divide a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
         )  # fmt: skip
 
+    def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
+        def call(changed: Any) -> Any:
+            with torch.no_grad(), unchanged(self._trainer), without_dropout(model), seeded(0):
+                return self._own(model, changed, num_items_in_batch=items)
+
+        return dropped(self._trainer, fresh(inputs), call)
+
     def _signals(self, inputs: Any) -> dict[str, Any]:
         labels, mask = inputs.get("labels"), inputs.get("completion_mask")
         signals: dict[str, Any] = {}
@@ -175,6 +183,8 @@ class AuditCallback(TrainerCallback):
             signals["mask"] = labels != -100
         elif isinstance(mask, Tensor):
             signals["mask"] = mask
+        if self.watch is not None and self.watch.due and (closing := ends(self._trainer, inputs)) is not None:
+            signals["ends"] = closing
         shown = inputs.get("attention_mask")
         if isinstance(shown, Tensor) and asks_for_a_mask(self._trainer, inputs):
             signals["attention"] = shown

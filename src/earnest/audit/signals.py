@@ -14,7 +14,7 @@ from earnest.audit.step import StepError
 from earnest.audit.verdict import Finding
 from earnest.errors import nearest
 
-KNOWN = ("mask", "attention", "advantages", "group", "logprobs", "behaviour", "stale", "truncated")
+KNOWN = ("mask", "attention", "advantages", "group", "logprobs", "behaviour", "stale", "truncated", "ends")
 GAP = 0.1  # mean |log ratio| of an unchanged policy; engines in 16 bits differ by 0.01 to 0.05
 ENOUGH = 4  # looks before "always" is said
 
@@ -30,6 +30,8 @@ class Signals:
     groups: int = 0
     cut: int = 0
     answers: int = 0
+    ended: int = 0
+    endings: int = 0
     gap: float = 0.0  # the largest mean |log ratio| right after sampling
     all_supervised: bool = False  # prompts are meant to be supervised too
 
@@ -49,6 +51,7 @@ class Signals:
         ``behaviour``   the sampler's [B, T]
         ``stale``       updates since sampling, 0 by default
         ``truncated``   answers that hit the length limit [B]
+        ``ends``        1 where the token that ends a supervised answer is supervised [N]
         """
         self.check_names(signals)
         given = {k: v for k, v in signals.items() if isinstance(v, Tensor)}
@@ -61,6 +64,10 @@ class Signals:
             self._count("truncated")
             self.cut += int((given["truncated"] != 0).sum())
             self.answers += given["truncated"].numel()
+        if "ends" in given and given["ends"].numel():
+            self._count("ends")
+            self.ended += int((given["ends"] != 0).sum())
+            self.endings += given["ends"].numel()
         if "logprobs" in given and "behaviour" in given and not signals.get("stale"):
             self._mismatch(given["logprobs"], given["behaviour"], mask)
         yield from (f for f in self.findings() if f.outcome == "fails")
@@ -114,6 +121,13 @@ class Signals:
             full=True, empty=False,
             meaning="Every answer hits the length limit: none ever ends, and rewards see torn answers.",
         )  # fmt: skip
+        if self._seen("ends"):
+            yield self._share(
+                "CV", "ends of answers, supervised", self.ended, self.endings, self._seen("ends"), "ends=…", full=False,
+                meaning="No end token is ever supervised, though answers end with one: the model never learns to stop. "
+                "Where the padding token is the end token, a collator that masks the one masks the other: give the "
+                "tokenizer a padding token of its own, or mask by the attention mask.",
+            )  # fmt: skip
         if not self._seen("behaviour"):
             yield not_declared("LAW", "sampler = trainer", "logprobs=… and behaviour=…")
             return
