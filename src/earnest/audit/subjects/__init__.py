@@ -22,12 +22,12 @@ from earnest.audit.subjects.ema import Ema as Ema
 from earnest.audit.subjects.gae import GAE as GAE
 from earnest.audit.subjects.merge import Merge as Merge
 from earnest.audit.subjects.merge import MergedLayer as MergedLayer
+from earnest.audit.subjects.outer import OuterStep as OuterStep
 from earnest.audit.subjects.persistence import Resume as Resume
 from earnest.audit.subjects.persistence import RoundTrip as RoundTrip
 from earnest.audit.subjects.schedule import Schedule as Schedule
 from earnest.audit.subjects.update import Update as Update
 from earnest.audit.subjects.weights import Gather as Gather
-from earnest.audit.subjects.weights import OuterStep as OuterStep
 from earnest.audit.subjects.weights import Unbiased as Unbiased
 from earnest.audit.subjects.weights import WeightSync as WeightSync
 

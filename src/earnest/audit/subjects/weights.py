@@ -1,16 +1,14 @@
-"""Weights that are pushed to a sampler, averaged between replicas, thinned out or gathered.
+"""Weights that are pushed to a sampler, thinned out or gathered (averaged between replicas: ``outer``).
 
 WeightSync  after a push, probe log-probs follow a deliberate kick, and what was pushed has another hash
-OuterStep   one replica, outer SGD at lr 1 lands on the local weights; mixing knobs matter
 Unbiased    E[f(x)] = x, for every setting of a random thinning
 Gather      what every rank sent is what every rank has
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from earnest.audit.law import Law, not_declared
 from earnest.audit.restore import seeded
+from earnest.audit.subjects import outer
 from earnest.audit.subjects.base import gap, judged, largest, rounding, unjudged
 from earnest.audit.verdict import Finding
 
@@ -105,72 +104,6 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 @dataclass
-class OuterStep:
-    """``step(start, locals, **knobs)`` -> new global weights of a local-SGD round with outer SGD at learning rate 1.
-    ``precision`` is what replicas send, where that is coarser than the weights. A ``step`` with a memory (momentum) is
-    an object that can be deep-copied: every round of the audit begins from a copy."""
-
-    step: Callable[..., Tensor]
-    knobs: Mapping[str, float] = field(default_factory=dict)
-    size: int = 7
-    precision: torch.dtype | None = None
-
-    def check(self) -> Iterator[Finding]:
-        rng = torch.Generator().manual_seed(0)
-        start, one, two = (torch.randn(self.size, generator=rng) for _ in range(3))
-        landed = self._rounds(start, [[one]], self.knobs)[-1]
-        room = rounding(start, landed, precision=self.precision) * max(float(t.abs().max()) for t in (start, one, two))
-        off = float((landed - one).abs().max())
-        yield judged(
-            "LAW",
-            "one replica, outer lr 1",
-            f"lands {off:.2g} from the local weights",
-            f"0, up to {room:.1g}",
-            off <= room,
-            "One replica must end on its own weights. It does not: the pseudo-gradient has the wrong sign, or mixing "
-            "is off.",
-        )
-        mean = self._rounds(start, [[one, two]], self.knobs)[-1]
-        apart = float((mean - (one + two) / 2).abs().max())
-        yield judged(
-            "LAW",
-            "two replicas, outer lr 1",
-            f"{apart:.2g} from their mean",
-            f"0, up to {room:.1g}",
-            apart <= room,
-            "Two replicas do not end on their mean: one is left out, or the average is not over members.",
-        )
-        for knob, value in self.knobs.items():
-            # Plain momentum acts from the second round on; mixing shows where replicas differ.
-            ways = ([[one], [two]], [[one, two], [two, start]])
-            same = all(
-                all(map(torch.equal, self._rounds(start, way, self.knobs), self._rounds(start, way, other)))
-                for other in ({**self.knobs, knob: value + 0.3},)
-                for way in ways
-            )
-            yield judged(
-                "KG",
-                f"knob {knob}",
-                "no change in two rounds" if same else "it matters",
-                "it matters",
-                not same,
-                f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round.",
-            )
-
-    def _rounds(self, start: Tensor, ends: Sequence[Sequence[Tensor]], knobs: Mapping[str, float]) -> list[Tensor]:
-        """The global weights after each round, by a step without a past."""
-        try:
-            step = copy.deepcopy(self.step)
-        except Exception:  # what cannot be copied is taken to have no memory
-            step = self.step
-        found: list[Tensor] = []
-        for locals_ in ends:
-            start = step(start.clone(), [t.clone() for t in locals_], **knobs).detach().clone()
-            found.append(start)
-        return found
-
-
-@dataclass
 class Unbiased:
     """``fn(x, setting)`` thins or rounds x at random; its mean over many draws is x at every setting."""
 
@@ -246,17 +179,7 @@ LAWS = (
         "a stale clone), a base that drifts by merge and unmerge in bf16",
         check=WeightSync.check,
     ),
-    Law(
-        code="LAW",
-        name="outer step (OuterStep)",
-        sentence="At outer learning rate 1 one replica lands on its own weights and two on their mean; knobs matter.",
-        needs="step(start, locals, **knobs); precision where replicas send 16 bits",
-        how="Random weights in fp32, each time from a copy of the step; knobs are asked for two rounds. The tolerance "
-        "is rounding of the largest.",
-        traps="Outer momentum is 0 here: give it as a knob; without Nesterov it acts from the second round on.",
-        caught="a pseudo-gradient with the wrong sign, torchft #233 (alpha)",
-        check=OuterStep.check,
-    ),
+    outer.LAW,
     Law(
         code="LAW",
         name="thinning (Unbiased)",

@@ -1,0 +1,218 @@
+"""What subjects are asked beyond their formulas: memory, small moves, warm-ups, aliases. Defects beside right twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from earnest.audit import Ema, OuterStep, audit
+
+
+def failed(subject: Any) -> set[str]:
+    return {f.subject for f in audit(subject).failures}
+
+
+# --- outer steps ------------------------------------------------------------------------------------------------------
+
+
+class DiLoCo:
+    """Outer SGD with Nesterov momentum, as torch has it (which refuses momentum 0) or by hand."""
+
+    def __init__(self, anew: bool = False, torchs: bool = True, nesterov: bool = True) -> None:
+        self.anew, self.torchs, self.nesterov, self.memory = anew, torchs, nesterov, torch.zeros(7)
+
+    def __call__(self, start: Tensor, ends: list[Tensor], lr: float = 1.0, momentum: float = 0.0) -> Tensor:
+        pseudo = start - torch.stack(ends).mean(0)
+        memory = torch.zeros(7) if self.anew else self.memory
+        if self.torchs:
+            p = torch.nn.Parameter(start)
+            p.grad = pseudo
+            optimizer = torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=self.nesterov)
+            optimizer.state[p]["momentum_buffer"] = memory
+            optimizer.step()
+            self.memory = optimizer.state[p]["momentum_buffer"]
+            return p.detach()
+        self.memory = momentum * memory + pseudo
+        return start - lr * (pseudo + momentum * self.memory if self.nesterov else self.memory)
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    "knobs", [{"lr": 0.7, "momentum": 0.9}, {"momentum": 0.9}, {"lr": 0.7, "momentum": 0.3}], ids=str
+)
+def test_an_outer_step_with_the_knobs_of_its_run_holds(torchs: bool, nesterov: bool, knobs: dict[str, float]) -> None:
+    verdict = audit(OuterStep(DiLoCo(torchs=torchs, nesterov=nesterov), knobs))
+    assert verdict.holds, str(verdict)
+    forgets = failed(OuterStep(DiLoCo(anew=True, torchs=torchs, nesterov=nesterov), knobs))
+    assert forgets == ({"momentum remembers"} if nesterov else {"knob momentum"})
+
+
+def test_outer_knobs_of_other_names() -> None:
+    class Named(DiLoCo):
+        def __init__(self, sign: float = 1.0) -> None:
+            super().__init__(torchs=False)
+            self.sign = sign
+
+        def __call__(self, start: Tensor, ends: list[Tensor], **k: float) -> Tensor:  # type: ignore[override]
+            if not 0 <= k.get("outer_momentum", 0.0) < 1:
+                raise ValueError("outer_momentum has to be in [0, 1)")
+            ends = [start + self.sign * (e - start) for e in ends]
+            moved = super().__call__(start, ends, k.get("outer_lr", 1.0), k.get("outer_momentum", 0.0))
+            moved = moved - k.get("weight_decay", 0.0) * start
+            bound = k.get("max_norm", 1e9)
+            return start + (moved - start) * (bound / (moved - start).norm()).clamp(max=1.0)
+
+    for knobs in (
+        {"outer_lr": 0.7, "outer_momentum": 0.9},
+        {"outer_lr": 0.7, "outer_momentum": 0.9, "weight_decay": 0.1},
+        {"weight_decay": 0.1, "max_norm": 0.3},
+    ):
+        verdict = audit(OuterStep(Named(), knobs))
+        assert verdict.holds, str(verdict)
+        assert "one replica, outer lr 1" in {f.subject for f in verdict.findings if f.outcome == "holds"}
+    wrong = OuterStep(Named(-1.0), {"outer_lr": 0.7, "outer_momentum": 0.9})
+    assert {"one replica, outer lr 1", "two replicas, outer lr 1"} <= failed(wrong)
+
+
+def test_a_momentum_that_averages_weights_has_no_memory() -> None:
+    """start·m + mean·(1 - m): stateless, and right."""
+    assert audit(OuterStep(lambda s, e, momentum: torch.stack(e).mean(0).lerp(s, momentum), {"momentum": 0.9})).holds
+
+
+def test_outer_steps_that_are_no_plain_mean_are_not_judged_as_one() -> None:
+    class Adam:
+        def __init__(self) -> None:
+            self.m, self.v = torch.zeros(7), torch.zeros(7)
+
+        def __call__(self, start: Tensor, ends: list[Tensor], lr: float, beta1: float, beta2: float) -> Tensor:
+            pseudo = start - torch.stack(ends).mean(0)
+            self.m = beta1 * self.m + (1 - beta1) * pseudo
+            self.v = beta2 * self.v + (1 - beta2) * pseudo**2
+            return start - lr * self.m / (self.v.abs().sqrt() + 1e-3)
+
+    verdict = audit(OuterStep(Adam(), {"lr": 0.1, "beta1": 0.9, "beta2": 0.95}))
+    assert verdict.holds and "not applicable" in {f.outcome for f in verdict.findings}
+
+
+def test_a_memory_in_a_closure_is_one_too() -> None:
+    held: dict[str, Tensor] = {}
+
+    def step(start: Tensor, ends: list[Tensor], momentum: float, lr: float) -> Tensor:
+        pseudo = start - torch.stack(ends).mean(0)
+        held["m"] = momentum * held.get("m", torch.zeros(7)) + pseudo
+        return start - lr * (pseudo + momentum * held["m"])
+
+    assert audit(OuterStep(step, {"momentum": 0.9, "lr": 0.7})).holds
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_small_outer_moves_arrive(dtype: torch.dtype) -> None:
+    def kept(start: Tensor, ends: list[Tensor]) -> Tensor:
+        return (start - (start - torch.stack(ends).mean(0))).to(dtype)
+
+    coarse = dtype in (torch.bfloat16, torch.float16)
+    assert ("a small move" in failed(OuterStep(kept))) == coarse
+    assert audit(OuterStep(kept, precision=dtype if coarse else None)).holds
+
+
+def test_what_an_outer_step_raises_as_it_is_goes_through() -> None:
+    def step(start: Tensor, ends: list[Tensor]) -> Tensor:
+        raise RuntimeError("no group")
+
+    with pytest.raises(RuntimeError, match="no group"):
+        audit(OuterStep(step))
+
+
+# --- averages of weights ----------------------------------------------------------------------------------------------
+
+
+class Warm:
+    """decay = min(1 - rate, warm-up of the t-th update); ``swapped`` takes the rate for the decay."""
+
+    def __init__(self, how: str, swapped: bool = False, in_place: bool = True) -> None:
+        self.how, self.swapped, self.in_place, self.t = how, swapped, in_place, 0
+
+    def decay(self, wanted: float) -> float:
+        warm = {
+            "tensorflow": (1 + self.t) / (10 + self.t),
+            "diffusers": 1 - (1 + self.t) ** (-2 / 3),
+            "copies first": 0.0 if self.t < 100 else 1.0,
+        }[self.how]
+        self.t += 1
+        return min(wanted, warm)
+
+    def __call__(self, average: Tensor, current: Tensor, rate: float) -> Tensor | None:
+        decay = self.decay(rate if self.swapped else 1 - rate)
+        if self.in_place:
+            average.mul_(decay).add_(current, alpha=1 - decay)
+            return None
+        return decay * average + (1 - decay) * current
+
+
+@pytest.mark.parametrize("how", ["tensorflow", "diffusers", "copies first"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_average_may_warm_up(how: str, in_place: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        verdict = audit(Ema(Warm(how, in_place=in_place), dtype=dtype))
+        assert verdict.holds, str(verdict)
+        right = Warm(how, in_place=in_place)
+        assert audit(Ema(lambda a, c, r, u=right: u(a, c, r), dtype=dtype)).holds, "a count in a closure"
+    assert {"rate 0", "rate 0.0625"} <= failed(Ema(Warm(how, swapped=True, in_place=in_place)))
+
+
+def test_a_rate_that_nobody_reads_is_no_warm_up() -> None:
+    class Mean:
+        t = 0
+
+        def __call__(self, average: Tensor, current: Tensor, rate: float) -> Tensor:
+            self.t += 1
+            return average.lerp(current, 1 / self.t)
+
+    assert failed(Ema(Mean()))
+    assert {"rate 0", "rate 1"} <= failed(Ema(lambda a, c, r: a.lerp(c, 0.1)))
+
+
+MOVES = "many updates at rate "
+
+
+def rounded_at_random(x: Tensor) -> Tensor:
+    bits = x.float().contiguous().view(torch.int32)
+    return ((bits + torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)) & -65536).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1, 0.01, 1e-3, 1e-4])
+def test_an_average_in_16_bits_moves_or_is_told(rate: float) -> None:
+    def plain(a: Tensor, c: Tensor, r: float) -> Tensor:
+        return (1 - r) * a + r * c
+
+    assert audit(Ema(plain, rate=rate)).holds
+    assert audit(Ema(plain, rate=rate, dtype=torch.float64)).holds
+    assert audit(Ema(lambda a, c, r: a.lerp_(c, r), rate=rate)).holds
+    assert audit(
+        Ema(lambda a, c, r: rounded_at_random(plain(a.float(), c.float(), r)), rate=rate, dtype=torch.bfloat16)
+    ).holds
+    stuck = failed(Ema(lambda a, c, r: a.lerp_(c, r), rate=rate, dtype=torch.bfloat16))
+    if rate >= 0.1 or rate <= 1e-3:
+        assert stuck == ({f"{MOVES}{rate:g}"} if rate <= 1e-3 else set())
+
+
+def test_a_rate_that_is_not_declared_is_asked_for_in_16_bits() -> None:
+    rows = {f.subject: f.outcome for f in audit(Ema(lambda a, c, r: a.lerp_(c, r), dtype=torch.bfloat16)).findings}
+    assert rows["many updates"] == "not declared"
+    assert not any(f.outcome == "not declared" for f in audit(Ema(lambda a, c, r: a.lerp_(c, r))).findings)
+
+
+def test_an_average_leaves_the_current_weights_alone() -> None:
+    def both(a: Tensor, c: Tensor, r: float) -> None:
+        a.lerp_(c, r)
+        c.copy_(a)
+
+    def scaled(a: Tensor, c: Tensor, r: float) -> Tensor:
+        return a.mul_(1 - r).add_(c.mul_(r))
+
+    for wrong in (both, scaled):
+        assert failed(Ema(wrong)) == {"the current weights afterwards"}
