@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from earnest.audit import Ema, OuterStep, audit
+from earnest.audit import Accumulation, Ema, Merge, OuterStep, audit
+from tests.audit.steps import sft_loss, sft_step
 
 
 def failed(subject: Any) -> set[str]:
@@ -216,3 +217,100 @@ def test_an_average_leaves_the_current_weights_alone() -> None:
 
     for wrong in (both, scaled):
         assert failed(Ema(wrong)) == {"the current weights afterwards"}
+
+
+# --- what a call leaves behind ----------------------------------------------------------------------------------------
+
+
+class Accumulate:
+    """The whole batch's mean, and what is kept of the last call."""
+
+    def __init__(self, keeps: str = "") -> None:
+        self.keeps, self.calls, self.total, self.scale = keeps, 0, 0, 1.0
+        self.held: list[Tensor] = []
+        self.noise = torch.Generator().manual_seed(0)
+
+    def __call__(self, model: nn.Module, batches: Any) -> None:
+        counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+        self.total = sum(counts) + (self.total if self.keeps == "the count" else 0)
+        self.calls += 1
+        for batch, count in zip(batches, counts, strict=True):
+            loss = sft_loss(model, batch)[0] * count / self.total
+            if self.keeps == "every other call":
+                loss = loss * (1 + self.calls % 2)
+            if self.keeps == "a running scale":
+                self.scale = 0.9 * self.scale + 0.1 * float(loss.detach())
+                loss = loss / self.scale
+            if self.keeps == "its own noise":
+                loss = loss * (1 + 0.1 * torch.randn((), generator=self.noise))
+            loss.backward()
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        if self.keeps == "all gradients" and self.held:
+            own = [a + b for a, b in zip(own, self.held, strict=True)]
+        if self.keeps in ("all gradients", "the last gradient"):
+            for p, g, old in zip(model.parameters(), own, self.held or [0 * g for g in own], strict=True):
+                p.grad = g if self.keeps == "all gradients" else g + old
+            self.held = own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keeps", ["", "the count", "every other call", "all gradients", "the last gradient"])
+def test_accumulation_leaves_nothing_behind(keeps: str, dtype: torch.dtype) -> None:
+    step = sft_step(dtype=dtype)
+    seen = failed(Accumulation(step.model, Accumulate(keeps), step.batch))
+    assert ("the same batch again" in seen) == bool(keeps), seen
+    again = failed(Accumulation(step.model, Accumulate(keeps), step.batch, stateful=True))
+    assert "the same batch again" not in again and bool(keeps) >= bool(again)
+
+
+@pytest.mark.parametrize("keeps", ["a running scale", "its own noise"])
+def test_noise_and_running_statistics_are_no_fault(keeps: str) -> None:
+    step = sft_step()
+    verdict = audit(Accumulation(step.model, Accumulate(keeps), step.batch))
+    assert not verdict.failures, str(verdict)
+
+
+def test_buffers_that_a_forward_pass_writes_are_no_state_of_the_accumulation() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 1)
+            self.register_buffer("size", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.lin(x / self.size)
+            self.size.copy_(0.5 * self.size + 0.5 * 3.0)  # type: ignore[operator]
+            return out
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        rows = sum(len(b["x"]) for b in batches)
+        for b in batches:
+            kept = model.size.clone()  # type: ignore[operator]
+            (model(b["x"]).sum() / rows).backward()
+            model.size.copy_(kept) if b is not batches[-1] else None  # type: ignore[operator]
+
+    batch = {"x": torch.randn(6, 6, generator=torch.Generator().manual_seed(0))}
+    assert audit(Accumulation(Normed(), accumulate, batch)).holds
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_merge_that_writes_into_its_base_is_seen(writes: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    w, a, b = (torch.randn(s, generator=rng) for s in ((8, 8), (3, 8), (8, 3)))
+    first = w.clone()
+
+    def delta(s: float) -> Tensor:
+        merged = w if writes else w.clone()
+        merged += s * (b @ a)
+        return merged - first
+
+    seen = failed(Merge(delta))
+    assert ("merge(1) again" in seen) == writes, seen
+    other = a.clone()
+
+    def scaled(s: float) -> Tensor:
+        kept = a if writes else other.clone()
+        kept.mul_(1.5)
+        return s * (b @ kept)
+
+    assert ("merge(1) again" in failed(Merge(scaled))) == writes

@@ -1,6 +1,7 @@
 """Accumulation: many small backward passes, or many ranks, must leave the whole batch's gradient.
 
-accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut
+accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut;
+and the same again, when it is asked again
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from earnest.audit.subjects.base import (
 )
 from earnest.audit.verdict import Finding
 
+SAME = 16  # units in the last place: two calls that did the same; as many times that, and they did not
+LEFT = 0.25  # in 16 bits a multiple of the unit would let anything pass
+
 
 @dataclass
 class Accumulation:
     """``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are uneven row
     counts. ``rows_interact``: a part of the loss is taken per micro-batch by design (a router's load balancing).
-    ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show it."""
+    ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show it.
+    ``stateful=True``: one call changes the next by design (a running statistic beside the model)."""
 
     model: nn.Module
     accumulate: Callable[[nn.Module, Sequence[Mapping[str, Any]]], Any]
@@ -46,6 +51,7 @@ class Accumulation:
     seed: int = 0
     rows_interact: bool = False
     precision: torch.dtype | None = None
+    stateful: bool = False
 
     def check(self) -> Iterator[Finding]:
         rows = rows_of(self.batch)
@@ -59,8 +65,9 @@ class Accumulation:
         with restored(self.model, None), without_dropout(self.model):  # other parts would get other masks
             with noticing(self.model) as seen:
                 whole, again = self._gradient([self.batch]), self._gradient([self.batch])
-            parts = self._gradient(list(cut(self.batch, rows, split)))
             precision = self.precision or coarsest(seen)
+            twice = self._twice(whole, again, precision)
+            parts = self._gradient(list(cut(self.batch, rows, split)))
             room = self._room(whole, precision) if self.tolerance is None else self.tolerance
         room = max(room, 8 * whole.distance(again))
         off, factor = whole.distance(parts), parts.best_scale(whole)
@@ -74,6 +81,34 @@ class Accumulation:
             "done twice, gradients cleared or clipped between the parts, or only the last part counts. A loss that is "
             "taken per micro-batch by design declares rows_interact=True.",
         )
+        if not self.stateful:
+            yield twice
+
+    def _twice(self, whole: Gradient, again: Gradient, precision: torch.dtype | None) -> Finding:
+        """Of two calls that differ, a third says how. Where it repeats one of them, or the calls are as 1 : 2 : 3, a
+        call has left something behind; noise, or a statistic that runs, does neither."""
+        eps = [torch.finfo(p.dtype).eps for p in self.model.parameters() if p.is_floating_point()]
+        same = SAME * max([*eps, *([torch.finfo(precision).eps] if precision is not None else [])], default=0.0)
+        off, room = whole.distance(again), min(LEFT, SAME * same)
+        subject, measured = "the same batch again", f"gradient off by {whole.distance(again):.2g}"
+        if off <= room:
+            return judged("SE", subject, measured, f"≤ {room:.1g}", True, "")
+        third = self._gradient([self.batch])
+        repeats = min(whole.distance(third), again.distance(third)) <= min(same, room / 2)
+        counted = any(
+            all(whole.times(n**power).distance(g) <= min(same, room / 2) for n, g in ((2, again), (3, third)))
+            for power in (1, -1)
+        )
+        if not (repeats or counted):
+            return unjudged(
+                "SE", subject, f"{measured}, and another way each time",
+                "Every call gives another gradient: noise, or a statistic that runs. The tolerance is as wide as that.",
+            )  # fmt: skip
+        return judged(
+            "SE", subject, measured, f"≤ {room:.1g}", False,
+            "The same batch on the same weights gives another gradient the second time: a count, a sum or a gradient "
+            "of the last call is still there. (Where that is meant, declare stateful=True.)",
+        )  # fmt: skip
 
     def _room(self, whole: Gradient, precision: torch.dtype | None) -> float:
         """From the dtype and the problem: how well this gradient is conditioned."""
@@ -81,20 +116,21 @@ class Accumulation:
         return room_of(whole.distance(self._gradient([self.batch])), unit)
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:
-        for p in self.model.parameters():
-            p.grad = None
-        with seeded(self.seed), torch.enable_grad():
-            self.accumulate(self.model, [fresh(b) for b in batches])
-        return left_in(self.model)
+        with restored(self.model, None):  # what a forward pass writes into buffers is no state of the accumulation
+            for p in self.model.parameters():
+                p.grad = None
+            with seeded(self.seed), torch.enable_grad():
+                self.accumulate(self.model, [fresh(b) for b in batches])
+            return left_in(self.model)
 
 
 LAW = Law(
     code="SE",
     name="accumulation (Accumulation)",
-    sentence="Many small backward passes, or many ranks, leave the whole batch's gradient.",
+    sentence="Many small backward passes, or many ranks, leave the whole batch's gradient, and the next call too.",
     needs="accumulate(model, batches) and a batch; precision where it is coarser and no module shows it",
-    how="The batch in one piece and cut unevenly; the tolerance is 16 times (8 in 16 bits) what one unit in the last "
-    "place does.",
+    how="The batch in one piece, again, and cut unevenly; the tolerance is 16 times (8 in 16 bits) what one unit in "
+    "the last place does.",
     traps="Even cuts hide a mean of means. A loss that is taken per micro-batch by design (load balancing) declares "
     "rows_interact=True. A clip that does not bind is not seen here: Update makes it bind.",
     caught="transformers gradient accumulation (a mean of means), gradients cleared between requests",

@@ -1,6 +1,6 @@
 """Adapters that are merged into their layers.
 
-Merge        merged = unmerged; merge(-w) = -merge(w)
+Merge        merged = unmerged; merge(-w) = -merge(w); asked again it is the same
 MergedLayer  merging, once or twice, and unmerging leave what the layer says
 """
 
@@ -31,7 +31,7 @@ class Merge:
     linear: bool = True
 
     def check(self) -> Iterator[Finding]:
-        one = self.delta(1.0)
+        one = self.delta(1.0).detach().clone()
         size = max(largest(one.abs()), 1e-12)
         room = self._room(one, size) if self.tolerance is None else self.tolerance
         yield judged(
@@ -44,6 +44,15 @@ class Merge:
         )
         if self.linear:
             yield from self._linear(one, size, room)
+        again = largest(gap(self.delta(1.0), one)) / size
+        yield judged(
+            "LAW",
+            "merge(1) again",
+            f"off by {again:.2g}",
+            f"≤ {room:.1g}",
+            again <= room,
+            "Asked again, merging adds something else: the base or the adapter was written into by the last merge.",
+        )
         if self.applied is not None:
             apart = largest(gap(self.applied(1.0), one)) / size
             yield judged(
@@ -133,7 +142,7 @@ LAWS = (
     Law(
         code="LAW",
         name="merge (Merge)",
-        sentence="merge(-w) = -merge(w), merge(½) = ½·merge(1), and merged = unmerged.",
+        sentence="merge(-w) = -merge(w), merge(½) = ½·merge(1), merge(1) is the same again, and merged = unmerged.",
         needs="delta(w); applied(w) for the unmerged effect; linear=False for DoRA",
         how="Differences of the merged weights. The tolerance is their dtype's rounding, or 16 times what a weight of "
         "1 ± 2⁻¹² misses by, where a small difference is written into large weights.",
