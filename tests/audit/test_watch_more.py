@@ -118,6 +118,23 @@ def test_another_optimizer_is_said_while_the_run_goes_on() -> None:
         run()
 
 
+@pytest.mark.parametrize("steps", [3, MANY])
+def test_the_last_of_several_optimizers_has_to_step(steps: int) -> None:
+    model = Tiny(0)
+    parts = [[p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False)]
+    each = [torch.optim.SGD(ps, lr=0.05) for ps in parts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WatchWarning)
+        with watch(model, each) as w:
+            for number in range(steps):
+                backward(model, w, number)
+                each[0].step()
+                model.zero_grad()
+    verdict = w.verdict()
+    assert not verdict.holds and row(verdict, "the optimizer's steps").measured == f"{steps} began, none ended"
+    assert (row(verdict, "the optimizer's steps").outcome == "fails") == (steps >= MANY)
+
+
 def test_a_watch_that_was_never_begun_says_so() -> None:
     model = Tiny(0)
     optimizer = sgd(model)
@@ -185,6 +202,57 @@ def with_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, w: Watch)
 
         w.step(closure(), {"kl": number}, **SIGNALS)
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "clears"), [(torch.optim.LBFGS, "inside"), (torch.optim.SGD, "inside"), (torch.optim.SGD, "outside")]
+)
+def test_a_closure_makes_its_gradients_inside_the_step(kind: Any, clears: str, by_name: bool) -> None:
+    """Lightning's loop, and that of LBFGS: the run is the same with and without a watch."""
+    ends = []
+    for watched in (True, False):
+        model = Tiny(0)
+        optimizer = kind(model.parameters(), lr=0.05)
+        with watch(model, optimizer, every=1) as w:
+            if not watched:
+                w.__exit__(None, None, None)
+            for number in range(6):
+
+                def closure(
+                    m: Any = model, o: Any = optimizer, n: int = number, on: Any = w if watched else None
+                ) -> Any:
+                    if clears == "inside":
+                        o.zero_grad()
+                    loss = sft_loss(m, BATCH)[0]
+                    loss.backward()
+                    if on is not None:
+                        on.step(loss, {"kl": loss.item() + n}, **SIGNALS)
+                    return loss
+
+                optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+                if clears == "outside":
+                    optimizer.zero_grad()
+        assert not watched or (w.verdict().holds and w.updates == 6), str(w.verdict())
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(a.equal(b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("power", [0, 100, 126])
+def test_a_scaler_may_skip_its_first_steps(power: int) -> None:
+    model = Tiny(0)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power, backoff_factor=2.0**-6)
+    with watch(model, optimizer, every=1) as w:
+        for number in range(16):
+            loss = sft_loss(model, BATCH)[0] * 64
+            scaler.scale(loss).backward()
+            w.step(loss, {"kl": number}, **SIGNALS)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert w.verdict().holds and (w.updates < 16) == (power == 126), (str(w.verdict()), w.updates)
 
 
 def skipped(model: nn.Module, optimizer: torch.optim.Optimizer, w: Watch) -> None:

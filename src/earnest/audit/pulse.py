@@ -3,7 +3,7 @@ training mode that is not lost on the way, and who else moves the parameters bet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,11 +27,33 @@ def hooked(optimizer: Any) -> Any:
     return optimizer
 
 
+def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """For a hook before the optimizer's step: ``act`` when gradients are there. That is now, or, where a closure makes
+    them inside the step, when it has been called for the first time; then what the step is called with instead."""
+    place = 1 if len(args) > 1 else None
+    closure = args[1] if place else kwargs.get("closure")
+    if closure is None:
+        act()
+        return None
+    calls = 0
+
+    def followed() -> Any:
+        nonlocal calls
+        loss = closure()
+        calls += 1
+        if calls == 1:
+            act()
+        return loss
+
+    return ((args[0], followed, *args[2:]), kwargs) if place else (args, {**kwargs, "closure": followed})
+
+
 @dataclass
 class Pulse:
     """Calls of ``w.step`` beside steps of the optimizer."""
 
     calls: int = 0
+    steps: int = 0  # of the optimizer, that began
     began: bool = False
     ended: bool = False  # the loop was left, and nothing had been raised
     gradients: int = 0  # looks with a gradient
@@ -39,9 +61,9 @@ class Pulse:
     _there: bool = False
     _first: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def call(self, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int, due: bool) -> None:
+    def call(self, model: nn.Module, optimizer: torch.optim.Optimizer, due: bool) -> None:
         self.calls += 1
-        if updates:
+        if self.steps:
             self._first = []
         elif self.calls == 1:
             self._first = sampled(model, optimizer)
@@ -56,8 +78,14 @@ class Pulse:
         self._there = False
 
     def findings(self, updates: int, looks: int) -> Iterator[Finding]:
-        if self.calls and not updates:
+        if self.calls and not self.steps:
             yield self._stepping()
+        elif self.steps and not updates:
+            yield Finding(
+                "GL", "the optimizer's steps", f"{self.steps} began, none ended", "each ends",
+                "fails" if self.ended and self.steps >= MANY else "not applicable",
+                "Of several optimizers the first one steps and the last one never does.",
+            )  # fmt: skip
         elif looks and not self.gradients:
             sure = self.bare == looks >= ENOUGH
             yield Finding(

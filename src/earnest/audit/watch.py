@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from earnest.audit.law import not_declared
 from earnest.audit.laws.liveness import idles, some
 from earnest.audit.probe import is_number, number
-from earnest.audit.pulse import Between, Mode, Pulse, hooked, unproved
+from earnest.audit.pulse import Between, Mode, Pulse, at_gradients, hooked, unproved
 from earnest.audit.signals import Signals
 from earnest.audit.together import Together
 from earnest.audit.updates import Cleared, Norm, Rates
@@ -116,7 +116,7 @@ class Watch:
         self._pulse.began, self._pulse.ended = True, False
         if self.optimizer is not None:
             self._handles = [
-                self.optimizer.register_step_pre_hook(lambda *_: self.before_update()),
+                self.optimizer.register_step_pre_hook(lambda _, *call: at_gradients(self.before_update, *call)),
                 self.optimizer.register_step_post_hook(lambda *_: self.after_update()),
             ]
         return self
@@ -172,8 +172,8 @@ class Watch:
             self.before_update()
             self._end_update()
             return
-        self._pulse.call(self.model, self.optimizer, self.updates, self.due)
-        if not self.updates and self._pulse.calls % STILL == 0:
+        self._pulse.call(self.model, self.optimizer, self.due)
+        if not self._pulse.steps and self._pulse.calls % STILL == 0:
             self._say_pulse()
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
@@ -198,6 +198,7 @@ class Watch:
 
     def before_update(self) -> None:
         """Gradients are there and the parameters are still the old ones."""
+        self._pulse.steps += 1
         self._cleared.end()
         self._between.end()
         self.mode.see(self.model)
