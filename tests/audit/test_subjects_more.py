@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Accumulation, Ema, Merge, OuterStep, audit
+from earnest.audit import Accumulation, Census, Ema, Gather, Merge, OuterStep, Resume, RoundTrip, Schedule, audit
 from tests.audit.steps import sft_loss, sft_step
 
 
@@ -314,3 +317,153 @@ def test_a_merge_that_writes_into_its_base_is_seen(writes: bool) -> None:
         return s * (b @ kept)
 
     assert ("merge(1) again" in failed(Merge(scaled))) == writes
+
+
+# --- what was saved stays as it was -----------------------------------------------------------------------------------
+
+
+def shaken(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+
+
+def held(copies: bool, kick: Any = shaken) -> RoundTrip:
+    """A checkpoint that is kept in memory, of copies or of the live tensors."""
+    shelf: dict[str, Any] = {}
+
+    def save(model: nn.Module, folder: Path) -> None:
+        shelf[str(folder)] = {k: v.clone() if copies else v for k, v in model.state_dict().items()}
+
+    return RoundTrip(
+        lambda: nn.Linear(4, 3), kick, save, lambda m, f: m.load_state_dict(shelf[str(f)]),
+        lambda m: torch.cat([p.detach().flatten() for p in m.parameters()]),
+    )  # fmt: skip
+
+
+GOES_ON = "load, after the saved one went on"
+
+
+def test_a_checkpoint_does_not_follow_the_live_model() -> None:
+    assert audit(held(True)).holds
+    assert failed(held(False)) == {GOES_ON}
+
+
+def test_a_kick_that_is_always_the_same_asks_nothing() -> None:
+    def always(model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.5)
+
+    verdict = audit(held(False, always))
+    assert verdict.holds and GOES_ON not in {f.subject for f in verdict.findings}
+
+
+class Momentum:
+    def __init__(self) -> None:
+        self.w, self.place = torch.zeros(5, requires_grad=True), 0
+        self.optimizer = torch.optim.SGD([self.w], lr=0.1, momentum=0.9)
+
+    def go(self, steps: int) -> list[int]:
+        seen = list(range(self.place, self.place + steps))
+        for place in seen:
+            goal = torch.randn(5, generator=torch.Generator().manual_seed(place))
+            ((self.w - goal) ** 2).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.place += steps
+        return seen
+
+
+@pytest.mark.parametrize("kept", ["copies", "the live weights", "files"])
+def test_a_resume_comes_from_what_was_saved(kept: str) -> None:
+    shelf: dict[str, Any] = {}
+
+    def save(run: Momentum, folder: Path) -> None:
+        state = (run.w.detach(), run.optimizer.state_dict(), run.place)
+        if kept == "files":
+            torch.save(state, folder / "run")
+        shelf[str(folder)] = state if kept == "the live weights" else copy.deepcopy(state)
+
+    def load(run: Momentum, folder: Path) -> None:
+        w, optimizer, run.place = torch.load(folder / "run") if kept == "files" else shelf[str(folder)]
+        with torch.no_grad():
+            run.w.copy_(w)
+        run.optimizer.load_state_dict(copy.deepcopy(optimizer))
+
+    seen = failed(Resume(Momentum, Momentum.go, save, load, lambda r: r.w.detach()))
+    assert seen == ({"load, after the saved run went on"} if kept == "the live weights" else set())
+
+
+# --- schedules, ranks, names ------------------------------------------------------------------------------------------
+
+
+def warm(total: int, shape: str, cycles: float = 0.5, steps: int = 5) -> list[float]:
+    found = []
+    for k in range(total):
+        x = max(0, k - steps) / max(1, total - steps - 1)
+        after = {
+            "cosine": 0.5 * (1 + math.cos(2 * math.pi * cycles * x)),
+            "linear": 1 - x,
+            "stable": min(1.0, 4 * (1 - x)),
+            "root": math.sqrt(1 / (1 + 400 * x)),
+        }[shape]
+        found.append((k + 1) / (steps + 1) if k < steps else after)
+    return found
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "stable", "root"])
+@pytest.mark.parametrize("total", [13, 40, 400])
+def test_a_schedule_falls_after_its_warm_up(shape: str, total: int) -> None:
+    final = warm(total, shape)[-1]
+    assert audit(Schedule(lambda t, _: warm(t, shape), 1.0, final, total, warmup=5)).holds
+
+
+def test_a_schedule_that_rises_again_is_seen() -> None:
+    """Cycles of a cosine where half of one is meant."""
+    again = Schedule(lambda t, _: warm(t, "cosine", 1.5), 1.0, 0.0, warmup=5)
+    assert failed(again) == {"after the warm-up"}
+    assert audit(Schedule(lambda t, _: warm(t, "cosine", 1.5), 1.0, 0.0, warmup=5, restarts=True)).holds
+    assert audit(Schedule(lambda t, _: warm(t, "cosine", 1.5), 1.0, 0.0)).holds, "nothing is declared of its shape"
+
+
+def padded(values: list[Tensor], pad: float, by_value: bool) -> list[Tensor]:
+    """Padded to one width, and cut back by the lengths that were sent too, or by value."""
+    width = max(map(len, values)) + 1
+    wide = [torch.cat([v, v.new_full((width - len(v),), pad)]) for v in values]
+    return [w[w != pad] if by_value else w[: len(v)] for w, v in zip(wide, values, strict=True)]
+
+
+@pytest.mark.parametrize("pad", [0.0, -100.0, -1.0])
+def test_what_looks_like_padding_arrives(pad: float) -> None:
+    for ragged in (False, True):
+        assert audit(Gather(lambda v: padded(v, pad, False), ragged=ragged)).holds
+        assert failed(Gather(lambda v: padded(v, pad, True), ragged=ragged)) == {"values such as 0 and -100"}
+        assert audit(Gather(lambda v: padded(v, pad, True), ragged=ragged, padding=pad)).holds
+
+
+def test_twelve_ranks_arrive_in_the_order_of_their_numbers() -> None:
+    def named(values: list[Tensor], number: bool) -> list[Tensor]:
+        shelf = {f"rank{i}": v for i, v in enumerate(values)}
+        return [shelf[n] for n in sorted(shelf, key=(lambda n: int(n[4:])) if number else None)]
+
+    assert audit(Gather(lambda v: named(v, True))).holds
+    assert failed(Gather(lambda v: named(v, False))) == {"12 ranks"}
+    assert failed(Gather(lambda v: named(v, False), ranks=16))
+
+    def three(values: list[Tensor]) -> list[Tensor]:
+        a, b, c = values
+        return [a, b, c]
+
+    assert audit(Gather(three)).holds and audit(Gather(lambda v: v[:3])).holds, "a simulation of three ranks"
+
+
+def test_a_census_counts() -> None:
+    assert audit(Census({"a": 3, "b": 4}, {"b": 4, "a": 3}, "rows")).holds
+    assert failed(Census({"a": 3, "b": 4}, {"b": 5, "a": 3}, "rows")) == {"rows, how many"}
+    assert failed(Census({"a": 3, "b": 4}, {"b": 4}, "rows")) == {"rows"}
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert audit(Census(dict(one.named_parameters()), dict(two.named_parameters()))).holds, "values that are no numbers"
+    assert audit(Census("ab", "aabb")).holds, "a module has two factors, say"
+    assert failed(Census("ab", "aab", once=True)) == {"adapted modules, each once"}
+    assert audit(Census((n for n in "ab"), (n for n in "ba"), once=True)).holds

@@ -2,6 +2,7 @@
 
 RoundTrip   load(save(x)) gives the same outputs, from a kicked state, onto something else
 Resume      2N steps = N steps, save, load, N steps; bit for bit, the next batch included
+both        what was saved does not follow what is trained on
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from earnest.audit.restore import seeded
 from earnest.audit.subjects.base import gap, judged, largest, unjudged
 from earnest.audit.verdict import Finding
 
+FOLLOWS = (
+    "What was saved changes when training goes on: the save holds the live tensors (a state_dict() that is not copied, "
+    "a write that is still under way), and gives back what came later."
+)
+
 
 @dataclass
 class RoundTrip:
     """``make()`` gives a fresh object, ``kick(x)`` moves it away from birth, ``outputs(x)`` is what must survive.
+    ``save(x, folder)`` and ``load(x, folder)`` are handed a folder (a ``Path`` that exists and is empty) and name the
+    files in it themselves; ``load`` fills the ``x`` that it is handed, or returns another.
 
     Of modules, what is trainable, the dtypes and which tensors are one must survive too; ``for_training=False`` where
     ``load`` is for inference, and freezes or casts by design.
@@ -56,7 +64,8 @@ class RoundTrip:
             loaded = self.make()
             loaded = _which(loaded, self.load(loaded, Path(folder)))
             with torch.no_grad():
-                found = self.outputs(loaded)
+                found = self.outputs(loaded).clone()
+            follows = list(self._follows(kicked, Path(folder), wanted, found))
         off = largest(gap(found, wanted))
         yield judged(
             "RT",
@@ -67,8 +76,29 @@ class RoundTrip:
             "What is loaded is not what was saved: keys are missing or ignored, a tensor is re-initialised, or "
             "something that matters is not saved.",
         )
+        if off <= self.tolerance:
+            yield from follows
         if self.for_training and isinstance(kicked, nn.Module) and isinstance(loaded, nn.Module):
             yield from _structure(kicked, loaded)
+
+    def _follows(self, kicked: Any, folder: Path, wanted: Tensor, found: Tensor) -> Iterator[Finding]:
+        """Training goes on after a save: another kick of what was saved, and the same folder is loaded again."""
+        try:
+            self.kick(kicked)
+            loaded = self.make()
+            loaded = _which(loaded, self.load(loaded, folder))
+        except Exception:  # a kick or a load that is for once only
+            return
+        with torch.no_grad():
+            live, again = self.outputs(kicked), self.outputs(loaded)
+        moved = largest(gap(live, wanted))
+        if moved <= self.tolerance:
+            return
+        off = largest(gap(again, found))
+        yield judged(
+            "RT", "load, after the saved one went on", f"outputs off by {off:.2g} (it went on by {moved:.2g})",
+            f"≤ {self.tolerance:g}", off <= self.tolerance, FOLLOWS,
+        )  # fmt: skip
 
 
 def _which(made: Any, given: Any) -> Any:
@@ -110,7 +140,9 @@ def _first(parameters: Mapping[str, nn.Parameter], names: list[str]) -> dict[str
 @dataclass
 class Resume:
     """``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is
-    trained, averages of weights included. Both runs and the resumed one start from one state of the generators."""
+    trained, averages of weights included. ``save(x, folder)`` and ``load(x, folder)`` are handed a folder (a ``Path``
+    that exists and is empty) and name the files in it themselves; ``load`` fills the ``x`` that it is handed, or
+    returns another. Both runs and the resumed one start from one state of the generators."""
 
     make: Callable[[], Any]
     run: Callable[[Any, int], list[Any]]
@@ -132,7 +164,9 @@ class Resume:
             with seeded(self.seed):  # a new process begins from the seed again; what went on in between it must load
                 second = self.make()
                 second = _which(second, self.load(second, Path(folder)))
+                loaded = self.state(second).detach().clone()
                 seen_second = self.run(second, self.steps)
+            follows = list(self._follows(first, Path(folder), loaded))
         equal = torch.equal(self.state(straight), self.state(second))
         off = largest(gap(self.state(straight).double(), self.state(second).double()))
         yield judged(
@@ -152,11 +186,32 @@ class Resume:
             seen_second == seen[len(seen_first) :],
             "The data stream starts again, or skips, after a resume.",
         )
+        yield from follows
         if len(set(map(repr, seen))) == len(seen):
             yield unjudged(
                 "RT", "the end of an epoch", f"no datum came twice in {2 * self.steps} steps",
                 "A shuffle that is not restored shows only after an epoch has ended: give steps=… of an epoch or more.",
             )  # fmt: skip
+
+    def _follows(self, first: Any, folder: Path, loaded: Tensor) -> Iterator[Finding]:
+        """The saved run goes on, and the same folder is loaded again."""
+        before = self.state(first).detach().clone()
+        try:
+            with seeded(self.seed):
+                self.run(first, self.steps)
+            with seeded(self.seed):
+                third = self.make()
+                third = _which(third, self.load(third, folder))
+        except Exception:  # a run that was ended by its save, a folder that is loaded once
+            return
+        if torch.equal(self.state(first), before):
+            return
+        again = self.state(third).detach()
+        off = largest(gap(again.double(), loaded.double()))
+        yield judged(
+            "RT", "load, after the saved run went on", f"off by {off:.2g}", "bit-equal", torch.equal(again, loaded),
+            FOLLOWS,
+        )  # fmt: skip
 
 
 LAWS = (
@@ -165,8 +220,8 @@ LAWS = (
         name="save and load (RoundTrip)",
         sentence="What is loaded is what was saved; of modules also what is trainable, the dtypes and the ties.",
         needs="make, kick, save, load, outputs",
-        how="Saved from a kicked state, loaded onto a fresh object, outputs compared; that the kick moved the outputs "
-        "is checked as MU.",
+        how="Saved from a kicked state, loaded onto a fresh object, outputs compared, and again after another kick of "
+        "what was saved; that the kick moved the outputs is checked as MU.",
         traps="From birth a save that loses everything passes, hence the kick. A load for inference freezes by design: "
         "for_training=False.",
         caught="an empty state dict, keys that are ignored, a tensor that is made anew, PEFT #282 and TRL #6700 (an "
@@ -178,7 +233,8 @@ LAWS = (
         name="resume (Resume)",
         sentence="2N steps are N steps, a save, a load and N steps, bit for bit, the next data included.",
         needs="make, run, save, load, state",
-        how="Both runs, their states and the data that they saw are compared; each begins from the same seed.",
+        how="Both runs, their states and the data that they saw are compared; each begins from the same seed. What was "
+        "saved is loaded again after the saved run went on.",
         traps="Other thread counts sum in another order: resume on the same number. What ends with an epoch shows only "
         "in runs of more than one; the verdict says where none ended.",
         caught="moments, schedules, random states or data streams that start afresh",

@@ -1,7 +1,7 @@
 """A learning-rate schedule: planned for optimizer steps, the same for one rank and for many.
 
-lr(k, total) rises in the warm-up (where one is declared), is at its peak after it, and reaches its end at k = total,
-not before; each parameter group has its own peak and end
+lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its end
+at k = total, not before; each parameter group has its own peak and end
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from earnest.audit.law import Law, not_declared
 from earnest.audit.subjects.base import judged
 from earnest.audit.verdict import Finding
 
+ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
+
 
 @dataclass
 class Schedule:
     """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number a step, or one a group: then ``peak`` and ``final`` may have one a group too. ``warmup`` is the
-    number of steps in which the rate rises."""
+    number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design."""
 
     rates: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]]
     peak: float | Sequence[float]
     final: float | Sequence[float]
     total: int = 40
     warmup: int | None = None
+    restarts: bool = False
 
     def check(self) -> Iterator[Finding]:
         one, many = list(self.rates(self.total, 1)), list(self.rates(self.total, 4))
@@ -85,6 +88,8 @@ class Schedule:
         )
         if self.warmup is not None:
             yield self._warm(one, top, of)
+            if not self.restarts:
+                yield self._falls(one, top, of)
 
     def _warm(self, one: list[float], top: float, of: str) -> Finding:
         """The top comes at the end of the warm-up; a step early or late is how steps are counted."""
@@ -100,6 +105,18 @@ class Schedule:
             holds,
             "The warm-up is not the one that was declared: it is read as 0, or counted in epochs, ranks or "
             "micro-batches.",
+        )
+
+    def _falls(self, one: list[float], top: float, of: str) -> Finding:
+        rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= one.index(top) and b > a + ROUNDED * top]
+        return judged(
+            "MR",
+            f"after the warm-up{of}",
+            f"it rises again at step {rises[0]}" if rises else "it never rises again",
+            "it never rises again",
+            not rises,
+            "The rate rises again after its top: a cycle longer or shorter than the run, or a warm-up that begins anew "
+            "(on a resume, say). Restarts that are meant declare restarts=True.",
         )
 
 
@@ -118,8 +135,9 @@ LAW = Law(
     code="MR",
     name="schedule (Schedule)",
     sentence="A schedule has as many steps as there are updates, reaches its peak and, at the end, its end; for one "
-    "rank and for many, for every group; a declared warm-up happens.",
-    needs="rates(total, ranks), peak, final; warmup; a rate a group, where there are groups",
+    "rank and for many, for every group; a declared warm-up happens, and happens once.",
+    needs="rates(total, ranks), peak, final; warmup; restarts=True where it rises again; a rate a group, where there "
+    "are groups",
     how="The learning rates of a whole run, for 1 rank and for 4.",
     traps="Peak and end may be missed by a tenth of the peak: warm-ups that start at 1/n do. The end may also be "
     "missed by one and a half times the last step's change.",

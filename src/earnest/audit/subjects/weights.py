@@ -20,6 +20,8 @@ from earnest.audit.subjects import outer
 from earnest.audit.subjects.base import gap, judged, largest, rounding, unjudged
 from earnest.audit.verdict import Finding
 
+MANY = 12  # ranks: one more digit
+ODD = (0.0, -100.0, -1.0)
 OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights says the same, in any dtype
 
 
@@ -134,22 +136,51 @@ class Unbiased:
 
 @dataclass
 class Gather:
-    """``gather(values)`` simulates ranks that send one tensor each and returns what a rank receives. ``ragged`` where
-    ranks may send different lengths."""
+    """``gather(values)`` simulates ranks that send one tensor each, as many as there are values, and returns what a
+    rank receives. ``ragged`` where ranks may send different lengths. ``padding``: a value that no rank ever sends, and
+    that may be taken for padding; without it every value has to arrive."""
 
     gather: Callable[[list[Tensor]], Sequence[Tensor]]
     ranks: int = 3
     ragged: bool = False
+    padding: float | None = None
 
     def check(self) -> Iterator[Finding]:
-        yield self._row("ranks", [3] * self.ranks)
+        plain = self._row("ranks", self._counted([3] * self.ranks))
+        yield plain
         if self.ragged:
-            yield self._row("ranks of different lengths", [rank + 2 for rank in range(self.ranks)])
+            yield self._row("ranks of different lengths", self._counted([rank + 2 for rank in range(self.ranks)]))
         else:
             yield not_declared("RT", "ranks of different lengths", "ragged=True, where ranks may send them,")
+        if plain.outcome == "holds":
+            yield self._row("values such as 0 and -100", self._odd())
+        if plain.outcome == "holds" and self.ranks < MANY:
+            yield self._many()
 
-    def _row(self, subject: str, lengths: Sequence[int]) -> Finding:
-        sent = [torch.arange(n, dtype=torch.float32) + 10 * (rank + 1) for rank, n in enumerate(lengths)]
+    def _counted(self, lengths: Sequence[int]) -> list[Tensor]:
+        return [torch.arange(n, dtype=torch.float32) + 10 * (rank + 1) for rank, n in enumerate(lengths)]
+
+    def _odd(self) -> list[Tensor]:
+        """What is often taken for padding, in front and at the end; one rank sends nothing else."""
+        odd = [v for v in ODD if v != self.padding]
+        sent = []
+        for rank in range(self.ranks):
+            value, other = odd[rank % len(odd)], odd[(rank + 1) % len(odd)]
+            sent.append(torch.tensor([value, 7.0 + rank, other] if rank else [value] * 3))
+        return sent
+
+    def _many(self) -> Finding:
+        """So many that names of ranks are in another order as texts: rank10 stands before rank2."""
+        subject, sent = f"{MANY} ranks", self._counted([3] * MANY)
+        try:
+            got = list(self.gather([t.clone() for t in sent]))
+        except Exception as error:
+            return unjudged("RT", subject, f"raises {type(error).__name__}", "It simulates another number of ranks.")
+        if len(got) != MANY:
+            return unjudged("RT", subject, f"{len(got)} came back", "It simulates another number of ranks.")
+        return self._row(subject, sent)
+
+    def _row(self, subject: str, sent: Sequence[Tensor]) -> Finding:
         got = [t.flatten().tolist() for t in self.gather([t.clone() for t in sent])]
         wanted = [t.tolist() for t in sent]
         return judged(
@@ -158,8 +189,8 @@ class Gather:
             f"{got}",
             f"{wanted}",
             got == wanted,
-            "A rank does not have what every rank sent: all slots are one tensor, the order is lost, or padding is not "
-            "cut off again.",
+            "A rank does not have what every rank sent: all slots are one tensor, the order is lost (rank10 before "
+            "rank2), padding is not cut off again, or what looks like padding is.",
         )
 
 
@@ -195,8 +226,9 @@ LAWS = (
         code="RT",
         name="gather (Gather)",
         sentence="What every rank sent is what every rank has.",
-        needs="gather(values); ragged=True where ranks may send different lengths",
-        how="Every rank sends its own numbers, and all that arrives is compared.",
+        needs="gather(values); ragged=True where ranks may send different lengths; padding where a value is never sent",
+        how="Every rank sends its own numbers, then 0, -1 and -100, then twelve ranks do, and all that arrives is "
+        "compared.",
         traps="Padding that is not cut off is only asked about where ragged is declared, or lengths are equal.",
         caught="all_gather into [t] * world_size, buckets that are not cut back",
         check=Gather.check,
