@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch import nn
 
 from earnest.audit import Verdict, WatchWarning, watch
@@ -293,6 +294,7 @@ def test_a_run_that_was_stopped_is_not_accused(calls: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_accelerates_optimizer_is_watched_from_inside(steps: int) -> None:
+    GradientState._reset_state()  # one a process: a trainer's in an earlier test
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     plain = Tiny(0)
     model, optimizer = accelerator.prepare(plain, sgd(plain))
@@ -304,6 +306,7 @@ def test_accelerates_optimizer_is_watched_from_inside(steps: int) -> None:
                 w.step(loss, {"kl": number}, **SIGNALS)
                 optimizer.step()
                 optimizer.zero_grad()
+    GradientState._reset_state()
     assert w.verdict().holds and w.updates == 6, str(w.verdict())
 
 
