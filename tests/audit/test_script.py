@@ -93,6 +93,19 @@ def test_a_bare_loop_under_watch_is_judged(tmp_path: Path, capsys: pytest.Captur
     assert codes == [0, 1] and not WATCHED, "an update that rounds away is seen by the watch alone"
 
 
+@pytest.mark.filterwarnings("ignore::earnest.audit.watch.WatchWarning")
+@pytest.mark.parametrize("calls", [1, 6, 40])
+def test_a_loop_that_never_steps_does_not_exit_with_0(
+    calls: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = LOOP.format(rate="1e-3").replace("        optimizer.step()\n", "").replace("range(6)", f"range({calls})")
+    text = text.replace("w.step(loss, metrics)", "w.step(loss, metrics, mask=torch.eye(2))")
+    with pytest.raises(SystemExit) as end:
+        main(["audit", str(script(tmp_path, text))])
+    out = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 1 and f"{calls} calls of w.step" in out, out
+
+
 def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
     told: list[str] = []
