@@ -11,8 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Accumulation, Census, Ema, Gather, Merge, OuterStep, Resume, RoundTrip, Schedule, audit
-from tests.audit.steps import sft_loss, sft_step
+from earnest.audit import (
+    Accumulation,
+    Census,
+    Ema,
+    Gather,
+    Merge,
+    OuterStep,
+    Resume,
+    RoundTrip,
+    Schedule,
+    WeightSync,
+    audit,
+)
+from tests.audit.steps import Tiny, sft_loss, sft_step
 
 
 def failed(subject: Any) -> set[str]:
@@ -467,3 +479,78 @@ def test_a_census_counts() -> None:
     assert audit(Census("ab", "aabb")).holds, "a module has two factors, say"
     assert failed(Census("ab", "aab", once=True)) == {"adapted modules, each once"}
     assert audit(Census((n for n in "ab"), (n for n in "ba"), once=True)).holds
+
+
+# --- each tensor of a push --------------------------------------------------------------------------------------------
+
+TEXT = torch.arange(1, 11)[None]
+ALONE = "each tensor alone"
+
+
+class Pushed(nn.Module):
+    """A head that is tied to the embedding (or not), a buffer that training moves, a constant, and frozen weights."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.inner = Tiny()
+        self.inner.mix.requires_grad_(False)
+        self.tail = nn.Linear(16, 23, bias=False)
+        if tied:
+            self.tail.weight = self.inner.embed.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(23))
+        self.register_buffer("table", torch.linspace(0.5, 1, 23))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids) * self.table + self.tail(self.inner.embed(ids)) - self.mean  # type: ignore[operator]
+
+
+def pushed(lost: str = "", dtype: torch.dtype = torch.float32, **more: Any) -> tuple[WeightSync, nn.Module]:
+    trainer, sampler = Pushed(), Pushed(tied=lost != "a copy of the tied head").to(dtype)
+    sampler.load_state_dict(trainer.state_dict())
+    sent: dict[str, Tensor] = {}
+
+    def push() -> None:
+        trained = {n for n, p in trainer.named_parameters(remove_duplicate=False) if p.requires_grad} | {"mean"}
+        for name, value in trainer.state_dict(keep_vars=False).items():
+            if name in trained and name != lost and not (lost == "a copy of the tied head" and name == "tail.weight"):
+                sent.setdefault(name, value.clone())
+                if lost != "what came first":
+                    sent[name] = value.clone()
+        sampler.load_state_dict(sent, strict=False)
+
+    def kick() -> None:
+        with torch.no_grad():
+            trainer.inner.out.weight.add_(0.3)
+
+    @torch.no_grad()
+    def says(model: nn.Module) -> Tensor:
+        return model(TEXT).float().log_softmax(-1)
+
+    return WeightSync(
+        kick, push, lambda: says(trainer), lambda: says(sampler), dtype if dtype != torch.float32 else None,
+        model=trainer, **more,
+    ), trainer  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lost", ["", "inner.head.bias", "inner.out.bias", "a copy of the tied head", "mean"])
+def test_each_tensor_of_a_push_arrives(lost: str, dtype: torch.dtype) -> None:
+    subject, trainer = pushed(lost, dtype, buffers=("mean",))
+    before = {k: v.clone() for k, v in trainer.state_dict().items() if k != "inner.out.weight"}
+    verdict = audit(subject)
+    assert {f.subject for f in verdict.failures} == ({ALONE} if lost else set()), str(verdict)
+    (row,) = (f for f in verdict.findings if f.subject == ALONE)
+    assert "unused" in row.measured, "what does not show is said"
+    assert all(v.equal(trainer.state_dict()[k]) for k, v in before.items()), "put back"
+
+
+def test_what_training_does_not_move_need_not_be_sent() -> None:
+    assert audit(pushed("mean")[0]).holds, "buffers are asked about by name only; frozen weights never"
+    undeclared = pushed("inner.head.bias")[0]
+    undeclared.model = None
+    assert audit(undeclared).holds and ALONE in {f.subject for f in audit(undeclared).findings}
+
+
+def test_a_second_push_is_one() -> None:
+    assert failed(pushed("what came first")[0]) == {"the sampler follows a kick"}

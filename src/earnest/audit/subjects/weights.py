@@ -7,12 +7,13 @@ Gather      what every rank sent is what every rank has
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest.audit.law import Law, not_declared
 from earnest.audit.restore import seeded
@@ -22,13 +23,19 @@ from earnest.audit.verdict import Finding
 
 MANY = 12  # ranks: one more digit
 ODD = (0.0, -100.0, -1.0)
+KICKS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
+CLEAR = 8  # times what two programs differ by anyway: what is lost is then told from what is rounded
 OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights says the same, in any dtype
 
 
 @dataclass
 class WeightSync:
     """``kick()`` moves the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
-    text. ``undo()`` takes the kick back; without it the trainer stays kicked."""
+    text. ``undo()`` takes the kick back; without it the trainer stays kicked.
+
+    ``model`` is the trainer's module that a push sends: each of its trainable parameters, and of its buffers those
+    whose names match ``buffers`` ("*.running_mean"), is then kicked alone and pushed, and put back. Frozen ones need
+    not be sent, nor buffers that no training moves."""
 
     kick: Callable[[], None]
     push: Callable[[], Any]
@@ -37,6 +44,8 @@ class WeightSync:
     precision: torch.dtype | None = None  # of the coarser of the two programs, where it is coarser than its log-probs
     tolerance: float | None = None  # none: rounding in that precision
     undo: Callable[[], Any] | None = None
+    model: nn.Module | None = None
+    buffers: Sequence[str] = ()
 
     def check(self) -> Iterator[Finding]:
         alone, again = self._says(self.trainer), self._says(self.trainer)
@@ -57,10 +66,14 @@ class WeightSync:
         moved = _apart(self._says(self.trainer), now)
         self.push()
         left = _apart(self._says(self.sampler), self._says(self.trainer))
+        follows = self._follows(agree, moved, left, room)
+        each = self._each(max(agree, left)) if agree <= room and follows.outcome != "fails" else None
         if self.undo is not None:
             self.undo()
             self.push()
-        yield self._follows(agree, moved, left, room)
+        yield follows
+        if each is not None:
+            yield each
 
     def _untouched(self, alone: Tensor, again: Tensor, now: Tensor) -> Finding:
         noise, off = _apart(alone, again), _apart(again, now)
@@ -93,6 +106,55 @@ class WeightSync:
             left <= near,
             "The push did not arrive: other tensors were sent, the adapter slot is stale, or a cache answers.",
         )
+
+    def _each(self, agree: float) -> Finding:
+        """One tensor after the other, as hard as it takes to stand out of what the two programs differ by anyway."""
+        subject = "each tensor alone"
+        if self.model is None:
+            return not_declared("RT", subject, "model=…, the trainer's module,")
+        chosen: list[tuple[str, Tensor]] = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_floating_point() and any(fnmatch.fnmatchcase(name, b) for b in self.buffers):
+                chosen.append((name, buffer))
+        lost, mute = [], []
+        for name, tensor in chosen:
+            kept = tensor.detach().clone()
+            try:
+                moved = self._stands_out(tensor, kept, agree)
+                if moved is None:
+                    mute.append(name)
+                    continue
+                self.push()
+                left = _apart(self._says(self.sampler), self._says(self.trainer))
+                if not left <= moved / 2:
+                    lost.append(name)
+            finally:
+                with torch.no_grad():
+                    tensor.copy_(kept)
+        self.push()
+        told = len(chosen) - len(mute)
+        quiet = f" ({len(mute)} do not show: {', '.join(mute[:3])})" if mute else ""
+        if not told:
+            return unjudged("RT", subject, f"none of {len(chosen)} shows in the log-probs", "Give a longer text.")
+        return judged(
+            "RT", subject, f"{len(lost)} of {told} do not arrive{quiet}", "all arrive", not lost,
+            f"{', '.join(lost[:3])}: changed alone, the sampler does not follow. The push does not send it, sends it "
+            "under another name, or the sampler has a copy of its own (a tied head).",
+        )  # fmt: skip
+
+    def _stands_out(self, tensor: Tensor, kept: Tensor, agree: float) -> float | None:
+        """What a kick moves the trainer's log-probs by; None where none stands out."""
+        with torch.no_grad():
+            base = self._says(self.trainer)
+            rng = torch.Generator().manual_seed(0)
+            noise = torch.randn(kept.shape, generator=rng).to(kept)
+            size = float(kept.float().square().mean().sqrt()) or 1.0
+            for factor in KICKS:
+                tensor.copy_(kept + factor * size * noise)
+                moved = _apart(self._says(self.trainer), base)
+                if max(CLEAR * agree, 16 * OWN) < moved < float("inf"):
+                    return moved
+        return None
 
     def _says(self, who: Callable[[], Tensor]) -> Tensor:
         return who().detach().clone()
@@ -198,12 +260,13 @@ LAWS = (
     Law(
         code="RT",
         name="weight sync (WeightSync)",
-        sentence="After a push the sampler says what the trainer says, and follows a deliberate kick.",
+        sentence="After a push the sampler says what the trainer says, and follows a kick, of each tensor too.",
         needs="kick, push, trainer, sampler; precision where a program is coarser than its log-probs; undo to take the "
-        "kick back",
+        "kick back; model (and buffers) for each tensor, at one push a tensor",
         how="Log-probs of one text on both sides, before and after a kick. The tolerance is 64 units in the last "
         "place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the kick it is at "
-        "most an eighth of it or four times the gap before it. A push leaves what the trainer itself says.",
+        "most an eighth of it or four times the gap before it. A push leaves what the trainer itself says. "
+        "Of a tensor that is kicked alone, half has to arrive.",
         traps="Two programs in 16 bits differ lawfully: declare precision. A kick that is smaller than their "
         "difference tells nothing, and is not judged. Without undo the trainer stays kicked.",
         caught="other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is "
