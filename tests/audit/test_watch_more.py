@@ -136,6 +136,26 @@ def test_the_last_of_several_optimizers_has_to_step(steps: int) -> None:
     assert (row(verdict, "the optimizer's steps").outcome == "fails") == (steps >= MANY)
 
 
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_an_optimizer_that_steps_no_longer_is_told(replaced: bool, accumulated: int) -> None:
+    """It was made anew on the way, and only the first is watched."""
+    model = Tiny(0)
+    optimizer = sgd(model)
+    with watch(model, optimizer) as w:
+        for number in range(35 * accumulated):
+            if number == 12 * accumulated and replaced:
+                optimizer = sgd(model)
+            backward(model, w, number)
+            if (number + 1) % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    verdict = w.verdict()
+    found = row(verdict, "the optimizer's steps")
+    assert verdict.holds and (found.outcome if found else None) == ("not declared" if replaced else None)
+    assert not replaced or found.measured.startswith(f"none in the last {23 * accumulated} of {35 * accumulated} calls")
+
+
 def test_a_watch_that_was_never_begun_says_so() -> None:
     model = Tiny(0)
     optimizer = sgd(model)
@@ -427,3 +447,32 @@ def test_what_moves_between_updates_is_told_and_no_failure() -> None:
         found = row(verdict, "parameters between two updates")
         assert verdict.holds and (found is not None) == change
         assert not change or "in 1 of 5 looks" in found.measured
+
+
+@pytest.mark.parametrize("kind", ["a rollout in eval", "an average is swapped in", "a critic first", "several epochs"])
+def test_ordinary_loops_raise_nothing(kind: str) -> None:
+    model = Mixed()
+    policy = torch.optim.AdamW([p for n, p in model.named_parameters() if n != "out.bias"], lr=1e-3)
+    critic = torch.optim.AdamW([model.out.bias], lr=1e-3)
+    average = {k: v.clone() for k, v in model.state_dict().items()}
+    with watch(model, policy if kind == "a critic first" else [policy, critic], every=1) as w:
+        for number in range(60):
+            if kind == "a rollout in eval":
+                model.eval()
+                with torch.no_grad():
+                    sft_loss(model, BATCH)
+                model.train()
+            if kind == "an average is swapped in":
+                kept = {k: v.clone() for k, v in model.state_dict().items()}
+                model.load_state_dict(average)
+                model.load_state_dict(kept)
+            for _ in range(3 if kind == "several epochs" else 1):
+                backward(model, w, number)
+                if kind != "a critic first" or number >= 30:
+                    policy.step()
+                critic.step()
+                model.zero_grad()
+    verdict = w.verdict()
+    told = {"the optimizer's steps", "gradients at the optimizer's step", "training mode"}
+    assert verdict.holds and not told & {f.subject for f in verdict.findings}, str(verdict)
+    assert row(verdict, "parameters between two updates") is None

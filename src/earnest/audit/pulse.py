@@ -54,6 +54,8 @@ class Pulse:
 
     calls: int = 0
     steps: int = 0  # of the optimizer, that began
+    since: int = 0  # calls since the last
+    most: int = 1  # calls between two
     began: bool = False
     ended: bool = False  # the loop was left, and nothing had been raised
     gradients: int = 0  # looks with a gradient
@@ -63,6 +65,7 @@ class Pulse:
 
     def call(self, model: nn.Module, optimizer: torch.optim.Optimizer, due: bool) -> None:
         self.calls += 1
+        self.since += 1
         if self.steps:
             self._first = []
         elif self.calls == 1:
@@ -71,8 +74,13 @@ class Pulse:
             small = sorted((p.grad for p in model.parameters() if p.grad is not None), key=Tensor.numel)
             self._there = any(bool(grad.count_nonzero()) for grad in small[:FEW])
 
+    def begin(self) -> None:
+        """The optimizer is about to step."""
+        self.steps += 1
+        self.most, self.since = max(self.most, self.since), 0
+
     def look(self, gradients: bool) -> None:
-        """The optimizer is about to step, with or without gradients."""
+        """The step that begins is looked at, with or without gradients."""
         self.gradients += gradients
         self.bare += self._there and not gradients
         self._there = False
@@ -85,6 +93,14 @@ class Pulse:
                 "GL", "the optimizer's steps", f"{self.steps} began, none ended", "each ends",
                 "fails" if self.ended and self.steps >= MANY else "not applicable",
                 "Of several optimizers the first one steps and the last one never does.",
+            )  # fmt: skip
+        elif self.since >= MANY * self.most:
+            yield Finding(
+                "GL", "the optimizer's steps",
+                f"none in the last {self.since} of {self.calls} calls of w.step, {self.most} or fewer a step before",
+                f"fewer than {MANY * self.most} calls", "not declared",
+                "The optimizer that is watched steps no longer. Where another one has taken its place, nothing is seen "
+                "of its updates: watch it too.",
             )  # fmt: skip
         elif looks and not self.gradients:
             sure = self.bare == looks >= ENOUGH

@@ -198,7 +198,7 @@ class Watch:
 
     def before_update(self) -> None:
         """Gradients are there and the parameters are still the old ones."""
-        self._pulse.steps += 1
+        self._pulse.begin()
         self._cleared.end()
         self._between.end()
         self.mode.see(self.model)
