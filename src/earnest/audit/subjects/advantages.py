@@ -341,13 +341,18 @@ class AdvantageEstimator:
             "One right answer gets an advantage without measure: it is divided by the others' spread, which is 0.",
         )
         right = one == high
-        if not finite or found == 0 or bool(right.all()):  # groups of one; or such groups are left out by design
+        if not finite or bool(right.all()):  # groups of one
+            return
+        subject = "the right answer stands above the wrong ones"
+        if found == 0:
+            why = "One right answer teaches nothing here: lawful where such groups are left out by design."
+            yield Finding("LAW", subject, "every advantage is 0", "-", "not applicable", why)
             return
         worst, best = float(largest[right].min()), float(largest[~right].max())
         room = _room(one, groups, self._raw(one, groups), self.over) * found
         yield judged(
             "LAW",
-            "the right answer stands above the wrong ones",
+            subject,
             f"right {worst:.3g}, wrong up to {best:.3g}",
             f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
             worst >= -room and best <= room and worst > best,
@@ -358,6 +363,8 @@ class AdvantageEstimator:
     def _missing(self, rewards: Tensor, groups: Tensor, size: tuple[float, float]) -> Finding:
         """A reward that could not be made (a grader that failed, an answer that was cut) is no reward of 0."""
         subject, expected = "a missing (NaN) reward", "an error, NaN, or a group without that row, or without any"
+        if self.values is not None:
+            return self._outside(subject)
         broken = rewards.clone()
         broken[0] = torch.nan
         try:
