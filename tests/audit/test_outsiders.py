@@ -12,7 +12,21 @@ from torch import Tensor, nn
 
 from earnest.audit import Step, audit
 from earnest.audit.law import Law
-from earnest.audit.laws import behind, inputs, knobs, liveness, masks, metrics, pairs, ratio, splits, targets
+from earnest.audit.laws import (
+    behind,
+    clipping,
+    coverage,
+    inputs,
+    knobs,
+    liveness,
+    masks,
+    metrics,
+    pair_metrics,
+    pairs,
+    ratio,
+    splits,
+    targets,
+)
 from tests.audit.steps import (
     Tiny,
     distill_step,
@@ -73,6 +87,35 @@ def test_a_model_that_sees_behind_is_not_asked() -> None:
     step.model = Both()
     step.optimizer = None
     assert outcome(step, behind.LAW, behind.SUBJECT) == "not applicable"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("marks", "used", "expected"),
+    [
+        ("tokens", "tokens", "holds"),
+        ("tokens", "places", "fails"),  # torchtitan #2755: one off, the last answer token is untaught
+        ("places", "places", "holds"),
+        ("whole rows", "tokens", "not applicable"),
+        ("whole rows", "places", "not applicable"),
+        ("targets", "targets", "holds"),
+    ],
+)
+def test_every_token_that_a_mask_marks_is_taught(marks: str, used: str, expected: str, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        mask = {"tokens": batch["mask"][:, 1:], "places": batch["mask"][:, :-1], "targets": batch["mask"]}[used]
+        return -(logprobs(model, batch) * mask).sum() / mask.sum()
+
+    model, batch = Tiny().to(dtype), token_batch()
+    narrow = batch["mask"]
+    wide = {
+        "tokens": F.pad(narrow, (1, 0)), "places": F.pad(narrow, (0, 1)), "whole rows": batch["attention"].float(),
+        "targets": narrow,
+    }  # fmt: skip
+    batch["mask"] = wide[marks]
+    roles: dict[Any, str] = {"ids": "ids", "attention": "attention", "mask": "mask"}
+    step = Step(model=model, loss=loss, batch=batch, roles=roles, all_supervised=True, family="sft")
+    assert outcome(step, coverage.LAW, "every supervised position") == expected
 
 
 # --- padding of pairs -------------------------------------------------------------------------------------------------
@@ -223,12 +266,31 @@ def test_a_likelihood_beside_the_preference_is_of_the_chosen(over: str, expected
     assert outcome(step, pairs.LAW, "the loss without its preference, answers swapped") == expected
 
 
+@pytest.mark.parametrize("of", ["sums", "means"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_log_probs_of_the_side_they_are_named_for(swapped: bool, of: str) -> None:
+    """LLaMA-Factory #6050."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        if of == "means":
+            chosen, rejected = chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
+        logged = (rejected, chosen) if swapped else (chosen, rejected)
+        value, metrics = dpo_loss(model, batch, beta)
+        return value, metrics | {"logps/chosen": logged[0].mean(), "logps/rejected": logged[1].mean()}
+
+    found = audit(dpo_step(loss), laws=[pair_metrics.LAW])
+    whose = [f.outcome for f in found.findings if f.subject.endswith(", whose")]
+    assert whose == ["fails" if swapped else "holds"] * 2, str(found)
+
+
 # --- distillation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("ranked", "expected"), [(False, "holds"), (True, "fails")])
-def test_which_tokens_the_teacher_likes_matters(ranked: bool, expected: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("ranked", "expected"), [(False, "holds"), (True, "not declared")])
+def test_which_tokens_the_teacher_likes_matters(ranked: bool, expected: str) -> None:
+    """By rank alone is right across two vocabularies, so it is said and not accused."""
+
     def loss(model: nn.Module, batch: Data, alpha: float, temperature: float) -> Tensor:
         student = (model(batch["ids"], batch["attention"])[:, :-1] / temperature).log_softmax(-1)
         teacher = (batch["teacher"] / temperature).log_softmax(-1)
@@ -237,7 +299,7 @@ def test_which_tokens_the_teacher_likes_matters(ranked: bool, expected: str, dty
         kl = (teacher.exp() * (teacher - student)).sum(-1) * (1 + alpha)
         return (kl * batch["mask"]).sum() / batch["mask"].sum()
 
-    assert outcome(distill_step(loss, dtype=dtype), inputs.LAW, "the teacher's tokens") == expected
+    assert outcome(distill_step(loss), inputs.LAW, "the teacher's tokens") == expected
 
 
 # --- weights and terms ------------------------------------------------------------------------------------------------
@@ -317,6 +379,99 @@ def test_a_product_over_rows_of_unequal_length_has_no_single_power(counted: int)
     step.roles = {r: k for r, k in step.roles.items() if r != "reference"} | {"proximal": "proximal"}
     found = {f.subject: f for f in audit(step, laws=[ratio.LAW]).findings}["the correction's power"]
     assert found.outcome == ("not applicable" if counted == 1 else "fails"), found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask_of_tokens_beside_a_teacher_as_wide(dtype: torch.dtype) -> None:
+    """The mask marks tokens, and what the teacher says of a token stands one place before it."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        student = model(batch["ids"], batch["attention"])[:, :-1].log_softmax(-1)
+        teacher, mask = batch["teacher"][:, :-1].log_softmax(-1), batch["mask"][:, 1:]
+        return ((teacher.exp() * (teacher - student)).sum(-1) * mask).sum() / mask.sum()
+
+    step = distill_step(loss, dtype=dtype)
+    wide = torch.cat([torch.zeros(len(step.batch["mask"]), 1), step.batch["mask"]], 1)
+    with torch.no_grad():
+        teacher = Tiny(9)(step.batch["ids"], step.batch["attention"])
+    step.batch = {**step.batch, "mask": wide, "teacher": teacher}
+    step.knobs = {}
+    step.student = lambda m, b: m(b["ids"], b["attention"])
+    verdict = audit(step)
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize("of", ["rewards", "advantages"])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_clip_of_a_product_over_the_row(of: str, right: bool) -> None:
+    """RLOO's ratio of whole answers leaves the clip at once where every token is at its edge."""
+
+    def loss(model: nn.Module, batch: Data, clip: float) -> Tensor:
+        a = batch[of]
+        a = a - a.mean() if of == "rewards" else a
+        ratio = ((logprobs(model, batch) - batch["old"]) * batch["mask"]).sum(-1).exp()
+        pick = torch.minimum if right else torch.maximum
+        return -pick(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a).mean()
+
+    step = policy_step(loss, rows_interact=of == "rewards")
+    step.batch = {k: v for k, v in step.batch.items() if k not in ("ref", "advantages")}
+    step.batch[of] = torch.tensor([1.0, -0.7, 0.3, -1.2, 0.8])
+    step.roles = {r: k for r, k in step.roles.items() if r not in ("reference", "advantages")} | {of: of}  # type: ignore[dict-item]
+    step.knobs, step.terms, step.metrics = {"clip": 0.2}, {}, {}
+    verdict = audit(step, laws=[clipping.LAW, knobs.LAW])
+    assert verdict.holds is right, str(verdict)
+
+
+def test_a_hinge_that_sleeps_still_has_its_weight() -> None:
+    """DPOP: λ·max(0, ref_c - lp_c) is 0 where every chosen answer is above its reference."""
+
+    def loss(model: nn.Module, batch: Data, beta: float, lam: float, read: float = 1.0) -> Tensor:
+        chosen, _ = sequence_logprobs(model, batch)
+        below = (batch["ref_chosen"] - chosen).relu()
+        return -F.logsigmoid(beta * (_margins(model, batch) - read * lam * below)).mean()
+
+    for read, expected in ((1.0, "holds"), (0.0, "fails")):
+        step = dpo_step(lambda m, b, beta, lam, read=read: loss(m, b, beta, lam, read))
+        step.knobs, step.metrics = {"beta": 0.1, "lam": 5.0}, {}
+        step.batch = {**step.batch, "ref_chosen": step.batch["ref_chosen"] - 30}
+        assert outcome(step, knobs.LAW, "knob lam") == expected
+
+
+@pytest.mark.parametrize("layout", ["halves", "neighbours"])
+def test_pairs_that_are_stacked_belong_together_by_declaration(layout: str) -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        lp = (logprobs(model, batch) * batch["mask"]).sum(-1) - batch["ref"]
+        a, b = lp.chunk(2) if layout == "halves" else (lp[::2], lp[1::2])
+        return -F.logsigmoid(beta * (a - b)).mean()
+
+    model, rows = Tiny(), token_batch(0)
+    batch = {k: torch.cat([v, v.flip(0)])[:8] for k, v in rows.items()}
+    batch["ids"] = (
+        torch.randint(1, 20, batch["ids"].shape, generator=torch.Generator().manual_seed(3)) * batch["attention"]
+    )
+    with torch.no_grad():
+        batch["ref"] = (logprobs(Tiny(5), batch) * batch["mask"]).sum(-1)
+    roles: dict[Any, str] = {"ids": "ids", "attention": "attention", "mask": "mask", "reference": "ref"}
+    found = {}
+    for declared in (True, False):
+        step = Step(model=model, loss=loss, batch=batch, roles=roles, knobs={"beta": 0.1}, rows_interact=declared)
+        found[declared] = outcome(step, splits.LAW, "permuted rows")
+    assert found == {True: "not applicable", False: "fails"}
+
+
+def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() -> None:
+    """ORPO: the likelihood is a mean over the tokens that attention shows, the odds are one a pair."""
+
+    def loss(model: nn.Module, batch: Data, lam: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        gap = chosen / batch["chosen_mask"].sum(-1) - rejected / batch["rejected_mask"].sum(-1)
+        shown = batch["chosen_attention"][:, 1:]
+        row = {"ids": batch["chosen"], "attention": batch["chosen_attention"]}
+        odds = -F.logsigmoid(gap).mean()
+        return -(logprobs(model, row) * shown).sum() / shown.sum() + lam * odds, {"odds": odds}
+
+    step = _unreferred(loss, knobs={"lam": 0.3}, terms={"odds": "lam"})
+    assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
 
 
 def test_pairs_that_were_right_stay_right() -> None:

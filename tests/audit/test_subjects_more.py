@@ -392,3 +392,25 @@ def test_a_resume_comes_from_what_was_saved(kept: str) -> None:
 
     seen = failed(Resume(Momentum, Momentum.go, save, load, lambda r: r.w.detach()))
     assert seen == ({"load, after the saved run went on"} if kept == "the live weights" else set())
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_average_that_overwrites_its_own_decay(broken: bool) -> None:
+    """diffusers #1864: the decay becomes its own complement at every update."""
+
+    class Average:
+        def __init__(self, rate: float) -> None:
+            self.decay = 1 - rate
+
+        def step(self, average: Tensor, current: Tensor) -> None:
+            rate = 1 - self.decay
+            if broken:
+                self.decay = rate
+            average.sub_(rate * (average - current))
+
+    kept: dict[float, Average] = {}
+
+    def update(average: Tensor, current: Tensor, rate: float) -> None:
+        kept.setdefault(rate, Average(rate)).step(average, current)
+
+    assert audit(Ema(update=update)).holds is not broken

@@ -357,6 +357,19 @@ def fitting(step: Step, role: str) -> Tensor | None:
     return None if value is None else fit(supervised(step), value)
 
 
+def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
+    """Where a role's values surely, and where they perhaps, enter the loss. A mask as wide as the ids may mark tokens,
+    and what a teacher says of a token then stands one place before it."""
+    on, where, value, ids = fitting(step, role), supervised(step), step.value(role), step.value("ids")
+    if on is None or where is None or value is None:
+        return None
+    if role != "teacher" or value.ndim < 3 or ids is None or not ids.shape[1] == where.shape[1] == value.shape[1]:
+        return on, on
+    before = on.roll(-1, dims=1)
+    before[:, -1] = False
+    return on & before, on | before
+
+
 def _log_like(t: Tensor) -> bool:
     """log-probs: never above 0, and sums of exponentials of at most 1 where there is a vocabulary axis."""
     return t.is_floating_point() and bool((t <= 1e-6).all()) and bool((t < 0).any())

@@ -37,7 +37,11 @@ def check(probe: Probe) -> Iterator[Finding]:
         new = torch.zeros_like(batch[key], dtype=torch.bool)
         new[:, -3:] = True
         other[key] = edits.other_ids(step, batch[key], new)
-    here, there = probe.gradient(), probe.gradient(batch)
+    try:
+        here, there = probe.gradient(), probe.gradient(batch)
+    except Exception as error:
+        yield Finding("MI", SUBJECT, f"cannot be run ({type(error).__name__})", "-", "not applicable", str(error)[:120])
+        return
     rest = there.distance(here.times(there.best_scale(here)))
     if rest > probe.tolerance and (
         not there.finite() or there.distance(probe.gradient(other)) > probe.tolerance or probe.random()

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law, not_declared
-from earnest.audit.laws.clip_names import HIGH, LOW, clips, last
+from earnest.audit.laws.clip_names import HIGH, LOW, last
 from earnest.audit.laws.on_policy import on_policy
 from earnest.audit.laws.ratio import at_one, pull, slopes, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
+DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual pull: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 Case = tuple[float, int]
 
@@ -52,16 +53,26 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield Finding("LAW", "clip", pulls, "-", "not applicable")
             return
         other = None
-        if pulls[0] <= INSIDE or pulls[2] <= 0.1:
+        if not _right(pulls):
+            again = _pulls(probe, cases, probe.step.quiet, rows=True)
+            pulls = again if not isinstance(again, str) and _right(again) else pulls
+        if pulls[0] <= INSIDE or pulls[2] <= UNDONE:
             other = _silencer(probe, cases)
     inside, done, undone = pulls
+    if step.drops_tokens and not _right(pulls):
+        yield Finding("LAW", "clip", "tokens are dropped by declaration", "-", "not applicable")
+        return
     if other is not None:
         why = f"{other} silences tokens here, and not the clip."
         yield Finding("LAW", "clip", f"silent inside its range, unless {other} is far away", "-", "not applicable", why)
         return
     yield _finding("inside the clip range", inside, "every token pulls", inside > INSIDE)
-    yield _finding("outside, already done", done, "pulls less than inside", done < 0.7)
-    yield _finding("outside, to be undone", undone, "pulls", undone > 0.1)
+    yield _finding("outside, already done", done, "pulls less than inside", done < DONE)
+    yield _finding("outside, to be undone", undone, "pulls", undone > UNDONE)
+
+
+def _right(pulls: tuple[float, float, float]) -> bool:
+    return pulls[0] > INSIDE and pulls[1] < DONE and pulls[2] > UNDONE
 
 
 def _finding(subject: str, measured: float, expected: str, holds: bool) -> Finding:
@@ -81,14 +92,14 @@ def _silencer(probe: Probe, cases: list[Case]) -> str | None:
     to the sampler, say, whose silence is not the clip's."""
     step, quiet = probe.step, probe.step.quiet
     for knob, value in step.knobs.items():
-        known = knob in quiet or knob in clips(step) or isinstance(value, bool)
+        known = knob in quiet or last(knob) in LOW + HIGH or isinstance(value, bool)
         if known or not isinstance(value, int | float) or not value or not probe.afford(3, keep=0):
             continue
         far = {**quiet, knob: value * 1000}
         if not probe.same(at_one(probe).gradient, probe.gradient(on_policy(probe), far)):
             continue
         again = _pulls(probe, cases, far)
-        if not isinstance(again, str) and again[0] > INSIDE and again[2] > 0.1:
+        if not isinstance(again, str) and again[0] > INSIDE and again[2] > UNDONE:
             return f"{knob}={value:g}"
     return None
 
@@ -106,9 +117,12 @@ def _value(probe: Probe, names: tuple[str, ...]) -> float | None:
     return None
 
 
-def _pulls(probe: Probe, cases: list[Case], knobs: Mapping[str, Any]) -> tuple[float, float, float] | str:
+def _pulls(
+    probe: Probe, cases: list[Case], knobs: Mapping[str, Any], rows: bool = False
+) -> tuple[float, float, float] | str:
     """How hard tokens pull against how hard they pull at ratio 1: the least inside the range, the most where it is
-    already done, the least where it is to be undone. Or why that cannot be asked."""
+    already done, the least where it is to be undone. Or why that cannot be asked. ``rows``: the ratio is a product over
+    a row, and every token gets its share."""
     step, base = probe.step, dict(on_policy(probe))
     ours, here = "advantages" in step.roles, at_one(probe).inputs
     usual, reference = pull(here), here.get("reference")
@@ -128,7 +142,7 @@ def _pulls(probe: Probe, cases: list[Case], knobs: Mapping[str, Any]) -> tuple[f
     found: dict[int, float] = {}
     plans = _given_signs(probe, cases, base) if ours else _own_signs(cases, usual, found)
     for chosen, sign in plans:
-        _measure(probe, cases, base, knobs, usual, chosen, sign, found)
+        _measure(probe, cases, base, knobs, usual, chosen, sign, found, rows)
     pairs = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
     if not all(pairs) or (ours and len(found) < len(cases)):
         return "no row with a pull for every side of the clip"
@@ -164,12 +178,14 @@ def _measure(
     chosen: list[int],
     sign: Tensor | None,
     found: dict[int, float],
+    rows: bool,
 ) -> None:
     step = probe.step
     behaviour: Tensor = base[step.roles[step.ratio_role]]
     shape = (-1, *[1] * (behaviour.ndim - 1))
     ratio = torch.tensor([cases[c][0] for c in chosen], dtype=behaviour.dtype, device=behaviour.device).reshape(shape)
-    moved = behaviour - ratio.log()
+    count = (usual != 0).reshape(len(usual), -1).sum(-1).clamp(min=1).reshape(shape) if rows else 1
+    moved = behaviour - ratio.log() / count
     possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
     # The sampler's log-probs go with the trainer's, so that the gap between the two stays 0.
     both = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]

@@ -64,11 +64,14 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     """Change the signal of one supervised token at a time: the last ones of a few rows, and a first one."""
     step = probe.step
     role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _per_token(probe, r, on)), None)
+    if role is None and step.kind == "sft" and "mask" in step.roles and not step.drops_tokens:
+        role = "mask"
     if role is None:
         yield not_declared("CV", "every supervised position", "labels, or a signal with one value a token")
         return
     key = step.roles[role]
-    fitting = _fit(role, on, step.batch[key])
+    bounds = edits.bounds(step, role) if role == "teacher" else None
+    fitting = _fit(role, on, step.batch[key]) if bounds is None else bounds[0]
     assert fitting is not None
     flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
     if role == "labels" and edits.in_place(step):  # nothing stands before a row's, or a document's, first token
@@ -77,6 +80,8 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
         documents = step.value("documents")
         if documents is not None and documents.shape == flat.shape:
             flat = flat & ~edits.begins(documents)
+    if role == "mask" and (ids := step.value("ids")) is not None and ids.shape == flat.shape:
+        flat = flat & ~flat[:, :1]  # whole rows: it may mark tokens or the places that predict them
     weighed = flat & _with_advantage(probe, role, flat)
     idle = int((flat.any(-1) & ~weighed.any(-1)).sum())
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
@@ -99,7 +104,7 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     silent: list[tuple[int, int, str]] = []
     where_only = False
     for number, one in enumerate(asked):
-        if number > len(silent) and not probe.afford(1 if role == "labels" else 3, keep=_later(probe)):
+        if number > len(silent) and not probe.afford(1 if role in ("labels", "mask") else 3, keep=_later(probe)):
             asked = asked[:number]
             break
         spot = _at(flat, *one[:2])
@@ -284,6 +289,8 @@ def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterat
         other = old[old >= 0]
         fresh = other[other != old[only][0]]
         yield {**base, key: torch.where(only, fresh[0] if len(fresh) else old[only][0] + 1, old)}
+    elif role == "mask":
+        yield {**base, key: torch.where(only, 0, old)}
     elif role == "advantages":
         for new in (torch.where(old == 0, torch.ones_like(old), -old), old + 1):
             yield {**base, key: torch.where(where, new, old)}

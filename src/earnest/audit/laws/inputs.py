@@ -34,9 +34,9 @@ def check(probe: Probe) -> Iterator[Finding]:
             change = origin.distance(probe.gradient(other))
             yield LAW.finding(
                 "the teacher's tokens", f"its numbers at other tokens moved the gradient by {change:.2g}",
-                f"above {probe.tolerance:.1g}", change > probe.tolerance,
+                f"above {probe.tolerance:.1g}", True if change > probe.tolerance else "not declared",
                 "It does not matter which tokens the teacher finds likely: its values are sorted, or compared with the "
-                "student's by rank, top against top.",
+                "student's by rank, top against top. Across two vocabularies that is meant (ULD), in one it is not.",
             )  # fmt: skip
         if "correct" in step.roles:
             yield _must_matter(probe, "correct", _largest(probe, base, origin))
@@ -90,17 +90,17 @@ def _far_change(probe: Probe, base: edits.Batch, origin: Gradient, role: str) ->
     """Much less likely rows and almost certain ones; then the same where all other references are far already."""
     others, change = [r for r in edits.LOGPROBS if r in probe.step.roles and r != role], 0.0
     for odd in (0, 1):
-        change = max(change, origin.distance(probe.gradient(_far(probe.step, base, [role], 30.0, odd))))
+        change = max(change, origin.distance(probe.gradient(far(probe.step, base, [role], 30.0, odd))))
         if change > 4 * probe.noise():
             return change
     if not others:
         return change
-    away = probe.kept_batch(f"all but {role} far away", lambda: _far(probe.step, base, others, 300.0))
+    away = probe.kept_batch(f"all but {role} far away", lambda: far(probe.step, base, others, 300.0))
     there = probe.gradient(away)
-    return there.distance(probe.gradient(_far(probe.step, away, [role], 1e4))) if there.finite() else change
+    return there.distance(probe.gradient(far(probe.step, away, [role], 1e4))) if there.finite() else change
 
 
-def _far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd: int = 0) -> edits.Batch:
+def far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd: int = 0) -> edits.Batch:
     """Half of the rows almost certain, the least likely ones (``odd``: the likeliest), and the others ``factor`` times
     as unlikely."""
     batch = dict(base)
@@ -108,9 +108,9 @@ def _far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd
         old: Tensor = base[key]
         rank = old.float().reshape(len(old), -1).sum(-1).argsort(stable=True).argsort()
         lift = (2 * rank < len(old)) if not odd else (2 * rank >= len(old))
-        far = torch.where(lift.reshape(-1, *[1] * (old.ndim - 1)), old / (100 * factor), old * factor).to(old.dtype)
+        there = torch.where(lift.reshape(-1, *[1] * (old.ndim - 1)), old / (100 * factor), old * factor).to(old.dtype)
         where = edits.fit(edits.supervised(step, base), old)
-        batch[key] = far if where is None else torch.where(where, far, old)
+        batch[key] = there if where is None else torch.where(where, there, old)
     return batch
 
 
@@ -179,7 +179,9 @@ def _other_vocabulary(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
     """The teacher's probabilities at other tokens: what is compared by rank alone does not feel it. Asked where the
     vocabulary is the student's; across two vocabularies ranks are all that there is (ULD)."""
     value = probe.step.value("teacher")
-    if value is None or value.ndim < 3 or not value.is_floating_point() or value.shape[-1] < 3 or not probe.afford(1):
+    if value is None or value.ndim < 3 or not value.is_floating_point() or value.shape[-1] < 3:
+        return None
+    if probe.coarse or not probe.afford(1):
         return None
     matrices = [p for p in probe.step.model.parameters() if p.ndim == 2]
     if not any(value.shape[-1] in p.shape for p in matrices):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
+
+import torch
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.laws import shadow
 from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
+from earnest.audit.laws.inputs import far
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, unchecked
 
@@ -79,9 +84,10 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
     clip = last(knob) in LOW + HIGH + BEYOND
     at_one = clip and probe.step.ratio_role not in probe.step.roles
     others = candidates(value)[: 2 if at_one else None]
-    if clip and isinstance(value, float) and 0 < value < 0.01:  # GSPO's: every ratio is beyond it, so the far end first
-        others.reverse()
-    for other, batch in _tries(probe, base, others):
+    tiny = clip and isinstance(value, float) and 0 < value < 0.1  # GSPO's: every ratio is beyond it
+    if tiny and value < 0.01:
+        others.reverse()  # the far end first
+    for other, batch in (*(_beside(probe, base, value) if tiny else ()), *_tries(probe, base, others)):
         if tried and not probe.afford(1 if batch is base else 2):
             break
         try:
@@ -108,6 +114,8 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         )  # fmt: skip
     elif (mode := _elsewhere(probe, base, knob, value)) is not None:
         yield Finding("KG", f"knob {knob}", f"it acts with {mode} only", "-", "not applicable")
+    elif (elsewhen := _elsewhen(probe, base, knob, others)) is not None:
+        yield LAW.finding(f"knob {knob}", elsewhen, "above 0", True)
     elif len(set(tried)) < min(3, len(candidates(value))):
         yield Finding(
             "KG", f"knob {knob}", f"no change by {len(tried)} values, and the audit's budget is spent", "-",
@@ -132,6 +140,47 @@ def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple
     for some in (others[:2], others[2:]):
         for batch in (base, opposite) if opposite else (base,):
             yield from ((other, batch) for other in some)
+
+
+def _elsewhen(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
+    """What the knob moves with ratios of whole rows beside it (they leave every clip at once), or where the references
+    are far away (a hinge sleeps on its good side)."""
+    step = probe.step
+    states: list[tuple[str, edits.Batch]] = []
+    if step.ratio_role in step.roles and step.logprobs is not None:
+        states += [("with ratios of whole rows beside it", _ratios(probe, base, step.knobs[knob], o)) for o in (0, 1)]
+    if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
+        states += [("with far references", far(step, base, references, 30.0, odd)) for odd in (0, 1)]
+    for name, batch in states:
+        for other in others[:2]:
+            try:
+                present, gradient = probe.gradient(batch), probe.gradient(batch, {knob: other})
+            except Exception:
+                continue  # the step refuses this value, as it may
+            if gradient.finite() and probe.differs(present, gradient):
+                return f"{name}, {other:g} moved the gradient by {present.distance(gradient):.2g}"
+    return None
+
+
+def _beside(probe: Probe, base: edits.Batch, value: float) -> Iterator[tuple[float, edits.Batch]]:
+    """A somewhat larger clip, where every token's ratio is between the two."""
+    if probe.step.ratio_role in probe.step.roles and probe.step.logprobs is not None:
+        for odd in (0, 1):
+            make = functools.partial(_ratios, probe, base, value, odd, rows=False)
+            yield 1.5 * value, probe.kept_batch(f"ratios beside {value}, {odd}", make)
+
+
+def _ratios(probe: Probe, base: edits.Batch, value: Any, odd: int, rows: bool = True) -> edits.Batch:
+    """By turns, rows whose ratios (``rows``: their product) are a little above 1 + clip and below 1 - clip."""
+    step = probe.step
+    total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
+    now = probe.now()
+    on = edits.fit(edits.supervised(step, base), now)
+    count = (torch.ones_like(now) if on is None else on.to(now.dtype)).reshape(len(now), -1).sum(-1).clamp(min=1)
+    turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
+    moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
+    keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
 
 
 def _elsewhere(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:

@@ -46,10 +46,10 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
     step = probe.step
     changes: dict[str, edits.Batch] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
-        fitting = edits.fitting(step, role)
-        if fitting is None or bool(fitting.all()):
+        bounds = edits.bounds(step, role)
+        if bounds is None or bool(bounds[1].all()):
             continue
-        where = ~fitting.expand_as(step.batch[step.roles[role]])
+        where = ~bounds[1].expand_as(step.batch[step.roles[role]])
         if role == "rewards":  # they may be summed without a mask, if they are 0 where there is none
             where = where & (step.batch[step.roles[role]] != 0)
         changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)

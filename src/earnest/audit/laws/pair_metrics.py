@@ -13,7 +13,7 @@ import torch
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws.pairs import swapped
-from earnest.audit.probe import Probe
+from earnest.audit.probe import Probe, fresh, without_graph
 from earnest.audit.verdict import Finding
 
 RIGHT = {"accuracy", "accuracies", "acc"}
@@ -25,6 +25,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if not {"chosen", "rejected"} <= step.roles.keys() or not step.pairwise:
         return
+    yield from _own_side(probe)
     names = [n for n in probe.look().metrics if set(re.split(r"[^a-z]+", n.lower())) & (RIGHT | WIDE)]
     if not names:
         return
@@ -58,15 +59,44 @@ def check(probe: Probe) -> Iterator[Finding]:
             )
 
 
+def _own_side(probe: Probe) -> Iterator[Finding]:
+    """A log-prob that is named for one side is not the other side's, as a sum or as a mean over tokens."""
+    step, found = probe.step, probe.look().metrics
+    names = {n: sides for n in found if len(sides := [s for s in edits.SIDES if s in n.lower()]) == 1
+             and re.search(r"log_?p", n.lower())}  # fmt: skip
+    if step.logprobs is None or not names:
+        return
+    probe.cost += 1 / 3
+    with without_graph(step.seed):
+        given = dict(zip(edits.SIDES, step.logprobs(step.model, fresh(step.batch)), strict=True))
+    known: dict[str, list[float]] = {}
+    for side, values in given.items():
+        mask = step.value(f"{side}_mask")
+        forms = [values] if mask is None or values.ndim > 1 else [values, values / mask.sum(-1).clamp_min(1)]
+        known[side] = [float(form.double().mean()) for form in forms]
+    room = max(1e-3, probe.tolerance)
+    for name, (side,) in names.items():
+        other = next(s for s in edits.SIDES if s != side)
+        off = {s: min(abs(found[name] - k) / max(abs(k), 1e-12) for k in known[s]) for s in edits.SIDES}
+        if min(off.values()) <= room:
+            yield LAW.finding(
+                f"metric {name}, whose",
+                f"{found[name]:.4g}, off by {off[side]:.1g} of the {side} and {off[other]:.1g} of the {other} answers'",
+                f"the {side} answers'", off[side] <= max(room, off[other]),
+                f"{name} is the mean of the {other} answers: the two are swapped on the way to the log.",
+            )  # fmt: skip
+
+
 LAW = Law(
     code="MR",
     name="pair metrics",
-    sentence="Of a pair, the side that the loss wants is the side that accuracy and margin call right.",
-    needs="roles chosen and rejected; a metric named accuracy or margin",
+    sentence="Of a pair, the side that the loss wants is the side that accuracy and margin call right, and a log-prob "
+    "is that of the side it is named for.",
+    needs="roles chosen and rejected; a metric named accuracy or margin; logprobs=fn for metrics named logps",
     how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics say?",
     traps="Other terms are switched off where they are declared, and may outweigh the preference in some pairs where "
     "they are not; a metric that does not change sides when the pair does is not asked.",
-    caught="an accuracy that is 1 - accuracy, a margin of rejected minus chosen",
+    caught="an accuracy that is 1 - accuracy, a margin of rejected minus chosen, LLaMA-Factory #6050 (logps swapped)",
     check=check,
     quick=False,
 )

@@ -22,7 +22,6 @@ from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 REFERENCES = ("reference_chosen", "reference_rejected")
-PLAIN = {"weights": 1, "margin": 0}  # with which every pair counts alike
 SMOOTHING = ("label_smoothing", "label_smoothing_factor", "smoothing")
 
 
@@ -45,7 +44,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         if step.logprobs is None:
             yield not_declared("DR", "the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
         else:
-            yield from _margin(probe, pull.part if pull is not None else Part("the loss", {}))
+            yield from _margin(probe, pull.part if pull is not None else _remaining(probe))
         yield from _smoothing(probe, pull)
         yield from _rest(probe, pull)
 
@@ -76,6 +75,12 @@ def told_apart(step: Step) -> bool:
 def _one_text(step: Step) -> edits.Batch:
     """Every rejected answer is its rival's text, with that one's masks and reference."""
     return {**step.batch, **{rejected: step.batch[chosen] for chosen, rejected in sides(step)}}
+
+
+def _remaining(probe: Probe) -> Part:
+    """The loss without its declared terms, where anything is left of it."""
+    part = Part("the loss without its other terms", {**probe.step.quiet, **probe.step.pure})
+    return part if part.gradient(probe, None).norm() > 0 else Part("the loss", {})
 
 
 def _identical(probe: Probe, pull: Pull | None, same: edits.Batch) -> Iterator[Finding]:
@@ -196,7 +201,12 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
     sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
     step = probe.step
     now = _now(step)
-    ones = {step.roles[r]: torch.full_like(step.batch[step.roles[r]], v) for r, v in PLAIN.items() if r in step.roles}
+    ones: edits.Batch = {}  # with these every pair counts alike
+    for key in (step.roles[r] for r in ("weights", "margin") if r in step.roles):
+        value: Tensor = step.batch[key]
+        ones[key] = (
+            torch.ones_like(value) if key == step.roles.get("weights") else value.mean().expand_as(value).clone()
+        )
 
     def cosine(values: list[Tensor]) -> float:
         at = {**step.batch, **ones, **(more or {}), **_as_reference(step, values)}

@@ -16,6 +16,7 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient, Span, span
 from earnest.audit.law import Law
+from earnest.audit.laws.parts import parts
 from earnest.audit.probe import Probe
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding, unchecked
@@ -64,19 +65,29 @@ def _order(probe: Probe, whole: Gradient, order: Tensor) -> Iterator[Finding]:
     outcome = shuffled <= probe.tolerance
     if not outcome and probe.step.rows_interact:
         # Rows that are paired with their neighbours by definition (KTO's mismatched answers) form a ring.
-        turned = edits.permute_rows(probe.step, torch.arange(probe.step.rows).roll(1))
-        if whole.distance(probe.gradient(turned)) <= probe.tolerance:
-            why = f"moved the gradient by {shuffled:.2g}, a turn of the ring does not"
-            yield Finding("SE", "permuted rows", why, "-", "not applicable", "Neighbours interact by declaration.")
-            return
+        for how, turn in _together(probe.step.rows):
+            if whole.distance(probe.gradient(edits.permute_rows(probe.step, turn))) <= probe.tolerance:
+                why = f"moved the gradient by {shuffled:.2g}, {how} does not"
+                yield Finding("SE", "permuted rows", why, "-", "not applicable", "Rows interact by declaration.")
+                return
     yield LAW.finding(
         "permuted rows",
         f"moved the gradient by {shuffled:.2g}",
         f"≤ {probe.tolerance:.1g}",
         outcome,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
-        "undone), or a statistic is broadcast along the wrong axis.",
+        "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
+        "that are stacked, groups one behind the other), declare rows_interact=True.",
     )
+
+
+def _together(rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Orders in which rows that belong together by their place still do."""
+    places = torch.arange(rows)
+    yield "a turn of the ring", places.roll(1)
+    for size in (s for s in range(2, rows // 2 + 1) if rows % s == 0):
+        yield f"another order of {size} rows each", places.reshape(-1, size).roll(1, 0).flatten()
+        yield f"another order in each of {size} parts", places.reshape(size, -1).roll(1, 1).flatten()
 
 
 def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
@@ -155,6 +166,8 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         outcome = even.within(probe.tolerance)
         if outcome:
             aside = f"; with equally many tokens in every row by {even.rest:.2g}: terms have normalisers of their own"
+    if not outcome and step.quiet and _term_by_term(probe):
+        outcome, aside = True, "; every term by itself is a sum of its parts: terms have normalisers of their own"
     measured, expected = _said(probe, found)
     yield LAW.finding(
         "whole = parts (uneven)",
@@ -165,6 +178,25 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         "into each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
         "Where rows are coupled on purpose, or terms divide by counts that no role tells, declare rows_interact=True.",
     )
+
+
+def _term_by_term(probe: Probe) -> bool:
+    """Whether each declared term, and what is left without them, is a sum of its parts."""
+    step, rows, asked = probe.step, torch.arange(probe.step.rows), 0
+    cut = max(1, step.rows // 3)
+    for part in parts(probe):
+        try:
+            whole = part.gradient(probe, None)
+            room = probe.tolerance * max(1.0, part.scale(probe, None) / max(whole.norm(), 1e-300))
+            pieces = [part.gradient(probe, edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
+        except Exception:
+            return False
+        if room >= 0.5:
+            continue  # nothing is left of the loss here, or too little to be told
+        if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
+            return False
+        asked += 1
+    return asked > 1
 
 
 def _either_side(step: Step) -> Step | None:

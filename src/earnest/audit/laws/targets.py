@@ -46,13 +46,16 @@ def _target(probe: Probe) -> Iterator[Finding]:
         return probe.gradient(one, {name: step.knobs[name] + more}).norm()
 
     there, least = 0.0, 0.0
+    if not probe.afford(2, keep=0):
+        return
     try:
+        least = pull(0.0) * (1 - max(probe.tolerance, 1e-3))
         for more in (float(one[name].abs().max()) + 1 if "margin" in step.roles else step.knobs[name], 1e3):
-            if not probe.afford(2, keep=0):
-                return
-            least, there = pull(0.0) * (1 - max(probe.tolerance, 1e-3)), pull(more)
+            there = pull(more)
             if not there < least:
                 break
+            if not probe.afford(2, keep=0):
+                return
         if not math.isfinite(there) or (there < least and not least < pull(-1e3) < math.inf):
             return  # no target, in spite of its name: a focal exponent, say
     except Exception as error:
