@@ -199,9 +199,17 @@ def test_spectral_cap_by_hand() -> None:
     result = Objective.of(SpectralCap(cap=1.0)).evaluate(batch, {need: Field(sigma, None, "given")}, {})
     assert float(result.loss.detach()) == 1.0
     assert torch.autograd.grad(result.loss, sigma)[0].tolist() == pytest.approx([0, 1 / 3, 1 / 3])
+    found = result.values["spectral_cap"].metrics
+    assert found["capped"].value == pytest.approx(2 / 3) and found["sigma_max"].value == 3.0
     born = torch.zeros(2, requires_grad=True)
     loss = Objective.of(SpectralCap()).evaluate(batch, {need: Field(born, None, "given")}, {}).loss
     assert not torch.autograd.grad(loss, born)[0].any()
+
+
+def test_what_sleeps_wakes_at_half_of_what_is_measured_and_what_is_awake_stays() -> None:
+    cap, barrier = SpectralCap(cap=1.0), KLBarrier(tau=1.0)
+    assert cap.woken({"sigma": 0.4, "sigma_max": 0.9}).cap == 0.2 and barrier.woken({"aggregate": 0.5}).tau == 0.25
+    assert cap.woken({"sigma": 0.4, "sigma_max": 1.1}) is cap and barrier.woken({"aggregate": 1.5}) is barrier
 
 
 def test_the_entropy_bonus_raises_entropy() -> None:
