@@ -28,6 +28,8 @@ from earnest.audit.laws import (
     targets,
 )
 from tests.audit.steps import (
+    VOCABULARY,
+    WIDTH,
     Tiny,
     distill_step,
     dpo_loss,
@@ -472,6 +474,49 @@ def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() 
 
     step = _unreferred(loss, knobs={"lam": 0.3}, terms={"odds": "lam"})
     assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
+
+
+def test_a_norm_that_is_held_in_place_is_no_write_that_adds_up() -> None:
+    step = sft_step()
+    step.model.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=3.0)  # type: ignore[assignment]
+    step.optimizer = None
+    assert outcome(step, liveness.LAW, "the weights, after one call of the loss") == "holds"
+
+
+def test_a_hinge_whose_every_pair_is_active_still_has_its_margin() -> None:
+    def loss(model: nn.Module, batch: Data, margin: float) -> Tensor:
+        chosen, rejected = sequence_logprobs(model, batch)
+        return (100 + margin - (chosen - rejected)).relu().mean()
+
+    assert outcome(_unreferred(loss, knobs={"margin": 1.0}), knobs.LAW, "knob margin") == "holds"
+    ignored = _unreferred(lambda m, b, margin: loss(m, b, 1.0), knobs={"margin": 1.0})
+    assert outcome(ignored, knobs.LAW, "knob margin") == "fails"
+
+
+def test_margins_may_be_whole_numbers() -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        return -F.logsigmoid(beta * _margins(model, batch) - batch["won_by"]).mean()
+
+    step = dpo_step(loss)
+    step.metrics = {}
+    step.batch = {**step.batch, "won_by": torch.tensor([1, 2, 1, 3, 1])}
+    step.roles = {**step.roles, "margin": "won_by"}
+    verdict = audit(step)
+    assert verdict.holds and not verdict.errors, str(verdict)
+
+
+def test_log_probs_that_are_stored_in_16_bits() -> None:
+    """The ratio of an unchanged policy is 1 only as exactly as its log-probs were kept."""
+
+    def loss(model: nn.Module, batch: Data, beta: float, clip: float) -> Any:
+        value, metrics = grpo_loss(model, batch, beta, clip)
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        return value, metrics | {"ratio": (ratio * batch["mask"]).sum() / batch["mask"].sum()}
+
+    step = policy_step(loss)
+    step.batch = {**step.batch, "old": step.batch["old"].bfloat16()}
+    (row,) = [f for f in audit(step, laws=[metrics.LAW]).findings if f.subject == "metric ratio, policy unchanged"]
+    assert row.outcome == "holds", row
 
 
 def test_pairs_that_were_right_stay_right() -> None:

@@ -347,6 +347,13 @@ class Probe:
         """The trainable parameters that are not what they were when the audit began."""
         return [name for name, total in self._sum().items() if total != self._sums[name]]
 
+    def written_again(self) -> list[str]:
+        """The trainable parameters that one more call of the loss changes by more than rounding."""
+        before = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.look(dict(self.step.batch))
+        return [n for n, p in self.parameters.items()
+                if not torch.allclose(p.detach(), before[n], rtol=4 * torch.finfo(p.dtype).eps, atol=0)]  # fmt: skip
+
     def _sum(self) -> dict[str, float]:
         return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
 

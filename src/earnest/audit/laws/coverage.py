@@ -131,7 +131,7 @@ def _verdict(probe: Probe, silent: list[tuple[int, int, str]], count: int, measu
         "every supervised position",
         measured,
         "some, tokens are dropped by declaration" if dropped else "all",
-        len(silent) < count if dropped else not silent,
+        ("holds" if len(silent) < count else "not applicable") if dropped else not silent,
         f"{', '.join(f'the {what} one of row {row}' for row, _, what in silent[:4])} is in the mask and not in the "
         "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
         "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",

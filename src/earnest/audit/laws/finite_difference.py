@@ -128,7 +128,8 @@ LAW = Law(
     how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best "
     "counts (a clip has corners).",
     traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with "
-    "a detached factor (DoRA's norm): they declare value_is_loss=False.",
+    "a detached factor (DoRA's norm): they declare value_is_loss=False. So may a loss over the student's own top k, "
+    "which jumps.",
     caught="SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients",
     check=check,
     quick=False,

@@ -16,6 +16,7 @@ from earnest.audit.law import Law
 from earnest.audit.laws import shadow
 from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
 from earnest.audit.laws.inputs import far
+from earnest.audit.laws.targets import TARGETS
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, unchecked
 
@@ -98,7 +99,7 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         if gradient.finite() and probe.differs(present, gradient):
             moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
             yield LAW.finding(f"knob {knob}", moved, "above 0", True)
-            if not isinstance(value, bool) and value and 0.5 <= other / value <= 2:
+            if not (clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
                 yield from _vanished(knob, value, other, present.norm(), gradient.norm())
             return
     if not tried:
@@ -151,8 +152,10 @@ def _elsewhen(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> 
         states += [("with ratios of whole rows beside it", _ratios(probe, base, step.knobs[knob], o)) for o in (0, 1)]
     if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
         states += [("with far references", far(step, base, references, 30.0, odd)) for odd in (0, 1)]
+    turned = [-step.knobs[knob], -1e3] if last(knob) in TARGETS else []  # a hinge whose every pair is active
+    states.append(("as it is", base))
     for name, batch in states:
-        for other in others[:2]:
+        for other in turned or others[:2]:
             try:
                 present, gradient = probe.gradient(batch), probe.gradient(batch, {knob: other})
             except Exception:

@@ -112,12 +112,15 @@ def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
 
 def _unchanged(probe: Probe) -> Iterator[Finding]:
     yield from _recomputed(probe)
-    found = probe.look(on_policy(probe)).metrics
+    batch = on_policy(probe)
+    found = probe.look(batch).metrics
+    stored = [batch[probe.step.roles[r]] for r in SAMPLERS if r in probe.step.roles]
+    rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
     for name, value in found.items():
         expected = probe.step.neutral.get(name, UNCHANGED.get(name.lower().rsplit("/", 1)[-1]))
         if expected is None:
             continue
-        room = max(1e-3, probe.tolerance)
+        room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
         yield LAW.finding(
             f"metric {name}, policy unchanged", f"{value:.4g}", f"{expected:g}", abs(value - expected) <= room,
             f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are "

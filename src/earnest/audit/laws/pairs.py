@@ -205,7 +205,9 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
     for key in (step.roles[r] for r in ("weights", "margin") if r in step.roles):
         value: Tensor = step.batch[key]
         ones[key] = (
-            torch.ones_like(value) if key == step.roles.get("weights") else value.mean().expand_as(value).clone()
+            torch.ones_like(value)
+            if key == step.roles.get("weights")
+            else value.float().mean().to(value.dtype).expand_as(value).clone()
         )
 
     def cosine(values: list[Tensor]) -> float:
