@@ -206,6 +206,14 @@ def test_spectral_cap_by_hand() -> None:
     assert not torch.autograd.grad(loss, born)[0].any()
 
 
+def test_a_barrier_says_what_it_is_and_which_settings_are_of_rounds() -> None:
+    assert KLBarrier().of_rounds() == () and KLBarrier(growth=0.5).of_rounds() == ("growth",)
+    assert KLBarrier(reference="previous").of_rounds() == ("reference",)
+    term, batch = KLBarrier(tau=0.25), barrier_batch(2)
+    result = Objective.of(term).evaluate(batch, {term.need: Field(torch.ones(2), None, "given")}, {})
+    assert result.values["kl_barrier"].ran.endswith("against base, tau 0.25")
+
+
 def test_what_sleeps_wakes_at_half_of_what_is_measured_and_what_is_awake_stays() -> None:
     cap, barrier = SpectralCap(cap=1.0), KLBarrier(tau=1.0)
     assert cap.woken({"sigma": 0.4, "sigma_max": 0.9}).cap == 0.2 and barrier.woken({"aggregate": 0.5}).tau == 0.25
