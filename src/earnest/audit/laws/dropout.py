@@ -59,7 +59,7 @@ def _both(probe: Probe) -> tuple[float, float]:
     size, slopes = gradient.norm(), [0.0]
     if size == 0 or not gradient.finite():
         return 0.0, 0.0  # GL says so
-    for reach in (1e-3, 1e-4, 1e-2, 3e-5):
+    for reach in (1e-3, 1e-4, 1e-2, 3e-5, 1e-5):
         slopes.append(_slope(probe, batch, gradient.parts, size, reach))
         if abs(slopes[-1] - size) <= ROOM * size:
             break

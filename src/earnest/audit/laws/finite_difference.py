@@ -90,7 +90,7 @@ def _nearest(probe: Probe, room: float) -> tuple[float, float] | str:
     if size == 0 or not gradient.finite():
         return f"gradient norm {size:.3g}: GL says so"
     slopes: list[float] = []
-    for reach in (1e-3, 1e-2, 1e-4, 3e-5):
+    for reach in (1e-3, 1e-2, 1e-4, 3e-5, 1e-5):
         slopes.append(_slope(probe, batch, gradient.parts, size, reach))
         if _off((slopes[-1], size)) <= room:
             break
