@@ -102,6 +102,8 @@ def test_sc_sdpo_weighs_prompts_by_the_variance_of_success() -> None:
     assert (
         run(term, failed, [1.0, 2.0, 3.0, 4.0])[0] == 0 and run(term, failed, [1.0] * 4)[2]["prompts_with_weight"] == 0
     )
+    alone = replace(three_rows(), group=torch.tensor([0, 1, 2]))  # one answer a prompt: p̂ is 0 or 1
+    assert run(term, alone, [1.0, 2.0, 3.0, 4.0])[0] == 0
     assert not term.additive and SDPO().additive, "a group's rate needs rows of other micro-batches"
 
 
@@ -325,3 +327,10 @@ def test_gradcheck_on_the_divergence() -> None:
             return Objective.of(term).evaluate(batch, {need: Field(d, batch.teacher.at), LogProb(): lp}, {}).loss
 
         assert torch.autograd.gradcheck(loss, (torch.rand(4).double().requires_grad_(),))
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1])
+def test_a_mixture_s_share_is_between_0_and_1(alpha: float) -> None:
+    assert Distill(alpha=1.0).alpha == 1.0
+    with pytest.raises(ObjectiveError, match="alpha"):
+        Distill(alpha=alpha)
