@@ -123,3 +123,8 @@ def test_reports_all_three_values_whichever_trains() -> None:
     assert value.metrics["k1"].value == pytest.approx(0.25) and value.metrics["gap_max"].value == 1.0
     assert value.metrics["k2"].value == pytest.approx((0.125 + 0.5) / 2)
     assert value.ran == "k2, gradient of KL(π‖π₀) on-policy"
+
+
+def test_the_sampler_is_asked_for_only_where_a_ratio_is_taken() -> None:
+    assert ReferenceKL().signals() == {"reference.logprobs"}
+    assert ReferenceKL(importance="detached").signals() == {"reference.logprobs", "behaviour"}
