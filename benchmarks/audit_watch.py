@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rows", type=int, default=12)
+    parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit_watch.json"))
     parser.add_argument("--table", action="store_true", help="print a markdown table from --out instead of running")
