@@ -493,6 +493,17 @@ def test_a_hinge_whose_every_pair_is_active_still_has_its_margin() -> None:
     assert outcome(ignored, knobs.LAW, "knob margin") == "fails"
 
 
+@pytest.mark.parametrize(("read", "expected"), [(1.0, "holds"), (0.0, "fails")])
+def test_a_threshold_that_was_set_far_below(read: float, expected: str) -> None:
+    """A barrier's τ that was taken from another state: it is felt only when it is crossed."""
+
+    def loss(model: nn.Module, batch: Data, tau: float) -> Tensor:
+        value = sft_loss(model, batch)[0]
+        return value + (10 * value - read * tau).relu()
+
+    assert outcome(sft_step(loss, knobs={"tau": 1e-3}), knobs.LAW, "knob tau") == expected
+
+
 def test_margins_may_be_whole_numbers() -> None:
     def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
         return -F.logsigmoid(beta * _margins(model, batch) - batch["won_by"]).mean()

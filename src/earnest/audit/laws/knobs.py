@@ -144,18 +144,21 @@ def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple
 
 
 def _elsewhen(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
-    """What the knob moves with ratios of whole rows beside it (they leave every clip at once), or where the references
-    are far away (a hinge sleeps on its good side)."""
-    step = probe.step
-    states: list[tuple[str, edits.Batch]] = []
+    """What the knob moves at values far beyond the usual ones, with ratios of whole rows beside it (they leave every
+    clip at once), or where the references are far away (a hinge sleeps on its good side)."""
+    step, value = probe.step, probe.step.knobs[knob]
+    beyond = [1e6 * (value or 1.0)] if isinstance(value, float) else []  # a threshold that was set by another state
+    if last(knob) in TARGETS:
+        beyond = [-value, -1e3]  # a hinge whose every pair is active
+    states: list[tuple[str, edits.Batch, list[Any]]] = [("as it is", base, beyond)]
     if step.ratio_role in step.roles and step.logprobs is not None:
-        states += [("with ratios of whole rows beside it", _ratios(probe, base, step.knobs[knob], o)) for o in (0, 1)]
+        rows = [_ratios(probe, base, value, odd) for odd in (0, 1)]
+        states += [("with ratios of whole rows beside it", batch, others[:2]) for batch in rows]
     if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
-        states += [("with far references", far(step, base, references, 30.0, odd)) for odd in (0, 1)]
-    turned = [-step.knobs[knob], -1e3] if last(knob) in TARGETS else []  # a hinge whose every pair is active
-    states.append(("as it is", base))
-    for name, batch in states:
-        for other in turned or others[:2]:
+        distant = [far(step, base, references, 30.0, odd) for odd in (0, 1)]
+        states += [("with far references", batch, others[:2]) for batch in distant]
+    for name, batch, values in states:
+        for other in values:
             try:
                 present, gradient = probe.gradient(batch), probe.gradient(batch, {knob: other})
             except Exception:
