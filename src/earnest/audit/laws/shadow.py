@@ -67,8 +67,8 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
     if sharpen != 1.0 and (head is None or twin is None or given):
         why = f"the {given[0]}'s log-probs belong to the policy as it is" if given else "no matrix to scale up"
         return Finding("F64", what, why, "-", "not applicable")
-    # Rounding errors of many operations add up; 64 units of this step's own resolution is far below a wrong formula.
-    room, own = min(0.5, 64 * probe.floor()), 0.0
+    units = _units(step.model)
+    room, own = min(0.5, units * probe.floor()), 0.0
     with probe.kicked(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
         lifted = dict(shadow.named_parameters())
         for name, p in probe.parameters.items():
@@ -90,7 +90,7 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
     if 8 * own > 0.5:
         why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
         return Finding("F64", what, why, "-", "not applicable", "")
-    room = min(0.5, max(room, 64 * own))
+    room = min(0.5, max(room, units * own))
     return LAW.finding(
         what,
         f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
@@ -99,6 +99,13 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
         "The step loses its gradient to rounding: log(sigmoid(x)) or log(1 - p) far out, an eps that is 0 in this "
         "dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (logsigmoid, log1mexp, logsumexp).",
     )
+
+
+def _units(model: nn.Module) -> float:
+    """How many units of the step's own resolution rounding may come to, far below a wrong formula. Errors of n
+    operations add up like √n: 64 for a shallow model, 300 for one of thirty layers."""
+    leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
+    return 64 * max(1.0, (leaves / 16) ** 0.5)
 
 
 def _shadow_gradient(
