@@ -245,14 +245,15 @@ def test_rewards_of_any_size_may_be_declared(values: tuple[float, ...], size: in
     def centred(r: Tensor, g: Tensor) -> Tensor:
         return r - each(r, g, torch.mean)
 
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (centred, {"scale": "equal"}),
+        (standardised(1e-6), {"scale": "free"}),
+        (left_out(False), {"scale": "free", "scaled_over": "row"}),
+        (lambda r, g: r - each(r, g, torch.max), {"scale": "equal", "baseline": "other"}),
+    ]
     for seed in range(3):
-        for fn, declared in (
-            (centred, {"scale": "equal"}),
-            (standardised(1e-6), {"scale": "free"}),
-            (left_out(False), {"scale": "free", "scaled_over": "row"}),
-            (lambda r, g: r - each(r, g, torch.max), {"scale": "equal", "baseline": "other"}),
-        ):
-            verdict = audit(AdvantageEstimator(fn, values=values, size=size, seed=seed, **declared))  # type: ignore[arg-type]
+        for fn, declared in cases:
+            verdict = audit(AdvantageEstimator(fn, values=values, size=size, seed=seed, **declared))
             assert not verdict.failures, str(verdict)
 
 

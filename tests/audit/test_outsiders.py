@@ -145,7 +145,8 @@ def test_a_reward_is_read_at_the_last_token_that_is_there(last: str, dtype: torc
     for side, seed in (("chosen", 0), ("rejected", 50)):
         rows = token_batch(seed)
         batch |= {side: rows["ids"], f"{side}_attention": rows["attention"]}
-    step = Step(model=model, loss=loss, batch=batch, roles={k: k for k in batch})  # type: ignore[misc]
+    roles: dict[Any, str] = {key: key for key in batch}
+    step = Step(model=model, loss=loss, batch=batch, roles=roles)
     verdict = audit(step, laws=[masks.LAW])
     assert verdict.holds is (last == "attended"), str(verdict)
     assert any(f.subject.startswith("3 more columns") and f.outcome != "not declared" for f in verdict.findings)
@@ -418,7 +419,8 @@ def test_a_clip_of_a_product_over_the_row(of: str, right: bool) -> None:
     step = policy_step(loss, rows_interact=of == "rewards")
     step.batch = {k: v for k, v in step.batch.items() if k not in ("ref", "advantages")}
     step.batch[of] = torch.tensor([1.0, -0.7, 0.3, -1.2, 0.8])
-    step.roles = {r: k for r, k in step.roles.items() if r not in ("reference", "advantages")} | {of: of}  # type: ignore[dict-item]
+    kept: dict[Any, str] = {r: k for r, k in step.roles.items() if r not in ("reference", "advantages")}
+    step.roles = {**kept, of: of}
     step.knobs, step.terms, step.metrics = {"clip": 0.2}, {}, {}
     verdict = audit(step, laws=[clipping.LAW, knobs.LAW])
     assert verdict.holds is right, str(verdict)
@@ -478,7 +480,7 @@ def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() 
 
 def test_a_norm_that_is_held_in_place_is_no_write_that_adds_up() -> None:
     step = sft_step()
-    step.model.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=3.0)  # type: ignore[assignment]
+    step.model.add_module("embed", nn.Embedding(VOCABULARY, WIDTH, max_norm=3.0))
     step.optimizer = None
     assert outcome(step, liveness.LAW, "the weights, after one call of the loss") == "holds"
 

@@ -214,6 +214,9 @@ ALONE = "each tensor alone"
 class Pushed(nn.Module):
     """A head that is tied to the embedding (or not), a buffer that training moves, a constant, and frozen weights."""
 
+    mean: Tensor
+    table: Tensor
+
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.inner = Tiny()
@@ -226,7 +229,7 @@ class Pushed(nn.Module):
         self.register_buffer("table", torch.linspace(0.5, 1, 23))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.inner(ids) * self.table + self.tail(self.inner.embed(ids)) - self.mean  # type: ignore[operator]
+        return self.inner(ids) * self.table + self.tail(self.inner.embed(ids)) - self.mean
 
 
 def pushed(lost: str = "", dtype: torch.dtype = torch.float32, **more: Any) -> tuple[WeightSync, nn.Module]:

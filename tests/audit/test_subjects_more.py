@@ -55,16 +55,15 @@ def test_an_outer_step_with_the_knobs_of_its_run_holds(torchs: bool, nesterov: b
 
 
 def test_outer_knobs_of_other_names() -> None:
-    class Named(DiLoCo):
+    class Named:
         def __init__(self, sign: float = 1.0) -> None:
-            super().__init__(torchs=False)
-            self.sign = sign
+            self.inner, self.sign = DiLoCo(torchs=False), sign
 
-        def __call__(self, start: Tensor, ends: list[Tensor], **k: float) -> Tensor:  # type: ignore[override]
+        def __call__(self, start: Tensor, ends: list[Tensor], **k: float) -> Tensor:
             if not 0 <= k.get("outer_momentum", 0.0) < 1:
                 raise ValueError("outer_momentum has to be in [0, 1)")
             ends = [start + self.sign * (e - start) for e in ends]
-            moved = super().__call__(start, ends, k.get("outer_lr", 1.0), k.get("outer_momentum", 0.0))
+            moved = self.inner(start, ends, k.get("outer_lr", 1.0), k.get("outer_momentum", 0.0))
             moved = moved - k.get("weight_decay", 0.0) * start
             bound = k.get("max_norm", 1e9)
             return start + (moved - start) * (bound / (moved - start).norm()).clamp(max=1.0)
@@ -274,6 +273,8 @@ def test_noise_and_running_statistics_are_no_fault(keeps: str) -> None:
 
 def test_buffers_that_a_forward_pass_writes_are_no_state_of_the_accumulation() -> None:
     class Normed(nn.Module):
+        size: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.lin = nn.Linear(6, 1)
@@ -281,15 +282,16 @@ def test_buffers_that_a_forward_pass_writes_are_no_state_of_the_accumulation() -
 
         def forward(self, x: Tensor) -> Tensor:
             out = self.lin(x / self.size)
-            self.size.copy_(0.5 * self.size + 0.5 * 3.0)  # type: ignore[operator]
+            self.size.copy_(0.5 * self.size + 0.5 * 3.0)
             return out
 
-    def accumulate(model: nn.Module, batches: Any) -> None:
+    def accumulate(model: Any, batches: Any) -> None:
         rows = sum(len(b["x"]) for b in batches)
         for b in batches:
-            kept = model.size.clone()  # type: ignore[operator]
+            kept = model.size.clone()
             (model(b["x"]).sum() / rows).backward()
-            model.size.copy_(kept) if b is not batches[-1] else None  # type: ignore[operator]
+            if b is not batches[-1]:
+                model.size.copy_(kept)
 
     batch = {"x": torch.randn(6, 6, generator=torch.Generator().manual_seed(0))}
     assert audit(Accumulation(Normed(), accumulate, batch)).holds

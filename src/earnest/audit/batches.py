@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earnest.audit.laws.reads import Heard
 from earnest.audit.verdict import Finding
 
 
@@ -36,23 +37,11 @@ def dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[F
         )  # fmt: skip
 
 
-class _Listening(dict[str, Any]):
-    """Inputs that remember what they were asked for."""
+class _Listening(Heard):
+    """Inputs that remember what they were asked for, and whether it is there."""
 
-    def __init__(self, inputs: Any) -> None:
-        super().__init__(inputs)
-        self.asked: set[Any] = set()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self.asked.add(key)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: Any) -> bool:
-        self.asked.add(key)
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
         return super().__contains__(key)
 
 

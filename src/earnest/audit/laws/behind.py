@@ -25,6 +25,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not shown or not texts or not masked or step.rows_interact or "documents" in step.roles:
         return
     if not probe.afford(2, keep=0):
+        yield Finding("MI", SUBJECT, "the promised cost is spent", "-", "not applicable")
         return
     batch = edits.pad(step)
     longer = [k for k in (*shown, *texts) if batch[k].shape[1] == step.batch[k].shape[1] + 3]

@@ -56,12 +56,12 @@ def check(probe: Probe) -> Iterator[Finding]:
         if not _right(pulls):
             again = _pulls(probe, cases, probe.step.quiet, rows=True)
             pulls = again if not isinstance(again, str) and _right(again) else pulls
+        if step.drops_tokens and not _right(pulls):
+            yield Finding("LAW", "clip", "tokens are dropped by declaration", "-", "not applicable")
+            return
         if pulls[0] <= INSIDE or pulls[2] <= UNDONE:
             other = _silencer(probe, cases)
     inside, done, undone = pulls
-    if step.drops_tokens and not _right(pulls):
-        yield Finding("LAW", "clip", "tokens are dropped by declaration", "-", "not applicable")
-        return
     if other is not None:
         why = f"{other} silences tokens here, and not the clip."
         yield Finding("LAW", "clip", f"silent inside its range, unless {other} is far away", "-", "not applicable", why)

@@ -182,13 +182,12 @@ def _parts(probe: Probe) -> Iterator[Finding]:
 
 def _term_by_term(probe: Probe) -> bool:
     """Whether each declared term, and what is left without them, is a sum of its parts."""
-    step, rows, asked = probe.step, torch.arange(probe.step.rows), 0
-    cut = max(1, step.rows // 3)
+    step, asked = probe.step, 0
     for part in parts(probe):
         try:
             whole = part.gradient(probe, None)
             room = probe.tolerance * max(1.0, part.scale(probe, None) / max(whole.norm(), 1e-300))
-            pieces = [part.gradient(probe, edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
+            pieces = [part.gradient(probe, edits.take_rows(step, rows)) for rows in _uneven(step)]
         except Exception:
             return False
         if room >= 0.5:
@@ -222,8 +221,7 @@ def _pulling(probe: Probe, step: Step) -> Span | None:
 
 def _by_count(probe: Probe, found: Span) -> bool:
     """Whether the parts have the weights of a mean or of a sum over rows."""
-    rows = probe.step.rows
-    share = max(1, rows // 3) / rows
+    share = len(_uneven(probe.step)[0]) / probe.step.rows
     room = found.room(probe.tolerance)
     return any(
         abs(found.alpha - a) <= room[0] and abs(found.beta - b) <= room[1] for a, b in ((share, 1 - share), (1.0, 1.0))
@@ -253,11 +251,16 @@ def _said(probe: Probe, found: Span) -> tuple[str, str]:
 
 def _cut(probe: Probe, step: Step, whole: Gradient | None = None) -> Span | None:
     """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
-    cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
-    parts = [probe.gradient(edits.take_rows(step, r)) for r in (rows[:cut], rows[cut:])]
-    if not all(p.finite() for p in parts):
+    pieces = [probe.gradient(edits.take_rows(step, rows)) for rows in _uneven(step)]
+    if not all(p.finite() for p in pieces):
         return None
-    return span(whole or probe.gradient(step.batch), *parts)
+    return span(whole or probe.gradient(step.batch), *pieces)
+
+
+def _uneven(step: Step) -> tuple[Tensor, Tensor]:
+    """A third of the rows, and the others."""
+    cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
+    return rows[:cut], rows[cut:]
 
 
 def _evenly(probe: Probe) -> Span | None:

@@ -29,15 +29,17 @@ def _target(probe: Probe) -> Iterator[Finding]:
     """A larger target margin never makes a pair pull less. One pair alone: of several the pulls may cancel. A square
     that is past its target pulls back, less with a larger one, so a far larger one has the last word."""
     step = probe.step
-    if step.rows_interact or step.rows < 1:
+    knob = next((k for k, v in step.knobs.items() if last(k) in TARGETS and isinstance(v, float) and v > 0), None)
+    name = step.roles.get("margin", knob)
+    if name is None or step.rows_interact:
+        return
+    if not probe.afford(2, keep=0):
+        yield Finding("LAW", f"a larger {name}", "the promised cost is spent", "-", "not applicable")
         return
     try:
         one = edits.take_rows(step, torch.tensor([0]))
-    except Exception:
-        return
-    knob = next((k for k, v in step.knobs.items() if last(k) in TARGETS and isinstance(v, float) and v > 0), None)
-    name = step.roles.get("margin", knob)
-    if name is None:
+    except Exception as error:
+        yield unchecked("LAW", f"a larger {name}", error)
         return
 
     def pull(more: float) -> float:
@@ -46,8 +48,6 @@ def _target(probe: Probe) -> Iterator[Finding]:
         return probe.gradient(one, {name: step.knobs[name] + more}).norm()
 
     there, least = 0.0, 0.0
-    if not probe.afford(2, keep=0):
-        return
     try:
         least = pull(0.0) * (1 - max(probe.tolerance, 1e-3))
         for more in (float(one[name].abs().max()) + 1 if "margin" in step.roles else step.knobs[name], 1e3):
