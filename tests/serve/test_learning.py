@@ -265,14 +265,14 @@ def test_a_full_disk_loses_nothing(live: Live, adapter, monkeypatch) -> None:
         sqlite3.OperationalError("database or disk is full"),
         MemoryError(),
     ]
-    save = learner.PoliteEngine.save
+    save = learner.YieldingEngine.save
 
     def full(self, folder):
         if troubles:
             raise troubles.pop(0)
         return save(self, folder)
 
-    monkeypatch.setattr(learner.PoliteEngine, "save", full)
+    monkeypatch.setattr(learner.YieldingEngine, "save", full)
     name = adapter("no-room", updates=1, gate=SMALL)
     told = live.learned(live.teach(live.chat(name), text="Too cold."))
     assert (told["status"], told["version"]) == ("applied", 1) and not troubles

@@ -21,7 +21,7 @@ class Clock:
 
 
 class Worker(threading.Thread):
-    """Holds the turn for ``units`` units of work of ``cost`` seconds, breathing between them."""
+    """Holds the turn for ``units`` units of work of ``cost`` seconds, yielding between them."""
 
     def __init__(
         self, turns: Turns, clock: Clock, kind: Kind, units: int, cost: float, log: list[Kind], to=ORDER
@@ -44,7 +44,7 @@ class Worker(threading.Thread):
         for _ in range(self.units):
             self.log.append(self.kind)
             self.clock.now += self.cost
-            self.turns.breathe(ticket, self.to)
+            self.turns.yield_turn(ticket, self.to)
         self.turns.release(ticket)
 
 
@@ -104,14 +104,14 @@ def test_idleness_saves_no_credit() -> None:
     ticket = turns.acquire("learn")
     for _ in range(3600):
         clock.now += 1.0
-        turns.breathe(ticket)
+        turns.yield_turn(ticket)
     chat = Worker(turns, clock, "chat", 40, 1.0, log)
     chat.start()
     while not turns.waiting()["chat"]:
         pass
     before = 0
     while chat.is_alive() and len(log) < 40:
-        turns.breathe(ticket)
+        turns.yield_turn(ticket)
         before += len(log) < 40
         clock.now += 1.0
     turns.release(ticket)
@@ -120,7 +120,7 @@ def test_idleness_saves_no_credit() -> None:
 
 
 def test_a_fence_keeps_others_out() -> None:
-    """While a learner breathes to chat only, a Tinker step waits, also when chat hands its turn on."""
+    """While a learner yields to chat only, a Tinker step waits, also when chat hands its turn on."""
     clock, log = Clock(), []
     turns = Turns(clock=clock)
     ticket = turns.acquire("learn")
@@ -130,7 +130,7 @@ def test_a_fence_keeps_others_out() -> None:
         worker.start()
     while sum(turns.waiting().values()) < 2:
         pass
-    assert turns.breathe(ticket, to=("chat",))
+    assert turns.yield_turn(ticket, to=("chat",))
     assert "tinker" not in log and "chat" in log
     turns.release(ticket)
     for worker in workers:
@@ -151,7 +151,7 @@ def test_a_busy_chat_does_not_keep_the_fences_owner_out() -> None:
     while len(log) < 100:
         clock.now += 1.0
         units += 1
-        turns.breathe(ticket, to=("chat",))
+        turns.yield_turn(ticket, to=("chat",))
     turns.release(ticket)
     chat.join(10)
     assert len(log) == 200 and 20 <= units <= 30
@@ -170,7 +170,7 @@ def test_one_kind_goes_round() -> None:
             names.append(name)
             clock.now += 1.0
             if unit < units - 1:
-                turns.breathe(ticket)
+                turns.yield_turn(ticket)
         turns.release(ticket)
 
     for count, (name, units) in enumerate((("a", 6), ("b", 2), ("c", 1)), 1):
@@ -189,12 +189,12 @@ def test_hooks_surround_the_handing_over() -> None:
     turns = Turns(clock=clock)
     ticket = turns.acquire("learn")
     clock.now += 1.0
-    assert not turns.breathe(ticket, before=lambda: log.append("b"), after=lambda: log.append("a")) and log == []
+    assert not turns.yield_turn(ticket, before=lambda: log.append("b"), after=lambda: log.append("a")) and log == []
     worker = Worker(turns, clock, "chat", 1, 1.0, log)
     worker.start()
     while not turns.waiting()["chat"]:
         pass
-    assert turns.breathe(ticket, before=lambda: log.append("before"), after=lambda: log.append("after"))
+    assert turns.yield_turn(ticket, before=lambda: log.append("before"), after=lambda: log.append("after"))
     assert log == ["before", "chat", "after"]
     turns.release(ticket)
     worker.join()

@@ -19,8 +19,8 @@ import earnest
 from earnest.errors import EarnestError
 from earnest.serve import adapters, feedback, health, openai, push
 from earnest.serve.errors import ServeError, body
+from earnest.serve.limits import RequestLimits
 from earnest.serve.settings import ServeSettings
-from earnest.serve.shield import Shield
 from earnest.serve.state import State
 
 log = logging.getLogger("earnest.serve")
@@ -59,7 +59,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         dashboard = importlib.import_module("earnest.serve.dashboard")
         app.include_router(dashboard.router(state))
     app.add_middleware(
-        Shield,
+        RequestLimits,
         max_body=settings.max_body,
         loopback_only=not state.keys.on,
         larger={push.UPLOAD: settings.max_upload},

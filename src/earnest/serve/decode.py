@@ -280,7 +280,7 @@ def _tops(logits: Tensor, rows: Sequence[_Row]) -> list[tuple[tuple[int, float],
 
 
 class Decoder:
-    """The thread that answers chats: it takes the turn while there is something to decode, and breathes at each
+    """The thread that answers chats: it takes the turn while there is something to decode, and yields it after each
     token."""
 
     def __init__(self, host: Host, max_rows: int, max_waiting: int) -> None:
@@ -347,7 +347,7 @@ class Decoder:
                         self.batch.fail(error)
                         for flight in flights:
                             flight.fail(error)
-                    turn.breathe()
+                    turn.yield_turn()
 
     def _next(self) -> list[Flight]:
         """Those that have a place now, in the order they came."""

@@ -54,7 +54,9 @@ def self_similarity(texts: Sequence[Sequence[str]]) -> float:
     return fmean(fmean(rouge_l(a.split(), b.split()) for a, b in combinations(answers, 2)) for answers in texts)
 
 
-def probe(state: State, engine: LocalEngine, config: GateConfig, breathe: Callable[[], None], *, base: bool) -> Probe:
+def probe(
+    state: State, engine: LocalEngine, config: GateConfig, yield_turn: Callable[[], None], *, base: bool
+) -> Probe:
     """Sample the probes' answers (base: with the adapter's gate at 0) and look at them."""
     prompts = tuple(state.text.render([{"role": "user", "content": p}]) for p in config.prompts)
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, seed=1)
@@ -65,7 +67,7 @@ def probe(state: State, engine: LocalEngine, config: GateConfig, breathe: Callab
         decoding.admit(flights[start : start + 4])
         while len(decoding):
             decoding.step()
-            breathe()
+            yield_turn()
     answers = tuple(tuple(d.tokens for d in f.result()) for f in flights)
     texts = [[state.text.decode(tokens) for tokens in own] for own in answers]
     batch = _batch(state, prompts, answers)
@@ -103,10 +105,10 @@ def judge(
     config: GateConfig,
     base: Probe,
     before: float | None,
-    breathe: Callable[[], None],
+    yield_turn: Callable[[], None],
 ) -> tuple[Verdict, dict[str, float]]:
     """The gate's verdict on the policy as it is now, and its numbers; ``before`` is the live version's margin."""
-    now = probe(state, engine, config, breathe, base=False)
+    now = probe(state, engine, config, yield_turn, base=False)
     texts = _batch(state, base.prompts, base.answers)
     candidate = engine.scalars(texts, [LogProb()])[LogProb()].values
     with engine.adapter.off():

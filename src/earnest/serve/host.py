@@ -2,7 +2,7 @@
 
 At rest every adapter's gate is closed (scale 0), so the model is the base. Inside a turn exactly what was asked for is
 open: one adapter (``turn(kind, adapter)``, ``only``), or one a row (``rows``). When a turn is handed over in
-the middle (``Turn.breathe``) the gates are closed for the others and put back afterwards.
+the middle (``Turn.yield_turn``) the gates are closed for the others and put back afterwards.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class NotReady(EarnestError):
 
 
 class Turn:
-    """A turn that is being held. ``breathe`` between micro-batches, decoding steps and the like."""
+    """A turn that is being held. ``yield_turn`` between micro-batches, decoding steps and the like."""
 
     def __init__(self, host: Host, ticket: Ticket) -> None:
         self._host, self._ticket = host, ticket
         self.to: Collection[Kind] = ORDER
-        """Kinds that may be served while this turn breathes."""
+        """Kinds that may be served while this turn is yielded."""
 
     @property
     def kind(self) -> Kind:
         return self._ticket.kind
 
-    def breathe(self) -> None:
+    def yield_turn(self) -> None:
         """Let others go first whose turn it is. Raises ``Stopping`` for background work when the server shuts down."""
         if self.kind == "learn" and self._host.stopping:
             raise Stopping
@@ -59,11 +59,11 @@ class Turn:
             held.update(self._host._scales())
             self._host._set({})
 
-        self._host.turns.breathe(self._ticket, self.to, close, lambda: self._host._set(held))
+        self._host.turns.yield_turn(self._ticket, self.to, close, lambda: self._host._set(held))
 
     @contextmanager
     def serving(self, *kinds: Kind) -> Iterator[None]:
-        """Inside the block only these kinds are served while this turn breathes."""
+        """Inside the block only these kinds are served while this turn is yielded."""
         before, self.to = self.to, kinds
         try:
             yield

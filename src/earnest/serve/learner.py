@@ -50,14 +50,14 @@ RETRY_MOST = 120.0
 FULL = (OSError, MemoryError, SafetensorError, sqlite3.Error)  # the machine's trouble, never the feedback's fault
 
 
-class PoliteEngine(LocalEngine):
+class YieldingEngine(LocalEngine):
     """A ``LocalEngine`` that lets others go first before every forward pass: between micro-batches no graph is alive,
     so nothing depends on the gates that are closed meanwhile."""
 
-    breathe: Callable[[], None]
+    yield_turn: Callable[[], None]
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
-        self.breathe()
+        self.yield_turn()
         return super()._hidden(batch)
 
 
@@ -205,14 +205,14 @@ class Learner:
 
     def _engine(
         self, name: str, row: AdapterRow, parent: int, config: LearnConfig, turn: Turn
-    ) -> tuple[PoliteEngine, Any]:
+    ) -> tuple[YieldingEngine, Any]:
         """A trainable copy of the parent version, beside the one that answers."""
         how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
         teacher = config.teacher.build(adapter)
         if config.teacher.kind != "live" and "teacher" not in wanted_signals(config.build_objective()):
             raise EarnestError(f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher.")
-        engine = PoliteEngine(
+        engine = YieldingEngine(
             self.state.host.policy,
             adapter,
             config.optimizer.build(),
@@ -220,7 +220,7 @@ class Learner:
             max_grad_norm=config.optimizer.max_grad_norm,
             micro_tokens=config.micro_tokens,
         )
-        engine.breathe = turn.breathe
+        engine.yield_turn = turn.yield_turn
         if parent > 0:
             engine.load(self.state.shelf.folder(row.id, parent) / "engine")
         return engine, teacher
@@ -231,7 +231,7 @@ class Learner:
         number: int,
         config: LearnConfig,
         objective: Objective,
-        engine: PoliteEngine,
+        engine: YieldingEngine,
         teacher: Any,
         found: lessons.Lessons,
         turn: Turn,
@@ -259,7 +259,7 @@ class Learner:
                 curve.append({"step": step + 1, "loss": report.loss, "update_norm": report.update.update_norm})
                 self._say(row, "step", number, step=step + 1, of=config.updates, loss=report.loss)
         self._say(row, "gate", number)
-        passed, numbers = gate.judge(self.state, engine, config.gate, base, margin, turn.breathe)
+        passed, numbers = gate.judge(self.state, engine, config.gate, base, margin, turn.yield_turn)
         after = _by_role(engine, ready)
         later = self._answers(engine, found, turn)
         last = report.to_dict()
@@ -293,14 +293,14 @@ class Learner:
         batch = with_reference(engine, batch, objective)
         return with_teacher(engine, batch, told, teacher) if "teacher" in wanted_signals(objective) else batch
 
-    def _base(self, engine: PoliteEngine, config: LearnConfig, turn: Turn) -> gate.Probe:
+    def _base(self, engine: YieldingEngine, config: LearnConfig, turn: Turn) -> gate.Probe:
         """The base's answers to the probes; they never change, so they are sampled once."""
         key = config.gate.model_dump_json()
         if key not in self._bases:
-            self._bases[key] = gate.probe(self.state, engine, config.gate, turn.breathe, base=True)
+            self._bases[key] = gate.probe(self.state, engine, config.gate, turn.yield_turn, base=True)
         return self._bases[key]
 
-    def _answers(self, engine: PoliteEngine, found: lessons.Lessons, turn: Turn) -> list[dict[str, Any]]:
+    def _answers(self, engine: YieldingEngine, found: lessons.Lessons, turn: Turn) -> list[dict[str, Any]]:
         """The most likely answers to the first prompts that the feedback is about."""
         shown = list({c.prompt: (f, c) for f, c in reversed(found.taken)}.values())[-SHOWN:][::-1]
         flights = [
@@ -317,7 +317,7 @@ class Learner:
         decoding.admit(flights)
         while len(decoding):
             decoding.step()
-            turn.breathe()
+            turn.yield_turn()
         return [
             {
                 "feedback": f.id,
@@ -331,7 +331,12 @@ class Learner:
         ]
 
     def _write(
-        self, row: AdapterRow, number: int, engine: PoliteEngine, record: Mapping[str, Any], rows: Sequence[lessons.Row]
+        self,
+        row: AdapterRow,
+        number: int,
+        engine: YieldingEngine,
+        record: Mapping[str, Any],
+        rows: Sequence[lessons.Row],
     ) -> Finding:
         """The folder, whole; then law SV: what will be served is what was trained, to the last bit of a log-prob."""
         state = self.state

@@ -12,11 +12,11 @@ from starlette.requests import Request
 
 from earnest.errors import ConfigError
 from earnest.serve import versions
+from earnest.serve.changes import ChangeWatcher
 from earnest.serve.errors import Loading
 from earnest.serve.events import Bus
 from earnest.serve.host import Host, NotReady
 from earnest.serve.keys import Keys
-from earnest.serve.pulse import Pulse
 from earnest.serve.settings import ServeSettings
 from earnest.serve.shelf import Shelf
 from earnest.serve.store import Store
@@ -44,7 +44,7 @@ class State:
         self.host = Host(settings)
         self.bus = Bus()
         self.shelf = Shelf(self.host, self.store, settings.max_resident)
-        self.pulse = Pulse(self)
+        self.changes = ChangeWatcher(self)
         self.learner: Learner | None = None
         self._text: Text | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -96,12 +96,12 @@ class State:
 
     def start(self) -> None:
         self.host.start()
-        self.pulse.start()
+        self.changes.start()
 
     def close(self) -> None:
         """Everything that was accepted is on the disk already; work in the background is given up."""
         self.bus.close()
-        self.pulse.close()
+        self.changes.close()
         self.host.stopping = True
         if self.learner is not None:
             self.learner.close()

@@ -33,7 +33,7 @@ class Ticket:
 
 
 class Turns:
-    """Hands the turn from thread to thread. A holder calls ``breathe`` between units of work."""
+    """Hands the turn from thread to thread. A holder calls ``yield_turn`` between units of work."""
 
     def __init__(self, shares: Mapping[Kind, float] = SHARES, clock: Callable[[], float] = time.perf_counter) -> None:
         self._shares, self._clock = shares, clock
@@ -63,7 +63,7 @@ class Turns:
             self._holder = None
             self._grant()
 
-    def breathe(
+    def yield_turn(
         self,
         ticket: Ticket,
         to: Collection[Kind] = ORDER,
@@ -76,7 +76,7 @@ class Turns:
         over, ``after`` when it is back.
         """
         with self._changed:
-            assert self._holder is ticket, "only the holder can breathe"
+            assert self._holder is ticket, "only the holder can yield its turn"
             self._charge(ticket)
             ticket.number = next(self._numbers)  # behind those of its own kind: a long holder starves none of them
             others = [t for t in self._allowed() if t.kind in to]

@@ -144,7 +144,7 @@ def _weights(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any
                     for path, delta in lease.adapter.deltas():
                         deltas[path] = delta.detach()
             sides.append(deltas)
-            turn.breathe()
+            turn.yield_turn()
         layers = {}
         for path in sorted({*sides[0], *sides[1]}):
             x, y = sides[0].get(path), sides[1].get(path)

@@ -110,7 +110,7 @@ class LiveModel:
         policy = self.host.policy
         loss, config = passes.check(request, policy.head.weight.shape[0], positions(policy))
         with self.host.turn("tinker", self.adapter) as turn:
-            return passes.run(self.engine, request, loss, config, turn.breathe)
+            return passes.run(self.engine, request, loss, config, turn.yield_turn)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Clip, then AdamW with these settings. Refused where no gradient has been made since the last one."""

@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Shield:
+class RequestLimits:
     """ASGI middleware."""
 
     def __init__(

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 EVERY = 1.0
 
 
-class Pulse:
+class ChangeWatcher:
     """One thread that looks and compares."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self._ended = threading.Event()
         self._seen: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._run, name="earnest-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="earnest-changes", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
