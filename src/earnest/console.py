@@ -44,9 +44,8 @@ def run(
     if not resume or recipe in known.names() or Path(recipe).suffix in (".yaml", ".yml"):
         name, data = known.read(recipe)
         if "experiment" in data:
-            from earnest import experiments
-
-            page = experiments.run(name, data, overrides, full=full, resume=resume, console=out)
+            experiment = known.experiments(name)
+            page = experiment.run(name, data, overrides, full=full, resume=resume, console=out)
             out.print(f"{'report':<16} {page}", markup=False, highlight=False, soft_wrap=True)
             return
     if full:
@@ -106,13 +105,13 @@ def _pm(value: float, se: float | None, sign: str = "") -> str:
 
 def audit(recipe: str, overrides: list[str], as_json: bool, quick: bool = False) -> int:
     """Print the verdict on a recipe's step; 1 where it does not hold."""
-    from earnest import config, experiments
+    from earnest import config
     from earnest.config import recipes
     from earnest.runs import check
 
-    data = recipes.read(recipe)[1]
+    name, data = recipes.read(recipe)
     if "experiment" in data:
-        found = experiments.check(data, overrides, quick=quick, console=Console(stderr=True))
+        found = recipes.experiments(name).check(data, overrides, quick=quick, console=Console(stderr=True))
     else:
         found = check(config.load(recipe, overrides)[1], Console(stderr=True), quick=quick)
     return _judge(found, as_json)

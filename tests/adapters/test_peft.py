@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from earnest.adapters import AdapterError, attach, load_adapter
 from earnest.adapters.conformance import SUBJECTS, kick, tiny_gpt2, tiny_llama
-from earnest.adapters.portable import validate_portable
 from earnest.adapters.variant import get_variant
+from tests.adapters.loaders import validate_portable
 
 IDS = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}

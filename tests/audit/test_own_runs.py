@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 
 import earnest as en
-from earnest import config, experiments
+import experiments
+from earnest import config
 from earnest.cli import main
 from earnest.config import recipes
 from earnest.guards import Directions, Erase, Perturb, PerturbRoute, Route, directions_from_gradients

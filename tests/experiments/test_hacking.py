@@ -10,14 +10,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from earnest import experiments
+import experiments
 from earnest.errors import ConfigError
-from earnest.experiments.hacking import Config, place
-from earnest.experiments.hacking.contrasts import clean_triples, hacking_triples
-from earnest.experiments.hacking.leak import leak_table
-from earnest.experiments.hacking.plan import ARMS, CONTROLS, HOLES, Job, plan
-from earnest.experiments.hacking.pool import Pool, fill
-from earnest.experiments.hacking.results import (
+from earnest.tasks import get_task, holes
+from experiments.hacking import Config, place
+from experiments.hacking.contrasts import clean_triples, hacking_triples
+from experiments.hacking.leak import leak_table
+from experiments.hacking.plan import ARMS, CONTROLS, HOLES, Job, plan
+from experiments.hacking.pool import Pool, fill
+from experiments.hacking.results import (
     at_end,
     at_level,
     left_out,
@@ -27,9 +28,8 @@ from earnest.experiments.hacking.results import (
     read,
     refreshes,
 )
-from earnest.experiments.hacking.tables import left_out_table, main_table, refresh_table
-from earnest.experiments.hacking.train import make_engine, run_job
-from earnest.tasks import get_task, holes
+from experiments.hacking.tables import left_out_table, main_table, refresh_table
+from experiments.hacking.train import make_engine, run_job
 
 TINY: dict[str, Any] = {
     "experiment": "hacking", "steps": 3, "triples": 8, "eval_every": 2, "eval_prompts": 4, "refresh": 0,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from earnest import experiments
+import experiments
 from earnest.config import recipes, text
 from earnest.errors import ConfigError
-from earnest.experiments.heal.arms import all_arms
-from earnest.experiments.heal.config import HealConfig
-from earnest.experiments.heal.figure import draw
-from earnest.experiments.heal.table import COLUMNS, tables
+from experiments.heal.arms import all_arms
+from experiments.heal.config import HealConfig
+from experiments.heal.figure import draw
+from experiments.heal.table import COLUMNS, tables
 
 SMALL = [
     "rounds=1",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from earnest import experiments
+import experiments
 from earnest.config import recipes
 
 pytestmark = [

@@ -65,6 +65,27 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
     assert any(n.endswith("/licenses/LICENSE") for n in inside) and any(n.endswith("/licenses/NOTICE") for n in inside)
 
 
+def test_the_wheel_holds_the_package_alone_and_names_the_clone_for_an_experiment(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"earnest"}
+    assert not [name for name in wheel.namelist() if "experiments/" in name]
+    wheel.extractall(tmp_path / "site")
+    for command in (["run", "hacking"], ["audit", "heal"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "earnest.cli", *command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"earnest: {command[1]} is an experiment") and "clone" in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_the_wheel_stays_small(wheel: zipfile.ZipFile) -> None:
     size = sum(info.compress_size for info in wheel.infolist())
     assert size < 12_000_000, f"{size / 1e6:.1f} MB"

@@ -1,30 +1,23 @@
-"""A plain LoRA for servers, and the rules of their loaders as a validator.
+"""A plain LoRA for servers.
 
 Every scale is folded into B, alpha = r, one rank for all modules, no rsLoRA, no init that names another base: vLLM,
-TGI and llama.cpp read neither rank_pattern nor init_lora_weights, so anything else would be served wrong without a
-word. Exact for LoRA, rsLoRA, EVA, VeRA, AntiPaSTO (rank r) and PiSSA, DeLoRA, HRA (2r where there is a frozen copy or
-a birth term).
+TGI and llama.cpp read neither rank_pattern nor init_lora_weights, so anything else would be served wrong without an
+error. Exact for LoRA, rsLoRA, EVA, VeRA, AntiPaSTO (rank r) and PiSSA, DeLoRA, HRA (2r where there is a frozen copy
+or a term of the initialization).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.peft_format import CONFIG, MODEL, PREFIX, common_config, lora_factors, lora_files
+from earnest.adapters.peft_format import CONFIG, MODEL, common_config, lora_factors, lora_files
 
 if TYPE_CHECKING:
     from earnest.adapters.adapter import Adapter
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: allowed values of max_lora_rank …
-VLLM_DEFAULT_RANK = 16  # … and the one that it has unless told
-# SGLang stacks these (srt/lora/lora.py): any of the first in a block needs all of the second. A missing k_proj is
-# filled with zeros (the first versions wanted it too); a missing up_proj only under some backends.
-_STACKED = (
-    ({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}),
-    ({"gate_proj", "up_proj"}, {"gate_proj", "up_proj"}),
-)
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: allowed values of max_lora_rank
 
 
 def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, rank: int | None = None) -> Path:
@@ -58,98 +51,3 @@ def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, r
     write_tensors(folder / MODEL, tensors)
     write_json(folder / CONFIG, config)
     return folder
-
-
-def validate_portable(folder: str | Path, server: str = "vllm", max_rank: int | None = None) -> list[str]:
-    """What the server's loader would refuse or read wrongly; empty: nothing. Servers: vllm, sglang, tgi, llama.cpp.
-
-    ``max_rank``: what vLLM is started with as --max-lora-rank; None: its default, 16.
-    """
-    from earnest.adapters.files import read_json, read_tensors
-
-    if server not in ("vllm", "sglang", "tgi", "llama.cpp"):
-        raise AdapterError(f"unknown server {server!r}; known: vllm, sglang, tgi, llama.cpp")
-    if max_rank is not None and max_rank not in VLLM_RANKS:
-        raise AdapterError(f"max_rank={max_rank}: vLLM's --max-lora-rank is one of {', '.join(map(str, VLLM_RANKS))}")
-    config, tensors = read_json(Path(folder) / CONFIG), read_tensors(Path(folder) / MODEL)
-    faults = _config_faults(config, server, max_rank)
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for key, value in tensors.items():
-        tail = next((t for t in ("lora_A", "lora_B") if key.endswith(f".{t}.weight")), None)
-        if tail is None:
-            faults.append(f"tensor {key}: only …lora_A.weight and …lora_B.weight are read")
-            continue
-        if not key.startswith(PREFIX):
-            faults.append(f"tensor {key}: does not start with {PREFIX}")
-        shapes.setdefault(key.removesuffix(f".{tail}.weight").removeprefix(PREFIX), {})[tail] = tuple(value.shape)
-    for path, pair in shapes.items():
-        if set(pair) != {"lora_A", "lora_B"}:
-            faults.append(f"{path}: has {', '.join(pair)} only")
-        elif not pair["lora_A"][0] == pair["lora_B"][1] == config.get("r"):
-            faults.append(
-                f"{path}: rank {pair['lora_A'][0]} is not r = {config.get('r')}, and rank_pattern is not read"
-            )
-        if server == "vllm" and path.rsplit(".", 1)[-1] == "lm_head":
-            faults.append(f"{path}: vLLM serves no LoRA on lm_head in general")
-    if not shapes:
-        faults.append("no LoRA tensors at all")
-    if server == "sglang":
-        faults += _half_stacks(shapes)
-    if server == "tgi":
-        faults += _uneven_blocks(shapes)
-    return faults
-
-
-def _config_faults(config: dict[str, Any], server: str, max_rank: int | None) -> list[str]:
-    faults = [
-        f"config: {k} is missing" for k in ("r", "lora_alpha", "target_modules", "peft_type") if config.get(k) is None
-    ]
-    if config.get("peft_type") not in (None, "LORA"):
-        faults.append(f"config: peft_type {config['peft_type']!r} is not LORA")
-    if config.get("use_dora"):
-        faults.append("config: use_dora is not served")
-    if config.get("bias", "none") != "none":
-        faults.append(f"config: bias={config['bias']!r} is refused")
-    if config.get("modules_to_save"):
-        faults.append("config: modules_to_save is refused")
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
-        faults.append(f"config: init_lora_weights={config['init_lora_weights']!r} means another base, and is not read")
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        faults += ["config: rank_pattern and alpha_pattern are not read"] if server != "sglang" else []
-    if server == "llama.cpp" and config.get("use_rslora"):
-        faults.append("config: llama.cpp scales by alpha/r also under use_rslora")
-    rank = config.get("r")
-    if server == "vllm" and isinstance(rank, int):
-        limit = max_rank or VLLM_DEFAULT_RANK
-        if rank > limit:
-            needed = next((r for r in VLLM_RANKS if r >= rank), None)
-            way = "no vLLM holds it" if needed is None else f"start vLLM with --max-lora-rank {needed}"
-            faults.append(f"config: r={rank} exceeds max_lora_rank={limit}; {way}")
-    if not isinstance(config.get("target_modules"), (list, type(None))):
-        faults.append("config: target_modules must be a list of names")
-    return faults
-
-
-def _half_stacks(shapes: dict[str, Any]) -> list[str]:
-    by_parent: dict[str, set[str]] = {}
-    for path in shapes:
-        parent, _, name = path.rpartition(".")
-        by_parent.setdefault(parent, set()).add(name)
-    return [
-        f"{parent}: SGLang stacks {', '.join(sorted(group))} and needs {' and '.join(sorted(needed))}, here only "
-        f"{', '.join(sorted(group & names))}"
-        for parent, names in by_parent.items()
-        for group, needed in _STACKED
-        if group & names and not needed <= names
-    ]
-
-
-def _uneven_blocks(shapes: dict[str, Any]) -> list[str]:
-    from earnest.adapters.targets import block_index
-
-    by_kind: dict[str, set[int | None]] = {}
-    for path in shapes:
-        by_kind.setdefault(path.rsplit(".", 1)[-1], set()).add(block_index(path))
-    every = set().union(*by_kind.values()) if by_kind else set()
-    gaps = {k: sorted(i for i in every - v if i is not None) for k, v in by_kind.items()}
-    return [f"{k}: TGI needs every layer of a type, missing {gap}" for k, gap in gaps.items() if gap]

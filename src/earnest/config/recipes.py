@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from earnest.config import text
@@ -62,3 +64,16 @@ def read(recipe: str) -> tuple[str, dict[str, Any]]:
     raise ConfigError(
         f"recipe {recipe!r} is unknown: {nearest(recipe, files)} `earnest recipes` lists them; a YAML file works too."
     )
+
+
+def experiments(recipe: str) -> ModuleType:
+    """The package ``experiments`` of the clone from which earnest runs; a wheel does not contain it."""
+    clone = Path(str(resources.files("earnest"))).parents[1]
+    if not (clone / "experiments" / "__init__.py").is_file():
+        raise ConfigError(
+            f"{recipe} is an experiment of several runs, and experiments are not part of the installed package; "
+            "clone the repository, install it with `pip install -e .`, and repeat the command."
+        )
+    if str(clone) not in sys.path:
+        sys.path.insert(0, str(clone))
+    return import_module("experiments")

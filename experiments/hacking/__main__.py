@@ -1,13 +1,13 @@
-"""python -m earnest.experiments.hacking [RESULTS.json | FOLDER] [FIGURE.png]: print the tables, draw the figure."""
+"""python -m experiments.hacking [RESULTS.json | FOLDER] [FIGURE.png]: print the tables, draw the figure."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from earnest.experiments.hacking.figure import write_figure
-from earnest.experiments.hacking.results import read
-from earnest.experiments.hacking.tables import levels, tables
+from experiments.hacking.figure import write_figure
+from experiments.hacking.results import read
+from experiments.hacking.tables import levels, tables
 
 COMMITTED = Path("benchmarks/results/hacking.json")
 

@@ -1,4 +1,4 @@
-"""python -m earnest.experiments.hacking.leak [UPDATES]: what a guard at the gradient lets into the update.
+"""python -m experiments.hacking.leak [UPDATES]: what a guard at the gradient lets into the update.
 
 The same few updates of the experiment's first seed under each guard. At the gradient Route has an optimizer for main
 and one for the quarantine, as published; its leak is the unwanted share of the step that main takes.
@@ -11,17 +11,17 @@ import sys
 
 import torch
 
-from earnest.experiments.hacking.config import Config
-from earnest.experiments.hacking.contrasts import hacking_triples
-from earnest.experiments.hacking.plan import Job
-from earnest.experiments.hacking.results import over_seeds
-from earnest.experiments.hacking.tables import markdown
-from earnest.experiments.hacking.train import extract_directions, make_engine, train_step
 from earnest.guards import Erase, Route
 from earnest.guards.gates import Gate
 from earnest.guards.guard import At
 from earnest.runs.seeds import derive
 from earnest.tasks import PromptStream, get_task
+from experiments.hacking.config import Config
+from experiments.hacking.contrasts import hacking_triples
+from experiments.hacking.plan import Job
+from experiments.hacking.results import over_seeds
+from experiments.hacking.tables import markdown
+from experiments.hacking.train import extract_directions, make_engine, train_step
 
 UPDATES = 12
 GATES: tuple[Gate, ...] = ("one_sided", "two_sided")

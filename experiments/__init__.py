@@ -23,7 +23,7 @@ from earnest.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from earnest.audit import Verdict
 
-EXPERIMENTS: dict[str, str] = {"hacking": "earnest.experiments.hacking", "heal": "earnest.experiments.heal"}
+EXPERIMENTS: dict[str, str] = {"hacking": "experiments.hacking", "heal": "experiments.heal"}
 """Name in a recipe → module."""
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from earnest.experiments.heal.config import HealConfig
 from earnest.models.policy import Policy
 from earnest.objectives.trust import AGGREGATES
 from earnest.runs.atomic import write_json
@@ -17,6 +16,7 @@ from earnest.runs.seeds import derive
 from earnest.steering import Contrast, Loop, Starved, Steering, Yardstick, equal_firing, heal, observer
 from earnest.steering.loop import Say
 from earnest.tasks import get_task
+from experiments.heal.config import HealConfig
 
 TAUS = ("same", "calibrated")
 

@@ -9,16 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from earnest.experiments.heal.arms import ARMS, Arm, Bench, all_arms
-from earnest.experiments.heal.config import HealConfig
 from earnest.runs.atomic import write_json
+from experiments.heal.arms import ARMS, Arm, Bench, all_arms
+from experiments.heal.config import HealConfig
 
 RESULTS = "results.json"
 
 
 def start(config: HealConfig, *, full: bool, folder: Path, console: Console) -> Path:
     """One loop; or every arm of every seed. The page with table, figure and samples."""
-    from earnest.experiments.heal.page import write_page
+    from experiments.heal.page import write_page
 
     total = config.full.rounds * len(config.full.seeds) * ARMS if full else config.rounds
     columns = (

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from earnest.experiments.hacking.config import Config
 from earnest.tasks.holes import CHECKERS
+from experiments.hacking.config import Config
 
 CONTROLS = ("random", "shuffled", "clean", "noise")
 HOLES = tuple(CHECKERS)

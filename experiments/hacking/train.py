@@ -18,11 +18,6 @@ from torch import Tensor
 from earnest.adapters import AntiPaSTO, attach
 from earnest.engines import AdamW, LocalEngine
 from earnest.engines.base import Guard, Rollout
-from earnest.experiments.hacking.config import Config
-from earnest.experiments.hacking.contrasts import clean_triples, hacking_triples
-from earnest.experiments.hacking.panel import Panel
-from earnest.experiments.hacking.plan import Job
-from earnest.experiments.hacking.pool import Pool
 from earnest.guards import (
     DirectionGuard,
     Directions,
@@ -43,6 +38,11 @@ from earnest.signals import Batch
 from earnest.signals.advantages import with_advantages
 from earnest.signals.rollouts import batch_of
 from earnest.tasks import Grade, Prompt, PromptStream, get_task, grade_all
+from experiments.hacking.config import Config
+from experiments.hacking.contrasts import clean_triples, hacking_triples
+from experiments.hacking.panel import Panel
+from experiments.hacking.plan import Job
+from experiments.hacking.pool import Pool
 
 OBJECTIVE = Objective.of(GRPO(clip=0.2))
 Tell = Callable[[int], None]

@@ -17,11 +17,11 @@ from typing import Any
 from earnest.engines import LocalEngine
 from earnest.engines.base import Rollout
 from earnest.errors import ConfigError
-from earnest.experiments.hacking.config import Config
 from earnest.models import SampleSpec
 from earnest.runs.atomic import write_json
 from earnest.runs.seeds import derive
 from earnest.tasks import Prompt, get_task, grade_all
+from experiments.hacking.config import Config
 
 DRAWS = 4
 """Completions of each prompt when the pool is filled."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from earnest.experiments.hacking.config import Config as Config
-from earnest.experiments.hacking.plan import Job, plan
+from experiments.hacking.config import Config as Config
+from experiments.hacking.plan import Job, plan
 
 if TYPE_CHECKING:
     from earnest.audit import Verdict
@@ -46,14 +46,14 @@ def start(config: Config, *, full: bool, folder: Path, console: Console) -> Path
                 if not console.is_terminal:
                     console.print(f"{number}/{len(jobs)} {job.name}", highlight=False, markup=False)
             bar.update(whole, completed=number)
-    from earnest.experiments.hacking.page import write_page
+    from experiments.hacking.page import write_page
 
     return write_page(folder, config, jobs, full)
 
 
 def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
     """The step of every arm, proved."""
-    from earnest.experiments.hacking.check import prove as prove_arms
+    from experiments.hacking.check import prove as prove_arms
 
     return prove_arms(config, quick=quick, progress=progress)
 
@@ -65,8 +65,8 @@ def place(folder: Path, job: Job) -> Path:
 def _train(config: Config, job: Job, folder: Path, tell: Any) -> None:
     from safetensors.torch import save_file
 
-    from earnest.experiments.hacking.train import run_job
     from earnest.runs.atomic import write_json
+    from experiments.hacking.train import run_job
 
     done = run_job(config, job, _pool(config, folder) if job.pool else None, tell)
     if job.arm == "none" and job.seed == config.seed and not job.pool:
@@ -78,8 +78,8 @@ def _pool(config: Config, folder: Path) -> Any:
     """The teacher pool, sampled once and kept."""
     from safetensors.torch import load_file
 
-    from earnest.experiments.hacking.pool import Pool, fill
-    from earnest.experiments.hacking.train import make_engine
+    from experiments.hacking.pool import Pool, fill
+    from experiments.hacking.train import make_engine
 
     path = folder / "pool.json"
     if not path.exists():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earnest.experiments.hacking.plan import ARMS, HOLES
-from earnest.experiments.hacking.results import (
+from experiments.hacking.plan import ARMS, HOLES
+from experiments.hacking.results import (
     COMPARED,
     Estimate,
     arm_series,

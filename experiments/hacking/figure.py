@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earnest.experiments.hacking.results import Point, arm_series, matched, over_seeds
-from earnest.experiments.hacking.tables import arms_of
+from experiments.hacking.results import Point, arm_series, matched, over_seeds
+from experiments.hacking.tables import arms_of
 
 COLOURS = {"none": "#444444", "erase": "#0072b2", "route": "#d55e00"}
 CONTROL_COLOURS = {"random": "#56b4e9", "shuffled": "#009e73", "clean": "#cc79a7", "noise": "#e69f00"}

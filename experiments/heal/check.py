@@ -8,10 +8,10 @@ from pathlib import Path
 
 from earnest.audit import Verdict
 from earnest.audit import prove as prove_step
-from earnest.experiments.heal.arms import Bench
-from earnest.experiments.heal.config import HealConfig
 from earnest.runs.seeds import derive
 from earnest.steering.heal import admit
+from experiments.heal.arms import Bench
+from experiments.heal.config import HealConfig
 
 
 def prove(config: HealConfig, *, quick: bool, progress: Callable[[str], None]) -> Verdict:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from earnest.audit import Verdict
 from earnest.audit import prove as prove_step
 from earnest.errors import ObjectiveError
-from earnest.experiments.hacking.config import Config
-from earnest.experiments.hacking.plan import plan
-from earnest.experiments.hacking.train import OBJECTIVE, build, telling_rows
 from earnest.runs.seeds import derive
 from earnest.tasks import PromptStream, get_task
+from experiments.hacking.config import Config
+from experiments.hacking.plan import plan
+from experiments.hacking.train import OBJECTIVE, build, telling_rows
 
 TRIES = 8
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earnest.experiments.hacking.config import Config
-from earnest.experiments.hacking.figure import write_figure
-from earnest.experiments.hacking.plan import ARMS, Job
-from earnest.experiments.hacking.results import FILE, gather
-from earnest.experiments.hacking.tables import arms_of, levels, tables
 from earnest.runs.atomic import write_json, write_text
+from experiments.hacking.config import Config
+from experiments.hacking.figure import write_figure
+from experiments.hacking.plan import ARMS, Job
+from experiments.hacking.results import FILE, gather
+from experiments.hacking.tables import arms_of, levels, tables
 
 STYLE = """
 :root{color-scheme:light dark}

@@ -6,12 +6,12 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from earnest.experiments.heal.figure import draw
-from earnest.experiments.heal.run import RESULTS, read_results
-from earnest.experiments.heal.table import tables
 from earnest.report.markup import Html, el, join
 from earnest.runs.atomic import write_text
 from earnest.steering.filter import Separation
+from experiments.heal.figure import draw
+from experiments.heal.run import RESULTS, read_results
+from experiments.heal.table import tables
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }

@@ -1,6 +1,6 @@
-"""How the protocol scales, before anybody pays for it: requests, bytes, seconds and money of one round of N replicas.
+"""How the protocol scales, by simulation: requests, bytes, seconds and money of one round of N replicas.
 
-    python -m earnest.diloco.simulate            a table for N = 4 … 1,000, flat and in groups
+    python benchmarks/diloco_scale.py            prints a table for N = 4 … 1,000, flat and in groups
 
 Per round a replica says hello, writes its delta, asks for the commit and lists the round whenever ``Rules.pause`` says,
 and reads the deltas, ``PARALLEL`` at once: the protocol's own rules, not a copy. *Flat* is what

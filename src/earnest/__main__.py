@@ -1,0 +1,5 @@
+"""``python -m earnest`` is the command ``earnest``."""
+
+from earnest.cli import main
+
+main()
