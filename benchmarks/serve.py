@@ -224,7 +224,7 @@ def judge(result: dict[str, Any]) -> None:
     if not cost <= MOST:  # also where it is no number
         raise SystemExit(
             f"learning costs chat {cost:.0%} of its throughput, at most {MOST:.0%} is allowed; look at SHARES in "
-            "serve/turns.py and at how long an update works between two breaths."
+            "serve/turns.py and at how long an update works before it yields its turn."
         )
 
 

@@ -16,7 +16,7 @@ def _told(live: Live, wanted: str, act) -> int:
     with live.http.stream("GET", "/v1/events", timeout=30) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("retry")
-        live.state.changes.look()  # as it is now
+        live.state.changes.check()  # as it is now
         act()
         kind, number = "", -1
         for line in lines:

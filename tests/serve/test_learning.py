@@ -201,8 +201,8 @@ def test_a_version_continues_its_parent_bit_for_bit(live: Live, adapter) -> None
     row = live.state.store.adapter(name)
     from earnest.engines import checkpoint
 
-    first = checkpoint.read(live.state.shelf.folder(row.id, 1) / "engine")
-    second = checkpoint.read(live.state.shelf.folder(row.id, 2) / "engine")
+    first = checkpoint.read(live.state.store.version_folder(row.id, 1) / "engine")
+    second = checkpoint.read(live.state.store.version_folder(row.id, 2) / "engine")
     assert (first[1]["version"], second[1]["version"]) == (2, 4)  # two updates each
     assert {k for k in first[0] if k.startswith("optimizer.")} == {k for k in second[0] if k.startswith("optimizer.")}
 
@@ -276,7 +276,7 @@ def test_a_full_disk_loses_nothing(live: Live, adapter, monkeypatch) -> None:
     name = adapter("no-room", updates=1, gate=SMALL)
     told = live.learned(live.teach(live.chat(name), text="Too cold."))
     assert (told["status"], told["version"]) == ("applied", 1) and not troubles
-    place = live.state.shelf.folder(live.state.store.adapter(name).id, 0).parent
+    place = live.state.store.version_folder(live.state.store.adapter(name).id, 0).parent
     assert [p.name for p in place.iterdir()] == ["1"], "half of a version is left"
 
 
@@ -284,7 +284,7 @@ def test_one_adapter_that_cannot_be_written_stops_no_other(live: Live, adapter, 
     monkeypatch.setattr(learner, "RETRY", 0.05)
     monkeypatch.setattr(learner, "RETRY_MOST", 0.2)
     stuck, free = (adapter(name, updates=1, gate=SMALL) for name in ("stuck", "free"))
-    place = live.state.shelf.folder(live.state.store.adapter(stuck).id, 0).parent
+    place = live.state.store.version_folder(live.state.store.adapter(stuck).id, 0).parent
     place.parent.mkdir(exist_ok=True)
     place.write_text("a file where the folder of its versions should be")
     first = live.teach(live.chat(stuck), text="Too cold.")

@@ -18,8 +18,8 @@ from earnest.serve.decode import Done, Flight
 from earnest.serve.decode import Request as Wanted
 from earnest.serve.errors import NotFound
 from earnest.serve.keys import Caller
+from earnest.serve.leases import Lease
 from earnest.serve.openai import Work, _keep_rest
-from earnest.serve.shelf import Lease
 from earnest.serve.text import Text
 from earnest.serve.wire import TextRequest
 from tests.serve.conftest import Live

@@ -192,7 +192,7 @@ def test_in_place_the_old_one_answers_until_the_new_one_is_checked(live: Live, t
     other = adapter.save(trained.parent / "other", "nano")
     assert upload(live, zipped(files(other)), load_inplace=True).status_code == 200
     assert score(live, NAME) == pytest.approx(here(other), abs=1e-3) and abs(score(live, NAME) - before) > 0.01
-    assert not live.state.shelf.folder(old.id, 1).exists() and live.chat(NAME)["adapter_version"] == 1
+    assert not live.state.store.version_folder(old.id, 1).exists() and live.chat(NAME)["adapter_version"] == 1
     assert f"{old.id}@1" not in live.state.host.attached()
     live.post(f"/v1/adapters/{NAME}/rollback", {"version": 0})
     assert upload(live, zipped(good)).status_code == 409, "rolled back is not unloaded"

@@ -178,8 +178,8 @@ def _forkable(folder: Path):
     found = _state(folder)
     row = found.store.create("a", {})
     for part in ("adapter", "engine"):
-        (found.shelf.folder(row.id, 1) / part).mkdir(parents=True)
-        (found.shelf.folder(row.id, 1) / part / "weights").write_text(part)
+        (found.store.version_folder(row.id, 1) / part).mkdir(parents=True)
+        (found.store.version_folder(row.id, 1) / part / "weights").write_text(part)
     found.store.add_version(row.id, 1, 0, {"feedback": ["f"], "metrics": {}}, (), {}, "")
     return found
 
@@ -216,7 +216,7 @@ def test_a_fork_is_whole_or_not_there(state, monkeypatch) -> None:
     assert "b" not in [a.name for a in state.store.adapters()] and _folders(state) == [str(row.id)]
     made = versions.fork(state, row, 1, "b")
     assert (made.live, made.next, made.origin) == (1, 2, "a@1") and made.id > row.id + 1
-    assert (state.shelf.folder(made.id, 1) / "engine" / "weights").read_text() == "engine"
+    assert (state.store.version_folder(made.id, 1) / "engine" / "weights").read_text() == "engine"
     assert state.store.version(made, 1).record["forked_from"] == "a@1"
     with pytest.raises(Conflict, match="already"):
         versions.fork(state, row, 1, "b")

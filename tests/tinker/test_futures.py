@@ -17,8 +17,7 @@ from earnest.serve.tinker.data import Failed, PassOutput, Plain, SampleOutput, S
 from earnest.serve.tinker.errors import NotThere
 from earnest.serve.tinker.futures import Lines, Promise, Promises
 from earnest.serve.tinker.routes import Later
-from earnest.serve.tinker.samplers import Shelf
-from earnest.serve.tinker.sampling import Desk, SampleRequest
+from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
 from tests.tinker.conftest import Served, datum
 
 
@@ -111,20 +110,20 @@ def test_a_result_that_went_out_counts_as_fetched(served: Served) -> None:
 
 
 def test_samples_that_wait_are_failed_when_the_server_ends(served: Served) -> None:
-    desk = Desk(served.host, Shelf(served.host))
+    samples = SampleQueue(served.host)
     prompt = types.ModelInput.from_ints([5, 6, 7]).model_dump(mode="json")
     body = {"prompt": prompt, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
     promises = [Promise(str(i)) for i in range(6)]
     with served.host.turn("tinker"):  # nobody is scored while this is held
         for promise in promises[:5]:
-            desk.put(promise, SampleRequest.read(body), "base", None)
-        until(lambda: desk._jobs.qsize() == 4)
-        closing = threading.Thread(target=desk.close)
+            samples.put(promise, SampleRequest.read(body), "base", None)
+        until(lambda: samples._jobs.qsize() == 4)
+        closing = threading.Thread(target=samples.close)
         closing.start()
-        until(desk._stopping.is_set)
+        until(samples._stopping.is_set)
     closing.join()
     until(lambda: promises[0].result is not None)
     assert isinstance(promises[0].result, SampleOutput)
-    desk.put(promises[5], SampleRequest.read(body), "base", None)
+    samples.put(promises[5], SampleRequest.read(body), "base", None)
     said = [p.result for p in promises[1:]]
     assert said == [Failed("the server is shutting down.", "server")] * 5

@@ -92,7 +92,7 @@ def router(state: State) -> APIRouter:
     def export(name: str, number: Number, caller: Who) -> Response:
         row = find(name, caller, "read")
         version = state.store.version(row, number)
-        content = versions.zipped(state.shelf.folder(row.id, version.number))
+        content = versions.zipped(state.store.version_folder(row.id, version.number))
         file = f"{row.name.replace('/', '-')}-v{number}.zip"
         headers = {"Content-Disposition": f'attachment; filename="{file}"'}
         return Response(content, media_type="application/zip", headers=headers)
@@ -107,8 +107,8 @@ def router(state: State) -> APIRouter:
     def forget(name: str, number: Number, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
         state.store.delete_version(row.id, number)
-        state.shelf.forget(row.id, number)
-        versions.remove(state.shelf.folder(row.id, number))
+        state.leases.forget(row.id, number)
+        versions.remove(state.store.version_folder(row.id, number))
         return told(row, "version deleted", number=number)
 
     @api.get("/{name:path}/diff", summary="What changed between two versions")
@@ -159,8 +159,8 @@ def router(state: State) -> APIRouter:
     def delete(name: str, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
         state.store.delete(row.id)
-        state.shelf.forget(row.id)
-        versions.remove(state.shelf.folder(row.id, 0).parent)
+        state.leases.forget(row.id)
+        versions.remove(state.store.version_folder(row.id, 0).parent)
         state.bus.publish("adapter", row.name, what="deleted")
         return {"object": "adapter.deleted", "name": row.name, "deleted": True}
 

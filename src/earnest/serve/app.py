@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +15,7 @@ from starlette.requests import Request
 
 import earnest
 from earnest.errors import EarnestError
-from earnest.serve import adapters, feedback, health, openai, push
+from earnest.serve import adapters, dashboard, feedback, health, openai, push, tinker
 from earnest.serve.errors import ServeError, body
 from earnest.serve.limits import RequestLimits
 from earnest.serve.settings import ServeSettings
@@ -49,15 +47,9 @@ def create_app(settings: ServeSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.earnest = state
-    for part in (openai, feedback, adapters, push, health):
+    for part in (openai, feedback, adapters, push, health, dashboard):
         app.include_router(part.router(state))
-    if importlib.util.find_spec("earnest.serve.tinker") is not None:
-        from earnest.serve import tinker
-
-        app.include_router(tinker.router(state.host, settings), dependencies=[Depends(state.tinker_caller)])
-    if importlib.util.find_spec("earnest.serve.dashboard") is not None:
-        dashboard = importlib.import_module("earnest.serve.dashboard")
-        app.include_router(dashboard.router(state))
+    app.include_router(tinker.router(state.host, settings), dependencies=[Depends(state.tinker_caller)])
     app.add_middleware(
         RequestLimits,
         max_body=settings.max_body,

@@ -1,7 +1,7 @@
-"""What nobody announces: run folders are written by other processes, and the load of the chat changes with every token.
+"""Events for changes that no code announces: run folders that other processes write, and the load of the chat.
 
-While somebody watches ``/v1/events`` both are looked at once a second, and a change is an event without content: `runs`
-for those who may read them, `health` for everybody. Who wants to know more asks the endpoint of that name.
+While somebody reads ``/v1/events`` both are compared once a second with their last state. A change is an event without
+content: `runs` for those who may read them, `health` for everybody. The endpoint of that name has the details.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVERY = 1.0
 
 
 class ChangeWatcher:
-    """One thread that looks and compares."""
+    """One thread that compares the present state with the last one."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -35,11 +35,11 @@ class ChangeWatcher:
     def _run(self) -> None:
         while not self._ended.wait(EVERY):
             if self.state.bus.watched:
-                self.look()
+                self.check()
 
-    def look(self) -> None:
-        """Tell what is not as it was. A reader that has just come asks for everything itself, so the first look is
-        silent."""
+    def check(self) -> None:
+        """Publish what changed since the last check. The first one publishes nothing: a new reader fetches the state
+        itself."""
         for kind, now in (("runs", self._runs()), ("health", self._health())):
             if self._seen.setdefault(kind, now) != now:
                 self._seen[kind] = now

@@ -21,7 +21,7 @@ from earnest.errors import EarnestError, SamplingError
 from earnest.models.cache import Cached, Sequences, start
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, pick, uniforms
-from earnest.serve.joining import join, trim
+from earnest.serve.kv_cache import join, trim
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from earnest.errors import EarnestError
+from earnest.serve.adapter_cache import AdapterCache
 from earnest.serve.settings import ServeSettings
 from earnest.serve.text import Text
 from earnest.serve.turns import ORDER, Kind, Ticket, Turns
@@ -85,6 +86,7 @@ class Host:
         self._text: Text | None = None
         self._decoder: Decoder | None = None
         self._adapters: dict[str, Adapter] = {}
+        self.cache = AdapterCache(self, settings.max_resident)
         self._ready = threading.Event()
         self._mine = threading.local()
         self._thread: threading.Thread | None = None

@@ -186,8 +186,8 @@ class Learner:
             row.id, number, parent, clean(record), [f.seq for f, _ in found.taken], found.others, refusal
         )
         if status is None:
-            state.shelf.forget(row.id)
-            versions.remove(state.shelf.folder(row.id, number).parent)
+            state.leases.forget(row.id)
+            versions.remove(state.store.version_folder(row.id, number).parent)
             return
         self.updates += 1
         made = state.store.version(row, number)
@@ -222,7 +222,7 @@ class Learner:
         )
         engine.yield_turn = turn.yield_turn
         if parent > 0:
-            engine.load(self.state.shelf.folder(row.id, parent) / "engine")
+            engine.load(self.state.store.version_folder(row.id, parent) / "engine")
         return engine, teacher
 
     def _update(
@@ -340,17 +340,17 @@ class Learner:
     ) -> Finding:
         """The folder, whole; then law SV: what will be served is what was trained, to the last bit of a log-prob."""
         state = self.state
-        folder = state.shelf.folder(row.id, number)
+        folder = state.store.version_folder(row.id, number)
 
         def fill(fresh: Path) -> None:
             engine.adapter.save(fresh / "adapter", base_model=state.host.policy.name)
             engine.save(fresh / "engine")
 
         versions.write(folder, fill, clean(record))
-        state.shelf.forget(row.id, number)  # of an attempt that ended before its commit
+        state.leases.forget(row.id, number)  # of an attempt that ended before its commit
         batch = lessons.batches(state, rows)[0][0]
         trained = engine.scalars(batch, [LogProb()])[LogProb()].values
-        with state.shelf.checked(row.id, number) as adapter, state.host.only(adapter):
+        with state.leases.checked(row.id, number) as adapter, state.host.only(adapter):
             served = engine.scalars(batch, [LogProb()])[LogProb()].values
         off = float((served - trained).abs().max())
         return Finding(

@@ -21,14 +21,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from earnest.errors import SamplingError
+from earnest.serve.awaitable import awaitable
 from earnest.serve.choices import chat_logprobs, text_logprobs
 from earnest.serve.errors import BadRequest, Busy, TooLong
 from earnest.serve.keys import Caller, Who
-from earnest.serve.shelf import Lease
+from earnest.serve.leases import Lease
 from earnest.serve.state import State
 from earnest.serve.store import Completion
 from earnest.serve.text import Unfolding, cut
-from earnest.serve.watching import watching
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def router(state: State) -> APIRouter:
     @api.get("/models/{model:path}", summary="One of them")
     def model(model: str, caller: Who) -> dict[str, Any]:
         caller.demand(model.partition("@")[0], "read")
-        row, number = state.shelf.resolve(model)
+        row, number = state.leases.resolve(model)
         created = 0 if row is None else int(row.created)
         parent = None if row is None else "base"
         return {
@@ -98,7 +98,7 @@ def router(state: State) -> APIRouter:
         state.wait()
         from earnest.serve.scoring import score_answer
 
-        with state.shelf.lease(body.model) as lease:
+        with state.leases.lease(body.model) as lease:
             found = score_answer(state, lease.adapter, [m.plain() for m in body.messages], body.completion)
             return {"object": "score", "model": body.model, "adapter_version": lease.version, **found}
 
@@ -225,7 +225,7 @@ async def _answer(work: Work, request: Request, prompts: Sequence[Any]) -> Any:
 
 def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
     work.state.wait()
-    work.lease = stack.enter_context(work.state.shelf.lease(work.body.model))
+    work.lease = stack.enter_context(work.state.leases.lease(work.body.model))
     work.prompts = [make() for make in prompts]
 
 
@@ -265,7 +265,7 @@ def _cancel(flights: Sequence[Flight]) -> None:
 
 async def _wait(flights: Sequence[Flight], request: Request) -> list[list[Done]]:
     """All answers; where the client leaves, its sequences leave the batch."""
-    waiting = asyncio.gather(*(watching(f.future) for f in flights))
+    waiting = asyncio.gather(*(awaitable(f.future) for f in flights))
     while not waiting.done():
         await asyncio.wait([waiting], timeout=0.5)
         if not waiting.done() and await request.is_disconnected():
@@ -277,7 +277,7 @@ async def _keep(work: Work, answers: Sequence[Sequence[Done]]) -> None:
     """On the disk before the client can refer to it."""
     rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
     if rows:
-        await watching(work.state.store.add_completions(rows))
+        await awaitable(work.state.store.add_completions(rows))
 
 
 def _finish(done: Done) -> str:
@@ -338,7 +338,7 @@ async def _stream(
     chat = work.kind == "chat"
     unfolding: dict[tuple[int, int], Unfolding] = {}
     offsets: dict[tuple[int, int], int] = {}  # of the next token, in the text of its choice
-    ended = asyncio.gather(*(watching(f.future) for f in flights), return_exceptions=True)
+    ended = asyncio.gather(*(awaitable(f.future) for f in flights), return_exceptions=True)
     ended.add_done_callback(lambda _: events.put_nowait(None))
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
@@ -401,7 +401,7 @@ async def _stream(
 
 async def _keep_rest(work: Work, flights: Sequence[Flight], stack: ExitStack) -> None:
     try:
-        outcomes = await asyncio.gather(*(watching(f.future) for f in flights), return_exceptions=True)
+        outcomes = await asyncio.gather(*(awaitable(f.future) for f in flights), return_exceptions=True)
         # One that failed keeps its place: an answer belongs to the prompt of its own number.
         await _keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
     finally:

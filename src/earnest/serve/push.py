@@ -188,7 +188,7 @@ def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, 
 
     record = _record()
     try:
-        versions.write(state.shelf.folder(made, 1), fill, record)
+        versions.write(state.store.version_folder(made, 1), fill, record)
         _check(state, made)
         state.store.add_whole(made, name, {}, PUSHED, record, old)
     except Exception:
@@ -202,7 +202,7 @@ def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, 
 def _check(state: State, adapter: int) -> None:
     """It fits onto the model, or the request is at fault."""
     try:
-        with state.shelf.checked(adapter, 1):
+        with state.leases.checked(adapter, 1):
             pass
     except (OSError, MemoryError):
         raise
@@ -213,8 +213,8 @@ def _check(state: State, adapter: int) -> None:
 
 def _clear(state: State, adapter: int) -> None:
     """From the model and from the disk."""
-    state.shelf.forget(adapter)
-    versions.remove(state.shelf.folder(adapter, 0).parent)
+    state.leases.forget(adapter)
+    versions.remove(state.store.version_folder(adapter, 0).parent)
 
 
 def _forget(state: State, adapter: int) -> None:

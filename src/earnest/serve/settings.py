@@ -34,7 +34,7 @@ class ServeSettings(BaseModel):
     max_waiting: int = Field(256, ge=1, description="sequences that may wait for a place; beyond, 429")
     max_tokens: int = Field(256, ge=1, description="length of an answer where the request names none")
     max_queued: int = Field(1000, ge=1, description="feedback that may wait for an adapter's learner; beyond, 429")
-    max_resident: int = Field(16, ge=2, description="versions kept in memory; those not in use leave, oldest first")
+    max_resident: int = Field(16, ge=2, description="adapters kept in memory; unused ones leave, oldest use first")
     load_wait: float = Field(120.0, gt=0, description="seconds that a chat waits for the model to be loaded; then 503")
     shutdown_wait: int = Field(10, ge=1, description="seconds that answers under way get to finish at shutdown")
 

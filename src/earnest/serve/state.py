@@ -17,8 +17,8 @@ from earnest.serve.errors import Loading
 from earnest.serve.events import Bus
 from earnest.serve.host import Host, NotReady
 from earnest.serve.keys import Keys
+from earnest.serve.leases import Leases
 from earnest.serve.settings import ServeSettings
-from earnest.serve.shelf import Shelf
 from earnest.serve.store import Store
 from earnest.serve.text import Text
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class State:
-    """Store, host, shelf, keys, events and the learner. Made without torch; ``start`` begins to load it."""
+    """Store, host, leases, keys, events and the learner. It is made without torch; ``start`` begins to load that."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -43,7 +43,7 @@ class State:
         versions.sweep(self.store)
         self.host = Host(settings)
         self.bus = Bus()
-        self.shelf = Shelf(self.host, self.store, settings.max_resident)
+        self.leases = Leases(self.host, self.store)
         self.changes = ChangeWatcher(self)
         self.learner: Learner | None = None
         self._text: Text | None = None

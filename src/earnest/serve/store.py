@@ -88,6 +88,10 @@ class Store:
     def close(self) -> None:
         self.db.close()
 
+    def version_folder(self, adapter: int, number: int) -> Path:
+        """Where a version is kept. The path has numbers only: no name ever becomes a path."""
+        return self.folder / "adapters" / str(adapter) / str(number)
+
     # --- the base -----------------------------------------------------------------------------------------------------
 
     def bind(self, model: str, fingerprint: str) -> None:

@@ -77,20 +77,20 @@ def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
     It appears when its files are there: at no moment does it answer as the base."""
     if number > 0:
         version = state.store.version(row, number)
-        if not (state.shelf.folder(row.id, number) / "engine").is_dir():
+        if not (state.store.version_folder(row.id, number) / "engine").is_dir():
             raise Conflict(f"{row.name}@{number} was pushed without an optimizer's state; it cannot learn on here.")
     origin = f"{row.name}@{number}"
     if number == 0:
         return state.store.create(name, row.learn, origin=origin)
     record = {**version.record, "feedback": [], "forked_from": origin}
-    source = state.shelf.folder(row.id, number)
+    source = state.store.version_folder(row.id, number)
 
     def fill(folder: Path) -> None:
         for part in ("adapter", "engine"):
             shutil.copytree(source / part, folder / part)
 
     made = state.store.reserve()
-    place = state.shelf.folder(made, 1)
+    place = state.store.version_folder(made, 1)
     try:
         write(place, fill, record)
         state.store.add_whole(made, name, row.learn, origin, record)
@@ -132,8 +132,8 @@ def _ancestry(state: State, row: AdapterRow, number: int) -> list[str]:
 def _weights(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any]:
     """‖ΔW_new - ΔW_old‖ and both norms, for every layer that either of them adapts."""
     with (
-        state.shelf.lease(f"{row.name}@{old}") as a,
-        state.shelf.lease(f"{row.name}@{new}") as b,
+        state.leases.lease(f"{row.name}@{old}") as a,
+        state.leases.lease(f"{row.name}@{new}") as b,
         state.host.turn("chat") as turn,
     ):
         sides: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """Weights to sample from: the base, a checkpoint, or what a model's weights were when somebody asked.
 
-A sampler's weights never change. Its adapter is put on the policy when it is first sampled from, and leaves again when
-too many are there (never while one of its requests is under way).
+A sampler's weights never change. Its adapter comes from the host's cache, which keeps it attached while one of its
+requests runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from earnest.adapters import Adapter, Variant
     from earnest.serve.host import Host
 
-ATTACHED = 8
 SNAPSHOTS = 64
 """Copies in memory for one session; ``RemoteEMA`` counts on them."""
 
@@ -33,56 +32,21 @@ class Snapshot:
     targets: tuple[str, ...]
     tensors: dict[str, Tensor]
 
+    def attach(self, host: Host, name: str) -> Adapter:
+        adapter = host.attach(name, self.variant, targets=list(self.targets))
+        adapter.load_state_dict(self.tensors)
+        return adapter
+
 
 Source = Folder | Snapshot | None
 """A folder with a saved adapter, a copy in memory, or the base."""
 
 
-class Shelf:
-    """Adapters of samplers on the policy, by key; the least recently used leaves first."""
-
-    def __init__(self, host: Host, most: int = ATTACHED) -> None:
-        self.host, self.most = host, most
-        self._lock = threading.RLock()
-        # A lock of its own: the decoder's thread lets go while another thread holds ``_lock`` and waits for a turn.
-        self._counting = threading.Lock()
-        self._shelf: OrderedDict[str, Adapter] = OrderedDict()
-        self._users: dict[str, int] = {}
-        self._names = 0
-
-    def hold(self, key: str, source: Source) -> Adapter | None:
-        """The adapter of a sampler, on the policy until ``let_go``."""
-        if source is None:
-            return None
-        with self._lock:
-            if key not in self._shelf:
-                self._names += 1
-                name = f"tinker sampler {self._names}"
-                if isinstance(source, Snapshot):
-                    adapter = self.host.attach(name, source.variant, targets=list(source.targets))
-                    adapter.load_state_dict(source.tensors)
-                else:
-                    adapter = self.host.mount(name, source)
-                self._shelf[key] = adapter
-            self._shelf.move_to_end(key)
-            with self._counting:
-                self._users[key] = self._users.get(key, 0) + 1
-            return self._shelf[key]
-
-    def let_go(self, key: str, source: Source) -> None:
-        if source is not None:
-            with self._counting:
-                self._users[key] -= 1
-
-    def tidy(self) -> None:
-        """Take off what nobody uses, beyond the limit. Not to be called inside a turn of the decoder's thread."""
-        with self._lock:
-            for key in list(self._shelf):
-                if len(self._shelf) <= self.most:
-                    return
-                if not self._users.get(key):
-                    self.host.detach(self._shelf.pop(key).name)
-                    self._users.pop(key, None)
+def attach(host: Host, key: str, source: Folder | Snapshot) -> Adapter:
+    """The adapter of these weights, in use until ``host.cache.release(key)``."""
+    if isinstance(source, Snapshot):
+        return host.cache.acquire(key, lambda name: source.attach(host, name))
+    return host.cache.acquire(key, lambda name: host.mount(name, source))
 
 
 class Samplers:

@@ -17,7 +17,7 @@ from earnest.serve.tinker import scoring, wire
 from earnest.serve.tinker.data import Failed, SampleOutput, Sequence, Top
 from earnest.serve.tinker.errors import WireError
 from earnest.serve.tinker.futures import Promise
-from earnest.serve.tinker.samplers import Shelf, Source
+from earnest.serve.tinker.samplers import Source, attach
 
 if TYPE_CHECKING:
     from earnest.models import SampleSpec
@@ -110,11 +110,11 @@ class _Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Desk:
+class SampleQueue:
     """One thread that scores prompts and hands completions to the decoder, in the order of arrival."""
 
-    def __init__(self, host: Host, shelf: Shelf) -> None:
-        self.host, self.shelf = host, shelf
+    def __init__(self, host: Host) -> None:
+        self.host = host
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -153,8 +153,6 @@ class Desk:
             except Exception as error:
                 log.exception("a sample request failed")
                 job.promise.set(Failed(f"{type(error).__name__}: {error}", "server"))
-            if self._jobs.empty():
-                self.shelf.tidy()
 
     def _begin(self, job: _Job) -> None:
         from earnest.serve import decode
@@ -167,7 +165,7 @@ class Desk:
         spec = request.spec(self.host)
         decode.check(policy, decode.Request(request.prompt, spec))
         scoring.check(request.asked, request.prompt, vocabulary)
-        adapter = self.shelf.hold(job.key, job.source)
+        adapter = None if job.source is None else attach(self.host, job.key, job.source)
         try:
             if request.asked.anything:
                 with self.host.turn("tinker", adapter):
@@ -178,7 +176,7 @@ class Desk:
         except BaseException:
             for flight in job.flights:
                 flight.cancel()
-            self.shelf.let_go(job.key, job.source)
+            self._release(job)
             raise
         job.left = len(job.flights)
         for flight in job.flights:
@@ -194,13 +192,17 @@ class Desk:
                 if self._stopping.wait(0.02):
                     raise
 
+    def _release(self, job: _Job) -> None:
+        if job.source is not None:
+            self.host.cache.release(job.key)
+
     def _landed(self, job: _Job) -> None:
         """Called when a part is decoded, mostly in the decoder's thread: no torch work and no turn in here."""
         with job.lock:
             job.left -= 1
             if job.left:
                 return
-        self.shelf.let_go(job.key, job.source)
+        self._release(job)
         failed = next((e for f in job.flights if (e := f.future.exception()) is not None), None)
         if failed is not None:
             kind = "user" if isinstance(failed, EarnestError) else "server"

@@ -16,8 +16,8 @@ from earnest.serve.tinker.data import PassRequest, Plain, Result
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.futures import Lines, Promise, Promises
 from earnest.serve.tinker.models import AdamParams, LiveModel, LoraFacts
-from earnest.serve.tinker.samplers import Samplers, Shelf, Snapshot, Source
-from earnest.serve.tinker.sampling import Desk, SampleRequest
+from earnest.serve.tinker.samplers import Samplers, Snapshot, Source
+from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
 from earnest.serve.tinker.store import Store
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ class Service:
         self.name = served_name(settings.model)
         self.store = Store(settings.data)
         self.promises, self.lines = Promises(), Lines()
-        self.samplers, self.shelf = Samplers(), Shelf(host)
-        self.desk = Desk(host, self.shelf)
+        self.samplers = Samplers()
+        self.sample_queue = SampleQueue(host)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, LiveModel] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
         self.lines.close()
-        self.desk.close()
+        self.sample_queue.close()
 
     # --- sessions --------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class Service:
         name = f"{id}:{names.new_id() if number is None else int(number)}"
         promise, new = self.promises.make(name, sample_sequence_ids=[f"{name}:{i}" for i in range(request.n)])
         if new:
-            self.desk.put(promise, request, key, source)
+            self.sample_queue.put(promise, request, key, source)
         return promise
 
     # --- reading ---------------------------------------------------------------------------------------------------
