@@ -1,17 +1,25 @@
-"""The command line. It parses, calls, prints and chooses the exit code; torch is imported inside the commands.
+"""The command line: each command makes its settings, calls one function and prints what it returns.
 
+torch is imported inside the commands, so that `earnest --help` is fast.
 Exit codes: 0 done · 1 a law is broken, or a run had to stop · 2 a mistake in what was asked · 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from earnest.errors import EarnestError
+from earnest.runs.errors import Interrupted
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from earnest.audit import Verdict
 
 # click's base of all its errors, from typer: some versions carry a click of their own.
 UsageMistake: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -33,6 +41,17 @@ Overrides = Annotated[
 ]
 
 
+def _print(what: RenderableType) -> None:
+    from rich.console import Console
+
+    Console().print(what)
+
+
+def _print_line(name: str, value: object) -> None:
+    """One line that is not wrapped: a path or a command to copy."""
+    print(f"{name:<16} {value}")
+
+
 @app.command()
 def run(
     recipe: Annotated[
@@ -45,9 +64,33 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With replicas=N: print what would be started.")] = False,
 ) -> None:
     """Train."""
-    from earnest import console
+    from rich.console import Console
 
-    console.run(recipe, overrides or [], resume, full, on, dry_run)
+    from earnest import runs
+    from earnest.config import from_mapping, recipes
+
+    out = Console()
+    name, data = (recipe, {}) if resume and not recipes.is_recipe(recipe) else recipes.read(recipe)
+    if "experiment" in data:
+        experiments = recipes.experiments(name)
+        page = experiments.run(name, data, overrides or [], full=full, resume=resume, console=out)
+        _print_line("report", page)
+        return
+    if full:
+        raise EarnestError(f"--full: {recipe} is one run and has no longer form; leave it out, or raise steps=.")
+    if resume:
+        finished = runs.resume(Path(recipe), overrides or [], out)
+    else:
+        config = from_mapping(data, overrides or [])
+        if (on != "local" or dry_run) and not config.replicated:
+            raise EarnestError("--on and --dry-run are about replicas; add replicas=N, or leave them out.")
+        if dry_run:
+            from earnest.diloco.run import dry_run as describe
+
+            print(describe(name, config, on))
+            return
+        finished = runs.start(name, config, out, on=on)
+    out.print(finished)
 
 
 @app.command()
@@ -57,9 +100,12 @@ def worker(
     folder: Annotated[Path | None, typer.Option(help="For its checkpoints; none: runs/<run>-replica-<i>.")] = None,
 ) -> None:
     """Join a run that lives in a bucket, as one more replica."""
-    from earnest import console
+    from rich.console import Console
 
-    console.worker(run_url, replica, folder)
+    from earnest.diloco.worker import work
+
+    number = work(run_url, replica, folder, Console())
+    print(f"replica {number}: the run is over")
 
 
 @app.command()
@@ -68,31 +114,77 @@ def audit(
         str | None, typer.Argument(help="A name from `earnest recipes`, a YAML file, or a training script (.py).")
     ] = None,
     overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
     tests: Annotated[Path | None, typer.Option(help="Mutate --source under these tests; list what they miss.")] = None,
     source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tests: so many mutants, evenly spread.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
     out: Annotated[Path | None, typer.Option(help="With --tests: results as JSON lines; goes on from them.")] = None,
 ) -> None:
     """Prove a training step: a recipe's, or a script's (extra words are its own); exit 1 where a law is broken."""
-    from earnest import console
-
     if tests is not None:
-        raise typer.Exit(console.score_tests(tests, source, limit, out, json))
+        raise typer.Exit(_score_tests(tests, source, limit, out, as_json))
     if recipe is None:
         raise EarnestError("audit what? Give a recipe (`earnest recipes` lists them), a script.py, or --tests PATH.")
-    if recipe.endswith(".py"):
-        raise typer.Exit(console.audit_script(Path(recipe), overrides or [], json, quick))
-    raise typer.Exit(console.audit(recipe, overrides or [], json, quick))
+    found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _print(found)
+    raise typer.Exit(0 if found.holds else 1)
+
+
+def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
+    from rich.console import Console
+
+    from earnest import runs
+    from earnest.config import from_mapping, recipes
+
+    progress = Console(stderr=True)
+    name, data = recipes.read(recipe)
+    if "experiment" in data:
+        found: Verdict = recipes.experiments(name).check(data, overrides, quick=quick, console=progress)
+        return found
+    return runs.check(from_mapping(data, overrides), progress, quick=quick)
+
+
+def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
+    """Run a script under the audit; its own output goes to stderr."""
+    from contextlib import redirect_stdout
+
+    from rich.console import Console
+
+    from earnest.audit.script import audit_script
+    from earnest.runs.progress import note_on
+
+    with redirect_stdout(sys.stderr):
+        return audit_script(Path(path), arguments, quick=quick, progress=note_on(Console(stderr=True)))
+
+
+def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:
+    """Print which mutants of ``source`` the tests do not see; 1 where there are any."""
+    from earnest.audit.mutation import score_tests
+
+    if source is None:
+        raise EarnestError("--tests needs --source: the file or folder of training code that the tests are about.")
+    found = score_tests(tests, source, out=out, limit=limit, progress=lambda line: print(line, file=sys.stderr))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(found.table())
+        for o in found.survivors:
+            print(f"survived: {o.file}:{o.line}: {o.what}")
+    return 1 if found.survivors else 0
 
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
     """Write one self-contained HTML page: curves, terms, evidence, samples."""
-    from earnest import console
+    from earnest import report as pages
 
-    console.report(run_dir)
+    page = pages.write(run_dir)
+    _print(pages.summary(run_dir))
+    print(page)
 
 
 @app.command()
@@ -120,15 +212,35 @@ def serve(
     model: Annotated[str, typer.Option(help="nano, smollm2, a Hugging Face id, or a folder.")] = "nano",
     data: Annotated[Path, typer.Option(help="The folder of the database and of all versions.")] = Path("earnest-data"),
     keys: Annotated[Path | None, typer.Option(help="A YAML file of API keys; without it, loopback only.")] = None,
-    learn: Annotated[Path | None, typer.Option(help="A YAML file that says how adapters learn.")] = None,
-    adapter: Annotated[list[str] | None, typer.Option(help="An adapter that shall exist; may be repeated.")] = None,
+    learn: Annotated[Path | None, typer.Option(help="A YAML file with how adapters learn.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="An adapter that exists from the start; may be repeated.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     new_key: Annotated[str | None, typer.Option(help="Print a fresh API key of this name, and end.")] = None,
 ) -> None:
-    """Chat that learns from what its users say, in one process on one port."""
-    from earnest.serve import console
+    """Chat that learns from its users' feedback, in one process on one port."""
+    if new_key is not None:
+        from earnest.serve.keys import new_key as make
 
-    console.serve(host, port, model, data, keys, learn, adapter, threads, new_key)
+        key, entry = make(new_key)
+        print(f"{key}\n\nThis key is shown once. Put these lines into the file for --keys:\n\nkeys:\n{entry}")
+        return
+    from earnest.config.load import check_mapping
+    from earnest.serve.run import run as listen
+    from earnest.serve.settings import ServeSettings
+
+    given = {
+        "host": host,
+        "port": port,
+        "model": model,
+        "data": data,
+        "keys": keys,
+        "learn": learn,
+        "adapters": tuple(adapter or ("assistant",)),
+        "threads": threads,
+    }
+    listen(check_mapping(ServeSettings, given))
 
 
 @app.command()
@@ -143,9 +255,21 @@ def replay(
     config: Annotated[Path | None, typer.Option(help="A YAML file with teachers, judge and filters.")] = None,
 ) -> None:
     """Traces into preference pairs; the same command again goes on where it stopped."""
-    from earnest.replay import console
+    from rich.console import Console
 
-    console.replay(traces, overrides or [], config)
+    from earnest.config.replay import read
+    from earnest.replay import report as pages
+    from earnest.replay.progress import Bars
+    from earnest.replay.run import replay as make_pairs
+
+    out = Console()
+    with Bars(out) as bars:
+        found = make_pairs(traces, read(config, overrides or []), bars)
+    data, page = pages.write(found)
+    pages.show(data, out)
+    _print_line("pairs", found.path)
+    _print_line("report", page)
+    _print_line("train on them", f"earnest run prefer data={found.path}")
 
 
 @app.command("eval")
@@ -157,31 +281,32 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("earnest-eval"),
     model: Annotated[str, typer.Option(help="Without --url: the model to serve.")] = "nano",
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of feedback for each preference.")] = None,
-    per_round: Annotated[int | None, typer.Option(min=1, help="Prompts a round.")] = None,
+    per_round: Annotated[int | None, typer.Option(min=1, help="Prompts per round.")] = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Capability questions.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A preference by its name; may be repeated.")] = None,
 ) -> None:
     """Feedback loops on preferences against a live server: does it learn, and what does it cost?"""
-    from earnest.serve.eval import console
+    from earnest.serve.eval.preferences import read
+    from earnest.serve.eval.run import run as measure
 
     changes = {"rounds": rounds, "per_round": per_round, "questions": questions}
-    console.run(preferences, url, out, model, changes, only or [])
+    measure(read(preferences, changes, only or []), out, url=url, model=model)
 
 
 @app.command()
 def recipes() -> None:
     """What can be run."""
-    from earnest import console
+    from earnest import listings
 
-    console.recipes()
+    _print(listings.recipes())
 
 
 @app.command()
 def objectives(kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None) -> None:
     """The terms of a loss, each with its paper."""
-    from earnest import console
+    from earnest import listings
 
-    console.objectives(kind)
+    _print(listings.objectives() if kind is None else listings.objective(kind))
 
 
 @app.command()
@@ -194,25 +319,40 @@ def adapters(
     ] = False,
 ) -> None:
     """The adapters, each with its paper and its learning rate."""
-    from earnest import console
+    from earnest import listings
 
-    raise typer.Exit(console.adapters(check, compile))
+    if not (check or compile):
+        _print(listings.adapters())
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    from earnest.adapters import conformance
+
+    subjects = list(conformance.SUBJECTS)
+    rows = conformance.run(subjects, compile=compile)
+    shown = track(rows, "checking", len(subjects), console=Console(stderr=True), transient=True)
+    table, failures = listings.checked_adapters(shown)
+    _print(table)
+    for failure in failures:
+        Console().print(f"✗ {failure}", style="red", markup=False)
+    raise typer.Exit(1 if failures else 0)
 
 
 @app.command()
 def tasks() -> None:
     """What there is to learn."""
-    from earnest import console
+    from earnest import listings
 
-    console.tasks()
+    _print(listings.tasks())
 
 
 @app.command()
 def models() -> None:
     """What can be loaded by name."""
-    from earnest import console
+    from earnest import listings
 
-    console.models()
+    _print(listings.models())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -220,16 +360,18 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(arguments, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        code = _say("stopped; nothing was being trained", 130)
+        code = _fail("stopped; nothing was being trained", 130)
     except UsageMistake as error:
         error.show()
         code = error.exit_code
+    except Interrupted as stop:
+        code = _fail(str(stop), stop.exit_code)
     except EarnestError as error:
-        code = _say(str(error), getattr(error, "exit_code", 2))
+        code = _fail(str(error), getattr(error, "exit_code", 2))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _say(text: str, code: int) -> int:
+def _fail(text: str, code: int) -> int:
     print(f"earnest: {text}", file=sys.stderr)
     return code
 

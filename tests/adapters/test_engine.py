@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import earnest as en
-from earnest import console
+from earnest import cli
 from earnest.adapters import IA3, Adapter, LoRA, attach
 from earnest.adapters.conformance import SUBJECTS, kick, tiny_llama
 from earnest.adapters.variant import get_variant, list_variants
@@ -88,7 +88,9 @@ def test_the_command_prints_every_rate_with_its_source(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "600")
-    assert console.adapters(False) == 0
+    with pytest.raises(SystemExit) as left:
+        cli.main(["adapters"])
+    assert left.value.code == 0
     out = capsys.readouterr().out
     for row in list_variants():
         assert f"{row['lr']:g} ({row['lr_source']})" in out

@@ -187,3 +187,33 @@ def test_without_a_rate_the_adapters_own_is_taken(kind: str, rate: float) -> Non
     assert from_mapping(given).optimizer.build().lr == rate
     assert from_mapping({**given, "optimizer": {"weight_decay": 0.1}}).optimizer.build().lr == rate
     assert from_mapping({**given, "optimizer": {"lr": 0.5}}).optimizer.build().lr == 0.5
+
+
+def test_a_recipe_is_read_once_and_its_parts_are_built_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`earnest run` parses the YAML once; the term, adapter and optimizer that it checked are those that train."""
+    from earnest import cli
+    from earnest.adapters import LoRA
+    from earnest.engines import AdamW
+    from earnest.objectives import GRPO
+
+    made: list[str] = []
+
+    def count(owner: object, name: str, label: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: object, **more: object) -> object:
+            made.append(label)
+            return original(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(text, "parse_file", "recipe")
+    for label, part in {"term": GRPO, "adapter": LoRA, "optimizer": AdamW}.items():
+        count(part, "__post_init__", label)
+    small = ("check=false", "steps=1", "eval.every=0", "eval.prompts=1", "eval.samples=1", f"out={tmp_path / 'run'}")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "quickstart", *small])
+    assert left.value.code == 0, capsys.readouterr().err
+    assert sorted(made) == ["adapter", "optimizer", "recipe", "term"]

@@ -270,7 +270,7 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     """None, not 0: nobody knows what it sent. The round after it is whole."""
     from earnest.config import dump
     from earnest.diloco.run import Launcher, _build, _put
-    from earnest.runs.progress import show_on
+    from earnest.runs.progress import reporter_on
     from earnest.runs.stopping import Stopper
 
     url, config = f"file://{tmp_path}/bucket", make("replicas=1", f"store=file://{tmp_path}")
@@ -280,7 +280,7 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     bucket.delete(bucket.list("outer/00000000/delta"))
     built = _build(config, quiet())
     folder = RunFolder.create(tmp_path / "run", dump(config), {}, {"recipe": "test", "url": url, "on": "local"})
-    launcher = Launcher(built, folder, show_on(quiet()), [])
+    launcher = Launcher(built, folder, reporter_on(quiet()), [])
     launcher.follow(Scripted({}), url)
     launcher._look(Stopper(print))
     first, second = (line["metrics"] for line in steps(tmp_path / "run"))

@@ -115,8 +115,12 @@ def test_a_second_ctrl_c_stops_at_once(
         start("test", make_config(*SETTINGS, f"out={folder}"), quiet)
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    resume(folder, console=quiet)
+    finished = resume(folder, console=quiet)
     assert_same_run(whole, folder, 10)
+    first, *_, last = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "eval"]
+    assert (finished.before, finished.after) == (first["reward"], last["reward"]), (
+        "the first session's evaluation counts"
+    )
 
 
 def test_more_steps_later_equal_all_steps_at_once(tmp_path: Path, make_config: Make, quiet: Console) -> None:

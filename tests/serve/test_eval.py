@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from earnest.errors import ConfigError
 from earnest.serve.eval import preferences
 from earnest.serve.eval.client import Client, EvalError
-from earnest.serve.eval.console import run
 from earnest.serve.eval.loop import Round, evaluate, summarise, table
 from earnest.serve.eval.preferences import EvalConfig
+from earnest.serve.eval.run import run
 from earnest.serve.eval.verifiers import Verifier
 from tests.serve.conftest import Live
 
@@ -57,14 +57,14 @@ def test_mistakes(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             preferences.read(None, change)
     with pytest.raises(ConfigError, match="warm"):
-        run(None, "http://127.0.0.1:9", tmp_path, "nano", {}, ["wram"])
+        preferences.read(None, {}, ["wram"])
     with pytest.raises(EvalError, match="is `earnest serve` running there"):
         Client("http://127.0.0.1:9").chat("base", "hi")
 
 
 def test_the_loop(live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     live.state.wait()
-    run(None, live.url, tmp_path, "nano", {"rounds": 1, "per_round": 4, "questions": 3}, ["warm"])
+    run(preferences.read(None, {"rounds": 1, "per_round": 4, "questions": 3}, ["warm"]), tmp_path, url=live.url)
     before, after = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
     assert (before["round"], before["version"], after["round"], after["version"]) == (0, 0, 1, 1)
     assert after["said"] + after["complied"] == 4 and after["said"] > 0

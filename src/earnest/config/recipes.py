@@ -34,6 +34,11 @@ def names() -> list[str]:
     return list(_files())
 
 
+def is_recipe(text: str) -> bool:
+    """Whether the text names a recipe or a YAML file, and not a run folder."""
+    return text in _files() or Path(text).suffix in (".yaml", ".yml")
+
+
 def list_recipes() -> list[Recipe]:
     found = []
     for name, path in _files().items():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from earnest.config import text
+from earnest.config.load import check_mapping
 from earnest.config.schema import Strict, Whole
 from earnest.errors import ConfigError
 
@@ -160,3 +165,9 @@ class ReplayConfig(Strict):
         """The part that decides what is asked: a journal belongs to it. Cleaning may change without asking again."""
         kept = ("teachers", "judge", "turns", "seed")
         return {name: value for name, value in self.model_dump(mode="json").items() if name in kept}
+
+
+def read(path: Path | None, overrides: Sequence[str] = ()) -> ReplayConfig:
+    """A YAML file, or the defaults where there is none, with ``key=value`` on top."""
+    source = Path(str(resources.files("earnest.replay") / "default.yaml")) if path is None else path
+    return check_mapping(ReplayConfig, text.parse_file(source), overrides)

@@ -1,15 +1,23 @@
-"""What a run is told: every key of a recipe, its range, its default and its meaning.
+"""Every key of a recipe: its type, its range, its default and its meaning.
 
-``extra="forbid"`` at every depth, and types are strict: a text is not taken for a number. Terms, adapters and
+Unknown keys are errors at every depth, and types are strict: a text is not taken for a number. Terms, adapters and
 optimizers get their fields from their own dataclasses (``kinds``).
 """
 
 from __future__ import annotations
 
 from dataclasses import fields as dataclass_fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from earnest.config.kinds import STRICT, construct, plain
 from earnest.errors import ConfigError, nearest
@@ -24,11 +32,15 @@ class Strict(BaseModel):
 
 
 class Kinded(Strict):
-    """A mapping whose ``kind`` decides which further keys it has; ``fields`` gathers them, spelt out flat."""
+    """A mapping whose ``kind`` decides which further keys it has; ``fields`` gathers them, with every default.
+
+    The object that it describes is made once, when the mapping is validated; ``build`` returns it.
+    """
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 
     fields: dict[str, Any] = Field(default_factory=dict)
+    _built: Any = PrivateAttr(None)
 
     @model_validator(mode="before")
     @classmethod
@@ -37,6 +49,19 @@ class Kinded(Strict):
             return data
         own = set(cls.model_fields) - {"fields"}
         return {k: v for k, v in data.items() if k in own} | {"fields": {k: v for k, v in data.items() if k not in own}}
+
+    @model_validator(mode="after")
+    def _resolve(self) -> Self:
+        self._built, self.fields = self._make()
+        return self
+
+    def _make(self) -> tuple[Any, dict[str, Any]]:
+        """The object, and its fields as YAML can hold them."""
+        raise NotImplementedError  # abstract: every subclass defines it
+
+    def build(self) -> Any:
+        """The frozen object that this mapping describes."""
+        return self._built
 
     @model_serializer(mode="plain")
     def _flat(self) -> dict[str, Any]:
@@ -51,16 +76,11 @@ class TermConfig(Kinded):
     weight: float = Field(1.0, description="the factor of its loss; 0 leaves it out, and every report says so")
     name: str | None = Field(None, description="its name in the report; none: its kind. Unique in an objective")
 
-    @model_validator(mode="after")
-    def _resolve(self) -> TermConfig:
-        term = self.build()
-        self.fields = _term_fields(term)
-        return self
-
-    def build(self) -> Any:
+    def _make(self) -> tuple[Any, dict[str, Any]]:
         from earnest.objectives import build
 
-        return build(self.kind, name=self.name, **self.fields)
+        term = build(self.kind, name=self.name, **self.fields)
+        return term, _term_fields(term)
 
 
 class AdapterConfig(Kinded):
@@ -72,18 +92,14 @@ class AdapterConfig(Kinded):
     )
     layers: list[int] | None = Field(None, description="numbers of the blocks to adapt; none: all")
 
-    @model_validator(mode="after")
-    def _resolve(self) -> AdapterConfig:
-        self.fields = plain(self.build())
-        return self
-
-    def build(self) -> Any:
+    def _make(self) -> tuple[Any, dict[str, Any]]:
         from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
 
         load_builtin()
         if self.kind not in VARIANTS:
             raise ConfigError(f"adapter {self.kind!r} is unknown: {nearest(self.kind, VARIANTS)}")
-        return construct(VARIANTS[self.kind], self.fields, lambda **f: get_variant(self.kind, **f))
+        variant = construct(VARIANTS[self.kind], self.fields, lambda **f: get_variant(self.kind, **f))
+        return variant, plain(variant)
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -99,13 +115,9 @@ class OptimizerConfig(Kinded):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="the torch optimizer")
     max_grad_norm: float | None = Field(1.0, gt=0, description="the gradient is clipped to this norm; none: never")
 
-    @model_validator(mode="after")
-    def _resolve(self) -> OptimizerConfig:
-        self.fields = plain(self.build())
-        return self
-
-    def build(self) -> Any:
-        return construct(_optimizers()[self.kind], self.fields)
+    def _make(self) -> tuple[Any, dict[str, Any]]:
+        optimizer = construct(_optimizers()[self.kind], self.fields)
+        return optimizer, plain(optimizer)
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -282,6 +294,11 @@ class EngineConfig(Strict):
         return self
 
 
+def _empty() -> Any:
+    """A mapping without keys; validation fills in the defaults."""
+    return {}
+
+
 class RunConfig(Strict):
     """A whole run."""
 
@@ -304,7 +321,7 @@ class RunConfig(Strict):
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     guard: GuardConfig | None = Field(None, description="what may not be learned; none: no guard")
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
+    optimizer: OptimizerConfig = Field(default_factory=_empty, validate_default=True)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     sampler: SamplerConfig | None = Field(None, description="the URL of a server that samples; none: sampled here")
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
@@ -336,18 +353,14 @@ class RunConfig(Strict):
         """Whether this run lives in a bucket."""
         return self.replicas > 1 or self.store is not None
 
-    @model_validator(mode="before")
+    @field_validator("optimizer", mode="before")
     @classmethod
-    def _rate_of_the_adapter(cls, data: Any) -> Any:
+    def _rate_of_the_adapter(cls, given: Any, info: ValidationInfo) -> Any:
         """Without ``optimizer.lr`` AdamW takes the adapter's own rate."""
-        given = data.get("optimizer", {}) if isinstance(data, dict) else None
-        if not isinstance(given, dict) or "lr" in given or given.get("kind", "adamw") != "adamw":
-            return data
-        try:
-            rate = AdapterConfig.model_validate(data.get("adapter")).build().lr
-        except (ValueError, TypeError):  # the adapter is wrong: its own validation says how
-            return data
-        return {**data, "optimizer": {**given, "lr": rate}}
+        adapter = info.data.get("adapter")  # absent where it is wrong: its own validation reports that
+        if adapter is None or not isinstance(given, dict) or "lr" in given or given.get("kind", "adamw") != "adamw":
+            return given
+        return {**given, "lr": adapter.build().lr}
 
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:

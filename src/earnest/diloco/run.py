@@ -26,10 +26,9 @@ from earnest.diloco.plan import Plan, plan
 from earnest.diloco.store import Bucket, Object, join
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
-from earnest.runs.loggers import open_loggers
 from earnest.runs.loop import Loop
-from earnest.runs.progress import show_on
-from earnest.runs.run import Finished, finish
+from earnest.runs.progress import note_on, reporter_on
+from earnest.runs.run import Finished, complete
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
 
@@ -73,7 +72,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
             run.update(status="failed", reason=str(error))
             run.close()
             raise
-        return _go(Launcher(setup, run, show_on(console), []), executor, url, console)
+        return _go(Launcher(setup, run, reporter_on(console), []), executor, url, console)
     finally:
         setup.close()
 
@@ -82,7 +81,7 @@ def _build(config: RunConfig, console: Console) -> Setup:
     """What the launcher measures with. It draws its few held-out samples itself: ``sampling.workers`` are each
     replica's own, and would only take the room of theirs."""
     alone = config.sampling.model_copy(update={"workers": 0})
-    return replace(build(config.model_copy(update={"sampling": alone}), _teller(console)), config=config)
+    return replace(build(config.model_copy(update={"sampling": alone}), note_on(console)), config=config)
 
 
 def _put(url: str, recipe: str, config: str) -> None:
@@ -98,7 +97,7 @@ def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
     executor = get_executor(str(run.header["on"]))
     setup = _build(config, console)
     try:
-        return _go(Launcher(setup, run, show_on(console), []), executor, str(run.header["url"]), console)
+        return _go(Launcher(setup, run, reporter_on(console), []), executor, str(run.header["url"]), console)
     finally:
         setup.close()
 
@@ -107,24 +106,12 @@ def _go(launcher: Launcher, executor: Executor, url: str, console: Console) -> F
     setup, run = launcher.setup, launcher.run
     try:
         launcher.follow(executor, url)
-        for line in (
+        introduction = [
             setup.policy.describe(),
             f"{setup.config.replicas} replicas in {url}; run folder {run.path}",
             f"another machine joins with: earnest worker {url}",
-        ):
-            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-        launcher.loggers += open_loggers(
-            setup.config.loggers, run.path, setup.config.model_dump(mode="json"), launcher.step
-        )
-        run.update(status="running", reason=None, steps=setup.config.steps, steps_done=launcher.step)
-        launcher.show.start(setup.config.steps, launcher.step)
-        try:
-            launcher.train()
-        finally:
-            launcher.show.close()
-            for logger in launcher.loggers:
-                logger.close()
-        return finish(setup, run, launcher.seconds)
+        ]
+        return complete(launcher, console, introduction)
     finally:
         run.close()
 
@@ -148,15 +135,15 @@ class Launcher(Loop):
             self.ledger.reserve(number)  # whoever joins without a number becomes one more
         self.mirror = Mirror(self.setup.engine, config.sync.fragments)
         self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer)
-        known = [json.loads(text) for text in (self.run.path / "metrics.jsonl").read_text().splitlines()]
-        self.measured = [line["step"] for line in known if line["kind"] == "eval"]
+        known = self.run.metrics.read()
+        self.evaluations = [line for line in known if line["kind"] == "eval"]
         self.seen = max([line["version"] for line in known if line["kind"] == "step"], default=0) // self.plan.interval
         self.step = self.plan.steps_at(self.seen)
 
     def _train(self, stopper: Stopper) -> None:
         if not verdicts.holds(self.run.path):
             self._check()
-        if not self.measured:
+        if not self.evaluations:
             self._evaluate("before")
         look = self._listen if self.setup.config.sync.lighthouse else self._look
         supervise(self.executor, self.job, lambda: look(stopper), self._say, finished=self._finished)
@@ -167,7 +154,7 @@ class Launcher(Loop):
 
     def _say(self, text: str) -> None:
         self.run.event("warning", text)
-        self.show.note(text)
+        self.progress.note(text)
 
     def _finished(self) -> bool:
         return self.seen >= self.plan.rounds or self.ledger.committed() >= self.plan.rounds
@@ -232,17 +219,16 @@ class Launcher(Loop):
         self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
-        self.show.step(line)
+        self.progress.step(line)
         every = self.setup.config.eval.every
-        if (
-            every
-            and self.step < self.setup.config.steps
-            and self.step // every > max(self.measured, default=0) // every
-        ):
+        if every and self.step < self.setup.config.steps and self.step // every > self._last_measured() // every:
             self._adopt()
-            if max(self.measured, default=0) < self.step < self.setup.config.steps:  # on a Lighthouse states are rare
-                self.measured.append(self.step)
+            if self._last_measured() < self.step < self.setup.config.steps:  # on a Lighthouse states are rare
                 self._evaluate(None)
+
+    def _last_measured(self) -> int:
+        """The step of the newest evaluation."""
+        return max((int(line["step"]) for line in self.evaluations), default=0)
 
     def _adopt(self) -> None:
         """Take the newest committed weights into the policy."""
@@ -271,7 +257,3 @@ def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _mean(values: Sequence[float | None]) -> float | None:
     there = [v for v in values if v is not None]
     return sum(there) / len(there) if there else None
-
-
-def _teller(console: Console) -> Any:
-    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -30,7 +30,7 @@ from earnest.runs.atomic import clean
 from earnest.runs.collect import Collected, Source
 from earnest.runs.folder import RunFolder
 from earnest.runs.loop import Loop
-from earnest.runs.progress import show_on
+from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
@@ -77,6 +77,9 @@ class ReplicaLoop(Loop):
     replica_plan: Plan
     outer: Outer
     rewards: list[float]
+
+    def again(self) -> str:
+        return f"earnest worker {self.run.header['url']}"
 
     def attend(self, replica_plan: Plan, outer: Outer) -> None:
         """Give it its meetings; before ``restore``."""
@@ -145,16 +148,14 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     recipe, config = read_config(ledger)
     ledger.bucket.probe()  # the launcher's way to the store may be another one
     own = ledger.claim() if replica is None else replica
-    say = _teller(console)
-    setup = build(config, say)
+    setup = build(config, note_on(console))
     setup = replace(setup, config=own_seed(config, own))
     place = folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}"
     with ExitStack() as ending:
         ending.callback(setup.close)
         run = _folder(place, url, own, recipe, setup)
         ending.callback(run.close)
-        show = show_on(console)
-        loop = ReplicaLoop(setup, run, show, [])
+        loop = ReplicaLoop(setup, run, reporter_on(console), [])
         planned = plan(config)
         outer = meetings(setup, ledger, own, planned, run)
         ending.callback(outer.close)
@@ -164,11 +165,11 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
             loop.restore()
         loop.enter()
         run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
-        show.start(config.steps, loop.step)
+        loop.progress.start(config.steps, loop.step)
         try:
             loop.train()
         finally:
-            show.close()
+            loop.progress.close()
         run.update(status="finished", steps_done=loop.step, seconds=round(loop.seconds, 3))
         run.event("info", f"finished; brought back {outer.heals} times")
     return own
@@ -213,7 +214,3 @@ def _folder(place: Path, url: str, replica: int, recipe: str, setup: Setup) -> R
         return run
     header = {"recipe": recipe, **setup.describe(), **facts}
     return RunFolder.create(place, dump(setup.config), environment.describe(setup.policy), header)
-
-
-def _teller(console: Console) -> Any:
-    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -49,6 +49,11 @@ class Lines:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
+    def read(self) -> list[dict[str, Any]]:
+        """Every record so far."""
+        self._file.flush()
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
     def length(self) -> int:
         """Bytes that are safely on disk."""
         self._file.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from earnest.errors import EarnestError
 
 
@@ -14,11 +12,11 @@ class RunStopped(EarnestError):
 
 
 class Interrupted(Exception):
-    """Somebody asked the run to stop; its folder can be resumed."""
+    """A signal stopped the run; ``again`` is the command that continues it."""
 
-    def __init__(self, folder: Path, step: int, steps: int, signal: int) -> None:
-        super().__init__(f"stopped after step {step} of {steps}; continue with: earnest run {folder} --resume")
-        self.folder, self.step, self.signal = folder, step, signal
+    def __init__(self, again: str, step: int, steps: int, signal: int) -> None:
+        super().__init__(f"stopped after step {step} of {steps}; continue with: {again}")
+        self.again, self.step, self.signal = again, step, signal
 
     @property
     def exit_code(self) -> int:

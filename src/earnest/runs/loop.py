@@ -20,11 +20,11 @@ from earnest.runs import checkpoints, verdicts
 from earnest.runs.collect import Collected, Source, sample_record
 from earnest.runs.enrich import with_signals
 from earnest.runs.errors import Interrupted, RunStopped
-from earnest.runs.evaluate import Evaluation, evaluate
+from earnest.runs.evaluate import evaluate
 from earnest.runs.folder import RunFolder
 from earnest.runs.lines import step_line, trained, untrained
 from earnest.runs.loggers import Logger
-from earnest.runs.progress import Show
+from earnest.runs.progress import ProgressReporter
 from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup
 from earnest.runs.stopping import Stopper
@@ -35,11 +35,14 @@ PROBE_TRIES = 8
 
 @dataclass
 class Loop:
-    """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions."""
+    """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions.
+
+    ``evaluations`` are the lines of all held-out evaluations so far; those of earlier sessions are read by ``restore``.
+    """
 
     setup: Setup
     run: RunFolder
-    show: Show
+    progress: ProgressReporter
     loggers: list[Logger]
     step: int = 0
     seconds: float = 0.0
@@ -48,6 +51,7 @@ class Loop:
         self.source = Source(self.setup)
         self.saved_at = -1
         self.line: dict[str, Any] = {}
+        self.evaluations: list[dict[str, Any]] = []
 
     # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
 
@@ -64,6 +68,7 @@ class Loop:
         self.source = Source(self.setup, position=state["stream"]["position"])
         self.step = self.saved_at = int(state["step"])
         self.seconds = float(state["seconds"])
+        self.evaluations = [line for line in self.run.metrics.read() if line["kind"] == "eval"]
         self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
 
     def save(self) -> None:
@@ -79,7 +84,7 @@ class Loop:
     def train(self) -> None:
         """All steps that are left, between the check and the evaluations."""
         config = self.setup.config
-        with Stopper(self.show.note) as stopper:
+        with Stopper(self.progress.note) as stopper:
             try:
                 self._train(stopper)
             except Interrupted:
@@ -139,7 +144,7 @@ class Loop:
             self.run.samples.append(sample_record(a, "train", step))
         for logger in self.loggers:
             logger.log(line)
-        self.show.step(line)
+        self.progress.step(line)
 
     def _collect(self, step: int) -> Collected:
         return self.source.next(step)
@@ -152,16 +157,17 @@ class Loop:
             self.run.event("warning", "check is false: the step was not checked")
             return
         started = time.perf_counter()
-        self.show.note("checking the training step")
+        self.progress.note("checking the training step")
         verdict = prove_alive(self.setup.engine, self.setup.objective, probe_batch(self.setup))
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 
-    def _evaluate(self, phase: str | None) -> Evaluation:
-        self.show.note(f"evaluating {phase or f'after step {self.step}'}")
+    def _evaluate(self, phase: str | None) -> None:
+        self.progress.note(f"evaluating {phase or f'after step {self.step}'}")
         started = time.perf_counter()
         found = evaluate(self.setup, self.step)
         line = found.record(time.perf_counter() - started)
+        self.evaluations.append(line)
         self.run.metrics.append(line)
         if phase is not None:
             firsts = [a for a in found.attempts if a.rollout.sample_index == 0]
@@ -169,9 +175,8 @@ class Loop:
                 self.run.samples.append(sample_record(a, phase, self.step))
         for logger in self.loggers:
             logger.log(line)
-        self.show.evaluation(line)
+        self.progress.evaluation(line)
         self.run.update(steps_done=self.step, seconds=round(self.seconds, 3))
-        return found
 
     def _stop_if_asked(self, stopper: Stopper) -> None:
         if stopper.requested is not None:
@@ -181,7 +186,11 @@ class Loop:
     def _interrupted(self, number: int, resumable: int) -> None:
         self.step = resumable
         self._end("interrupted", f"{signal.Signals(number).name} after step {resumable}")
-        raise Interrupted(self.run.path, resumable, self.setup.config.steps, number)
+        raise Interrupted(self.again(), resumable, self.setup.config.steps, number)
+
+    def again(self) -> str:
+        """The command that continues this run."""
+        return f"earnest run {self.run.path} --resume"
 
     def _end(self, status: str, reason: str) -> None:
         self.run.update(status=status, reason=reason, steps_done=self.step, seconds=round(self.seconds, 3))

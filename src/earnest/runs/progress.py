@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -9,11 +10,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 LINES = 20
-"""About so many plain lines a run, where there is no terminal."""
+"""The number of plain lines per run, about, where there is no terminal."""
 
 
-class Show(Protocol):
-    """Told what happens."""
+class ProgressReporter(Protocol):
+    """Shows what happens in a run."""
 
     def start(self, steps: int, done: int) -> None: ...
 
@@ -26,8 +27,14 @@ class Show(Protocol):
     def close(self) -> None: ...
 
 
-def show_on(console: Console) -> Show:
+def reporter_on(console: Console) -> ProgressReporter:
+    """Bars on a terminal, plain lines elsewhere."""
     return Bars(console) if console.is_terminal else Plain(console)
+
+
+def note_on(console: Console) -> Callable[[str], None]:
+    """A function that prints what is being done, before a run has its reporter."""
+    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def loss_text(line: dict[str, Any]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from earnest import report
 from earnest.audit import Verdict, prove
@@ -20,13 +20,13 @@ from earnest.runs.evaluate import gain
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
 from earnest.runs.loop import Loop, probe_batch
-from earnest.runs.progress import show_on
+from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a finished run came to. ``se`` and ``gain_se`` are None where one prompt leaves them unknown."""
+    """The result of a run. Standard errors are None where there is only one prompt. ``seconds`` is training time."""
 
     folder: Path
     before: float
@@ -41,17 +41,32 @@ class Finished:
     adapter: Path
     report: Path
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield ""
+        yield (f"held-out reward  {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]")
+        yield (
+            f"gain             {_pm(self.gain, self.gain_se, '+')}  "
+            f"[dim](standard errors over {self.prompts} prompts, {self.samples} completions)[/]"
+        )
+        yield f"training took    {self.seconds:.0f} s"
+        yield Text(f"{'report':<16} {self.report}", no_wrap=True, overflow="ignore")
+        yield Text(f"{'chat with it':<16} earnest chat --adapter {self.folder}", no_wrap=True, overflow="ignore")
 
-def start(recipe: str, config: RunConfig, console: Console | None = None) -> Finished:
-    """Train from the beginning, into a new folder."""
+
+def _pm(value: float, se: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
+
+
+def start(recipe: str, config: RunConfig, console: Console | None = None, *, on: str = "local") -> Finished:
+    """Train from the beginning, into a new folder. ``on`` is the executor that starts the replicas, if any."""
     console = console or Console()
     if config.replicated:
         from earnest.diloco.run import start as start_replicas
 
-        return start_replicas(recipe, config, console)
+        return start_replicas(recipe, config, console, on=on)
     place = Path(config.out) if config.out is not None else default_place(recipe)
     require_free(place)
-    setup = build(config, _teller(console))
+    setup = build(config, note_on(console))
     header = {"recipe": recipe, **setup.describe()}
     run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
     return _go(setup, run, console, resumed=False)
@@ -70,8 +85,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
         threads = read_json(folder / "environment.json").get("threads")
         if config.threads is None and isinstance(threads, int):
             torch.set_num_threads(threads)  # other thread counts sum in another order
-        setup = build(config, _teller(console))
-        _say_what_changed(run, setup)
+        setup = build(config, note_on(console))
+        _compare_environments(run, setup)
     except BaseException:
         run.close()
         raise
@@ -83,7 +98,7 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
     console = console or Console()
     if config.engine.kind != "local":
         raise ConfigError("engine.kind: the laws read gradients, which a service does not show; audit it with local.")
-    setup = build(config, _teller(console))
+    setup = build(config, note_on(console))
     try:
         batch = probe_batch(setup)
         with shown(console) as progress:
@@ -93,41 +108,36 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
 
 
 def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
-    show = show_on(console)
-    for line in (
-        setup.policy.describe(),
-        f"{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}",
-    ):
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     try:
-        loop = Loop(setup, run, show, [])
+        loop = Loop(setup, run, reporter_on(console), [])
         if resumed:
             loop.restore()
-        loop.loggers += open_loggers(setup.config.loggers, run.path, setup.config.model_dump(mode="json"), loop.step)
-        run.update(status="running", reason=None, steps=setup.config.steps, steps_done=loop.step)
-        show.start(setup.config.steps, loop.step)
-        try:
-            loop.train()
-        finally:
-            show.close()
-            for logger in loop.loggers:
-                logger.close()
-        return finish(setup, run, loop.seconds)
+        described = f"{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}"
+        return complete(loop, console, [setup.policy.describe(), described])
     finally:
         setup.close()
         run.close()
 
 
-def finish(setup: Setup, run: RunFolder, seconds: float) -> Finished:
-    """The adapter and the report of a run that reached its end, and what it came to."""
+def complete(loop: Loop, console: Console, introduction: Sequence[str]) -> Finished:
+    """Train the steps that are left, then save the adapter, write the report and return the result."""
+    setup, run, config = loop.setup, loop.run, loop.setup.config
+    for line in introduction:
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    loop.loggers += open_loggers(config.loggers, run.path, config.model_dump(mode="json"), loop.step)
+    run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
+    loop.progress.start(config.steps, loop.step)
+    try:
+        loop.train()
+    finally:
+        loop.progress.close()
+        for logger in loop.loggers:
+            logger.close()
     with setup.deployed():
-        adapter = setup.adapter.save(run.path / "adapter", base_model=setup.config.model)
-    run.update(status="finished", steps_done=setup.config.steps, seconds=round(seconds, 3))
+        adapter = setup.adapter.save(run.path / "adapter", base_model=config.model)
+    run.update(status="finished", steps_done=config.steps, seconds=round(loop.seconds, 3))
     run.event("info", "finished")
-    page = report.write(run.path)
-    lines = [json.loads(text) for text in (run.path / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [line for line in lines if line["kind"] == "eval"]
-    before, after = evaluations[0], evaluations[-1]
+    before, after = loop.evaluations[0], loop.evaluations[-1]
     gained, gained_se = gain(before["means"], after["means"])
     return Finished(
         folder=run.path,
@@ -139,9 +149,9 @@ def finish(setup: Setup, run: RunFolder, seconds: float) -> Finished:
         gain_se=gained_se,
         prompts=after["prompts"],
         samples=after["n"],
-        seconds=seconds,
+        seconds=loop.seconds,
         adapter=Path(adapter),
-        report=Path(page),
+        report=Path(report.write(run.path)),
     )
 
 
@@ -168,8 +178,8 @@ def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
     return new
 
 
-def _say_what_changed(run: RunFolder, setup: Setup) -> None:
-    """A resumed run is bit-equal on the same software and weights: others are said, other weights refused."""
+def _compare_environments(run: RunFolder, setup: Setup) -> None:
+    """Warn where the software differs (a resumed run is bit-equal only on the same), and refuse other weights."""
     then, now = read_json(run.path / "environment.json"), environment.describe(setup.policy)
     if then.get("base") != now["base"]:
         raise CheckpointError(
@@ -189,10 +199,6 @@ def _say_what_changed(run: RunFolder, setup: Setup) -> None:
     ]
     if drift:
         run.event("warning", f"resumed in another environment, so bits may differ: {', '.join(drift)}")
-
-
-def _teller(console: Console) -> Callable[[str], None]:
-    return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _count(setup: Setup) -> str:

@@ -11,6 +11,7 @@ preferences:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from earnest.config.schema import Strict, Whole
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, nearest
 from earnest.serve.eval.verifiers import Verifier
 
 Text = Annotated[str, Field(min_length=1)]
@@ -90,8 +91,11 @@ class EvalConfig(Strict):
         return [Question.model_validate(p) for p in probes()[: self.questions]]
 
 
-def read(path: Path | None, overrides: dict[str, Any]) -> EvalConfig:
-    """The file, or the preferences for nano that come with earnest; None among the overrides is left out."""
+def read(path: Path | None, overrides: dict[str, Any], only: Sequence[str] = ()) -> EvalConfig:
+    """The file, or the preferences for nano that come with earnest; an override of None changes nothing.
+
+    ``only`` keeps the preferences of these names.
+    """
     from earnest.config.load import check_mapping
     from earnest.config.text import parse, parse_file
 
@@ -99,4 +103,9 @@ def read(path: Path | None, overrides: dict[str, Any]) -> EvalConfig:
         data = parse((resources.files(__package__) / "nano.yaml").read_text(encoding="utf-8"), "nano.yaml")
     else:
         data = parse_file(path)
-    return check_mapping(EvalConfig, {**data, **{k: v for k, v in overrides.items() if v is not None}})
+    config = check_mapping(EvalConfig, {**data, **{k: v for k, v in overrides.items() if v is not None}})
+    known = [p.name for p in config.preferences]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"--only {unknown[0]}: there is no such preference; {nearest(unknown[0], known)}")
+    chosen = [p for p in config.preferences if not only or p.name in only]
+    return config.model_copy(update={"preferences": chosen})

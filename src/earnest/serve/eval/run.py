@@ -1,4 +1,4 @@
-"""What `earnest eval` prints."""
+"""`earnest eval PREFERENCES`: feedback loops against a server, measured and printed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from earnest.errors import ConfigError, nearest
 from earnest.serve.eval.client import Client, own_server
 from earnest.serve.eval.figure import draw
 from earnest.serve.eval.loop import evaluate, summarise, table
-from earnest.serve.eval.preferences import read
+from earnest.serve.eval.preferences import EvalConfig
 
 KEY = "EARNEST_API_KEY"
 
 
-def run(
-    preferences: Path | None, url: str | None, out: Path, model: str, overrides: dict[str, Any], only: list[str]
-) -> None:
-    """Evaluate; without an address, against a server that lives as long as this."""
-    config = read(preferences, overrides)
-    known = [p.name for p in config.preferences]
-    if unknown := [name for name in only if name not in known]:
-        raise ConfigError(f"--only {unknown[0]}: there is no such preference; {nearest(unknown[0], known)}")
-    chosen = [p for p in config.preferences if not only or p.name in only]
-    config = config.model_copy(update={"preferences": chosen})
+def run(config: EvalConfig, out: Path, *, url: str | None = None, model: str = "nano") -> None:
+    """Measure every preference and print the results; without ``url``, against a server started for this."""
     with ExitStack() as stack:
         if url is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="earnest-eval-")))

@@ -1,0 +1,117 @@
+"""The tables of ``earnest recipes``, ``objectives``, ``adapters``, ``tasks`` and ``models``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from earnest.errors import EarnestError, nearest
+
+if TYPE_CHECKING:
+    from earnest.adapters.conformance import Row
+    from earnest.objectives.registry import TermInfo
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", header_style="bold", show_lines=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    """Add a row; brackets in the cells are text, not markup."""
+    table.add_row(*(escape(cell) for cell in cells))
+
+
+def recipes() -> Table:
+    """What `earnest run` knows by name."""
+    from earnest import config
+    from earnest.objectives import describe
+
+    papers = {info.kind: info.paper for info in describe()}
+    table = _table("earnest run RECIPE", "recipe", "what it does", "model", "task", "objective")
+    for r in config.list_recipes():
+        terms = "\n".join(f"{kind} ({papers[kind]})" for kind in r.objective)
+        _row(table, r.name, r.description, r.model, r.task, terms)
+    return table
+
+
+def _reads(info: TermInfo) -> str:
+    """Roles and signals; in brackets the setting with which a further signal is read."""
+    return ", ".join([*info.roles, *info.signals, *(f"{signal} ({when})" for signal, when in info.more_signals)])
+
+
+def objectives() -> Table:
+    """Every term of a loss."""
+    from earnest.objectives import describe
+
+    table = _table("objective: [{kind: …, weight: …}]", "kind", "what it is", "paper", "reads", "fields")
+    for info in describe():
+        fields = ", ".join(f.name for f in info.fields)
+        _row(table, info.kind, f"{info.summary}\n{info.equation}", info.paper, _reads(info), fields)
+    return table
+
+
+def objective(kind: str) -> Table:
+    """The fields of one term."""
+    from earnest.objectives import describe
+
+    infos = {info.kind: info for info in describe()}
+    if kind not in infos:
+        raise EarnestError(f"objective {kind!r} is unknown: {nearest(kind, infos)}")
+    info = infos[kind]
+    title = f"{info.kind}: {info.summary}\n{info.equation}\n{info.paper}\nreads {_reads(info)}"
+    table = _table(title, "field", "default", "allowed", "meaning")
+    for field in info.fields:
+        _row(table, field.name, field.default, field.allowed, field.doc)
+    return table
+
+
+def adapters() -> Table:
+    """Every adapter with its paper and its learning rate."""
+    from earnest.adapters import list_variants
+
+    table = _table("adapter: {kind: …}", "kind", "equation", "paper", "reference", "lr", "fields")
+    for row in list_variants():
+        fields = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+        lr = f"{row['lr']:g} ({row['lr_source']})"
+        _row(table, row["name"], row["equation"], row["paper"], row["reference"], lr, fields)
+    return table
+
+
+def checked_adapters(rows: Iterable[Row]) -> tuple[Table, list[str]]:
+    """The results of the conformance checks, and a line for each failure."""
+    from earnest.adapters import conformance
+
+    table = _table("every adapter on every model and precision", *conformance.COLUMNS)
+    failures: list[str] = []
+    for row in rows:
+        _row(table, *conformance.cells(row))
+        failures += [f"{row.variant}: {fault}" for fault in row.faults]
+    return table, failures
+
+
+def tasks() -> Table:
+    """Every task that has a name here."""
+    from earnest.tasks import list_tasks
+
+    table = _table("task: NAME", "task", "what it is", "from")
+    for info in list_tasks():
+        _row(table, info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
+    return table
+
+
+def models() -> Table:
+    """Every model that has a name here."""
+    from earnest.models import list_models
+
+    columns = ("model", "what it is", "parameters", "licence", "offline", "where")
+    table = _table("model: NAME, a Hugging Face id, or a folder", *columns)
+    for info in list_models():
+        offline = "yes" if info.offline else "no"
+        _row(table, info.name, info.what, f"{info.parameters:,}", info.licence, offline, info.where)
+    return table
