@@ -93,6 +93,19 @@ def test_dora_norm_has_no_gradient_and_follows_writes_through_data() -> None:
     check(model, (w.norm(dim=1) * (1 + t["dm"]) / v.norm(dim=1))[:, None] * v, b)
 
 
+def test_a_permutation_written_through_data_is_seen() -> None:
+    """The cache of derived values was once keyed by the sum of the bits, which a permutation leaves as it is."""
+    model, adapter, w, b = layer(DoRA(2))
+    kick(adapter)
+    with torch.no_grad():
+        model(torch.randn(3, N))
+    slot = next(iter(adapter.slots.values()))
+    slot.B.data.copy_(slot.B.data.flip(0).clone())
+    t = tensors(adapter)
+    v = w + 8 * t["B"] @ t["A"]
+    check(model, (w.norm(dim=1) * (1 + t["dm"]) / v.norm(dim=1))[:, None] * v, b)
+
+
 def test_delora_both_inits() -> None:
     def n(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
         return b / (a.norm(dim=1) * b.norm(dim=0)) @ a * w.norm(dim=0)

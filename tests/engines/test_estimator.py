@@ -108,3 +108,30 @@ def test_exact_from_k_log_probs_has_the_vocabulary_passs_value_and_gradient(
         a, b = (torch.autograd.grad(f.values.sum(), hidden, retain_graph=True)[0] for f in (ours, theirs))
         torch.testing.assert_close(a.float(), b.float(), atol=1e-5, rtol=1e-3)
         assert ours.ran.split(" [")[0] == theirs.ran.split(" [")[0]
+
+
+def test_the_sampled_form_is_refused_at_another_temperature(
+    two: tuple[en.LocalEngine, en.LocalEngine, list[int]],
+) -> None:
+    """At T = 0.7 the expected gradient of the sampled form is off by a third, so it is refused."""
+    _, sampled, prompt = two
+    V = sampled.policy.head.weight.shape[0]
+    batch = en.Batch.from_rows([prompt], [[5, 6]], temperature=0.7)
+    batch = batch.with_signals(teacher=en.Teacher(en.FullLogits(torch.zeros(2, V))))
+    with pytest.raises(ObjectiveError, match=r"temperature 0\.7.*sample at temperature 1, or take estimator='exact'"):
+        sampled.step(batch, en.Distill())
+
+
+@pytest.mark.parametrize("over", ["rmse", "p95", "max"])
+def test_a_barrier_on_a_nonlinear_aggregate_is_refused(
+    two: tuple[en.LocalEngine, en.LocalEngine, list[int]], over: str
+) -> None:
+    """The rmse of estimates per token has a gradient with cosine -0.94 to the exact one."""
+    exact, sampled, prompt = two
+    V = sampled.policy.head.weight.shape[0]
+    batch = en.Batch.from_rows([prompt], [[5, 6]])
+    batch = batch.with_signals(reference=en.Reference(distribution=en.FullLogits(torch.zeros(2, V)), kind="base"))
+    with pytest.raises(ObjectiveError, match=r"not linear in the divergence.*over='mean'; or take estimator='exact'"):
+        sampled.gradients(batch, en.KLBarrier(over=over))
+    assert sampled.gradients(batch, en.KLBarrier(over="mean", tau=0.0))
+    assert exact.gradients(batch, en.KLBarrier(over=over, tau=0.0))

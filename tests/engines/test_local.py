@@ -16,7 +16,7 @@ from earnest.engines import AtIdsWanted, HiddenWanted, LocalEngine, LogitsWanted
 from earnest.engines.optimizer_state import flatten_optimizer
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
 from earnest.models.sampling import SampleSpec
-from earnest.objectives import GRPO, SFT
+from earnest.objectives import BNPO, GRPO, SFT
 from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import Entropy, LogProb, Need
 from earnest.objectives.view import View
@@ -182,6 +182,17 @@ def test_update_without_backward_and_a_wild_gradient_change_nothing(make_engine:
         engine.update()
     assert engine.version == 0 and all(p.grad is None for p in engine.parameters)
     assert all(bool((p == b).all()) for p, b in zip(engine.parameters, before, strict=True))
+
+
+def test_bnpo_beside_a_term_of_the_whole_batch_is_refused_where_the_batch_is_cut(
+    make_engine: Make, batch: Batch
+) -> None:
+    """BNPO divides by the tokens of each micro-batch; evaluated on the whole batch it would silently be DAPO."""
+    engine = make_engine(micro_tokens=16)
+    engine.gradients(batch, BNPO())
+    with pytest.raises(ObjectiveError, match=r"bnpo: divides by the tokens of each micro-batch, but test_rms needs"):
+        engine.step(batch, BNPO() + RootMeanSquare())
+    make_engine().step(batch, BNPO() + RootMeanSquare())
 
 
 def test_gradients_and_shares_leave_no_trace(make_engine: Make, batch: Batch) -> None:

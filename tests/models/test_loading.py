@@ -179,6 +179,13 @@ class TestRefused:
         with pytest.raises(UnusableModel, match="cannot be loaded"):
             load(tmp_path)
 
+    @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+    def test_an_empty_tokenizer_is_refused(self, kind: str, tmp_path: Path) -> None:
+        """Some tokenizer classes load from a folder without tokenizer files, and encode every text as no tokens."""
+        tiny.model(kind).save_pretrained(tmp_path)
+        with pytest.raises(UnusableModel, match=r"no usable tokenizer|cannot be loaded"):
+            load(tmp_path)
+
     def test_code_of_its_own_is_never_run(self, folder: Path, tmp_path: Path) -> None:
         proof = tmp_path / "it-ran"
         (folder / "modeling_evil.py").write_text(f"open({str(proof)!r}, 'w')")

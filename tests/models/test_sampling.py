@@ -88,7 +88,8 @@ def test_sixteen_bits() -> None:
     policy = Policy.of(tiny.model().to(torch.bfloat16), tiny.tokenizer())
     for c in sample(policy, PROMPTS, 3, SampleSpec(max_new_tokens=8)):
         want = teacher_forced(policy, PROMPTS[c.prompt_index], c.tokens, SampleSpec())
-        assert c.logprobs == pytest.approx(want, abs=0.25)  # bfloat16 has 8 bits; logits here are up to 5
+        # The reference rounds its logits to bfloat16, which has 8 bits; logits here are up to 5.
+        assert c.logprobs == pytest.approx(want, abs=0.25)
 
 
 # --- the draws --------------------------------------------------------------------------------------------------------

@@ -350,6 +350,29 @@ def test_stop_gradient_objectives_declare_themselves() -> None:
     assert "batch_local" in BNPO.laws and all("reinforce_on_policy" in OBJECTIVES[k].laws for k in RATIO_KINDS)
 
 
+@pytest.mark.parametrize(
+    "term",
+    [GRPO(), DAPO(), GSPO(), GSPO(level="token"), SAPO(), CISPO(), GRPO(dual_clip=3.0)],
+    ids=["grpo", "dapo", "gspo", "gspo token", "sapo", "cispo", "dual clip"],
+)
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_ratio_beyond_float32_at_a_clipped_token_has_a_gradient_of_0(term: Term, advantage: float) -> None:
+    """exp(200) is infinite in float32; the clip removes the token, so its gradient is 0 and not 0 · ∞ = NaN."""
+    batch, lp = rows([[1.0, 1.0]], [advantage], q=-300.0)
+    lp = (lp.detach().float() + 200.0).requires_grad_()
+    loss, gradient, _ = run(term, batch, lp)
+    assert math.isfinite(loss)
+    assert all(math.isfinite(g) for g in gradient)
+    if not isinstance(term, CISPO):  # CISPO bounds the weight of a token and never removes it
+        assert gradient == [0.0, 0.0]
+
+
+def test_the_dual_clip_removes_an_infinite_ratio_with_a_negative_advantage() -> None:
+    batch, lp = rows([[1.0, 1.0]], [-1.0], q=-300.0)
+    loss, gradient, _ = run(GRPO(dual_clip=3.0), batch, (lp.detach().float() + 200.0).requires_grad_())
+    assert loss == pytest.approx(3.0) and gradient == [0.0, 0.0]
+
+
 def test_an_extreme_ratio_is_loud() -> None:
     """exp overflows: the loss is not finite, and the step is refused by name with the numbers that explain it."""
     batch, lp = rows([[1.0], [1.0]], [-1, 1])

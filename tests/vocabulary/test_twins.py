@@ -112,9 +112,9 @@ TOLERANCE = {
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_dtypes(dtype: torch.dtype, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from earnest.engines.vocabulary import product
+    from earnest.models import head as models_head
 
-    monkeypatch.setattr(product, "SLICE_BYTES", 10 * d * 4)  # a 16-bit head in three uneven slices
+    monkeypatch.setattr(models_head, "SLICE_BYTES", 10 * d * 4)  # a 16-bit head in three uneven slices
     batch = with_sources(make_batch(N, V), teacher=source("logits", len(AT), V, d, dtype=dtype), at=AT)
     head = make_head(V, d, dtype=dtype, bias=True, softcap=6.0, scale=0.9, trained=trained)
     rtol, atol = TOLERANCE[dtype]

@@ -8,6 +8,7 @@ the base's own.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -109,17 +110,16 @@ class Slot(nn.Module):
 
 
 def state_key(tensors: Tensors, exact: bool = True) -> tuple[Any, ...]:
-    """Changes when a tensor does. Autograd's version misses writes through ``.data``, so on the CPU the bits are
-    summed as well (no synchronisation there); elsewhere version and address must do."""
-    return tuple(
-        (
-            id(t),
-            t._version,
-            t.data_ptr(),
-            int(t.view(torch.int32).sum()) if exact and t.is_cpu else 0,
-        )
-        for t in tensors.values()
-    )
+    """A key that changes when a tensor does.
+
+    Autograd's version counter misses writes through ``.data``, so on the CPU the bytes are hashed as well; on other
+    devices, where that would synchronise, the version and the address are all there is.
+    """
+    return tuple((id(t), t._version, t.data_ptr(), _checksum(t) if exact and t.is_cpu else 0) for t in tensors.values())
+
+
+def _checksum(t: Tensor) -> int:
+    return zlib.crc32(t.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Callable[[], Tensor]) -> Tensor:

@@ -41,8 +41,25 @@ def fields(hidden: Float[Tensor, "N d"], head: HeadSpec, batch: Batch, needs: Se
     return {need: found[need] for need in needs}
 
 
+def check_terms(objective: Objective, temperature: float) -> None:
+    """Raise where the sampled form of a term's divergence has another gradient in expectation than the exact one."""
+    for weighted in objective.live():
+        term = weighted.term
+        if not term.signals() & {"teacher", "reference.distribution"}:
+            continue
+        if temperature != 1:
+            raise ObjectiveError(
+                f"{term.label}: tokens sampled at temperature {temperature:g} are not samples of the policy at "
+                "temperature 1, so the sampled estimate of its divergence is biased; sample at temperature 1, or take "
+                "estimator='exact'."
+            )
+        if (reason := term.only_exact()) is not None:
+            raise ObjectiveError(f"{term.label}: {reason}; or take estimator='exact'.")
+
+
 def demand_ratio(batch: Batch, objective: Objective, state: Mapping[str, Mapping[str, Any]], version: int) -> None:
     """The sampled form is unbiased for tokens of the policy that is trained; on others a term must have a ratio."""
+    check_terms(objective, batch.temperature)
     if bool((batch.policy_version == version).all()):
         return
     for weighted in objective.live():

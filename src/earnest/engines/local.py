@@ -295,6 +295,7 @@ class LocalEngine:
         needs = objective.needs(batch, self.objective_state)
         parts = micro.cut(batch, self.micro_tokens)
         if len(parts) > 1 and not objective.additive:
+            _refuse_batch_local(objective, len(parts))
             fields = self.scalars(batch, needs)
             leaves = _leaves(fields)
             result = objective.evaluate(batch, leaves, self.objective_state)
@@ -380,6 +381,17 @@ class LocalEngine:
                 )
         self.version = int(meta["version"])
         self.objective_state = meta["objective_state"]
+
+
+def _refuse_batch_local(objective: Objective, parts: int) -> None:
+    """A term that divides by each micro-batch's own counts has no value on the whole batch at once."""
+    for weighted in objective.live():
+        if "batch_local" in weighted.term.laws:
+            whole = next(w.term.label for w in objective.live() if not w.term.additive)
+            raise ObjectiveError(
+                f"{weighted.term.label}: divides by the tokens of each micro-batch, but {whole} needs the whole batch "
+                f"at once, and this batch is cut into {parts}. Raise micro_tokens until it is one, or take dapo."
+            )
 
 
 def _token_needs(needs: Sequence[Need]) -> list[Need]:

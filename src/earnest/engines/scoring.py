@@ -21,11 +21,6 @@ def _chunks(hidden: Float[Tensor, "N d"], head: HeadSpec) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, hidden.shape[0], rows)]
 
 
-def _logits(hidden: Float[Tensor, "n d"], head: HeadSpec) -> Float[Tensor, "n V"]:
-    logits = head.logits(hidden)
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 @torch.no_grad()
 def top_k(hidden: Float[Tensor, "N d"], head: HeadSpec, k: int) -> TopK:
     """The k most probable tokens of every position, their log-probs, and the log of what they leave out."""
@@ -34,7 +29,7 @@ def top_k(hidden: Float[Tensor, "N d"], head: HeadSpec, k: int) -> TopK:
         raise SignalError(f"top-K needs 1 ≤ K ≤ {vocabulary} (the vocabulary), got {k}.")
     ids, logprobs, tails = [], [], []
     for part in _chunks(hidden, head):
-        logits = _logits(hidden[part], head)
+        logits = head.logits(hidden[part])
         norm = logits.logsumexp(-1)
         values, index = logits.topk(k, -1)
         rest = logits.scatter(-1, index, float("-inf")).logsumexp(-1)
@@ -49,10 +44,10 @@ def at_ids(hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]
     """Exact log-probs at the given ids."""
     if ids.shape[0] != hidden.shape[0]:
         raise SignalError(f"ids for {ids.shape[0]} tokens were given, the batch has {hidden.shape[0]} active ones.")
-    parts = [_logits(hidden[p], head).log_softmax(-1).gather(-1, ids[p]) for p in _chunks(hidden, head)]
+    parts = [head.logits(hidden[p]).log_softmax(-1).gather(-1, ids[p]) for p in _chunks(hidden, head)]
     return torch.cat(parts)
 
 
 @torch.no_grad()
 def all_logits(hidden: Float[Tensor, "N d"], head: HeadSpec) -> FullLogits:
-    return FullLogits(torch.cat([_logits(hidden[p], head) for p in _chunks(hidden, head)]))
+    return FullLogits(torch.cat([head.logits(hidden[p]) for p in _chunks(hidden, head)]))

@@ -2,6 +2,9 @@
 
     z = cap · tanh(s · (W h + b) / cap)      without a cap: z = s · (W h + b)
 
+The logits are computed in float32 at least (float64 for float64 states), whatever the dtype of the model. In bf16 a
+logit of 30 has a resolution of 0.125, so rounded logits would give the sampler other log-probs than the trainer.
+
     s     Cohere ``logit_scale`` (×), Granite ``logits_scaling`` (÷), Falcon-H1 ``lm_head_multiplier`` (×), …
     cap   Gemma ``final_logit_softcapping``  (arXiv 2408.00118, §2)
 
@@ -11,6 +14,7 @@ then checked on the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +36,29 @@ _SCALES = {
     "logits_mup_width_multiplier": -1,
 }
 _MULTIPLIED_LOGITS_SCALING = {"hyperclovax"}  # the same field name with the other meaning
+SLICE_BYTES = 16 * 2**20
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits are computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened_slices(
+    weight: Float[Tensor, "V d"], dtype: torch.dtype, columns: int | None = None
+) -> Iterator[tuple[slice, Float[Tensor, "v d"]]]:
+    """The weight in ``dtype``, ``columns`` tokens of the vocabulary at a time.
+
+    A weight of another dtype is converted slice by slice, so that no converted copy of the whole head exists.
+    """
+    V, d = weight.shape
+    narrow = weight.dtype != dtype
+    most = max(1, SLICE_BYTES // (d * dtype.itemsize)) if narrow else V
+    step = min(V, most if columns is None else min(columns, most))
+    widened = torch.empty(step, d, dtype=dtype, device=weight.device) if narrow else None
+    for start in range(0, V, step):
+        part = slice(start, min(V, start + step))
+        yield part, weight[part] if widened is None else widened[: part.stop - start].copy_(weight[part])
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +93,19 @@ class HeadSpec:
         )
 
     def logits(self, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
-        """Through the module, so that an adapter on the head is obeyed."""
-        return self.shape(self.module(hidden))
+        """The logits in float32 at least; a head with an adapter runs through its module and is widened afterwards."""
+        dtype = wide(hidden.dtype)
+        if not self.plain or (hidden.dtype == dtype and self.weight.dtype == dtype):
+            return self.shape(self.module(hidden).to(dtype))
+        if torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad):
+            raw = nn.functional.linear(hidden.to(dtype), self.weight.to(dtype))
+        elif hidden.device.type == "cuda":  # 16-bit factors, float32 sums and float32 results, without a copy of W
+            raw = torch.mm(hidden.flatten(0, -2), self.weight.t(), out_dtype=dtype).unflatten(0, hidden.shape[:-1])
+        else:
+            raw = hidden.new_empty(*hidden.shape[:-1], self.weight.shape[0], dtype=dtype)
+            for part, weight in widened_slices(self.weight.detach(), dtype):
+                raw[..., part] = hidden.to(dtype) @ weight.t()
+        return self.shape(raw if self.bias is None else raw + self.bias.to(dtype))
 
     def shape(self, raw: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
         """Scale, then cap, what the linear map gave."""

@@ -142,6 +142,11 @@ def _require_whole(info: dict[str, Any], folder: Path) -> tuple[str, ...]:
 
 
 def _require_fit(model: Any, tokenizer: Any, folder: Path) -> None:
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise UnusableModel(
+            f"{folder} has no usable tokenizer: it turns text into no tokens. Copy the tokenizer's files "
+            "(tokenizer.json, tokenizer_config.json) into the folder, or save the tokenizer there with save_pretrained."
+        )
     rows = model.get_input_embeddings().weight.shape[0]
     top = max(tokenizer.get_vocab().values(), default=-1)
     if top >= rows:

@@ -52,9 +52,13 @@ class Policy(Speech):
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = "", version: str = "unversioned"
     ) -> Policy:
-        """Wrap a model that is already in memory: set to eval, its parameters frozen, its head proven."""
+        """Wrap a model that is already in memory: set to eval, its parameters frozen, its head checked."""
         model.eval().requires_grad_(False)
         parameter = next(model.parameters())
+        # In 16 bits torch's fused CPU attention rounds one query with a cache differently from a whole sequence: at
+        # logits of 46 sampled and scored log-probs differ by 0.06 nats. With plain attention they are equal to 1e-5.
+        if parameter.device.type == "cpu" and parameter.dtype.itemsize == 2:
+            model.set_attn_implementation("eager")
         policy = cls(model, tokenizer, name or type(model).__name__, version, parameter.device, parameter.dtype)
         _ = policy.head
         return policy

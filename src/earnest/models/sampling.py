@@ -253,9 +253,7 @@ def _choose(
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
     """The next token of each row and its log-prob, some rows at a time so that [R, V] stays small."""
     size = max(1, _CHOOSE_ELEMENTS // policy.head.weight.shape[0])
-    parts = [
-        pick(policy.head.logits(h).float(), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)
-    ]
+    parts = [pick(policy.head.logits(h), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)]
     token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if not bool(logprob.isfinite().all()):
         raise SamplingError(

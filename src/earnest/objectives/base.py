@@ -101,6 +101,10 @@ class Term:
         """The loss of this term on its tokens."""
         raise NotImplementedError  # abstract: every concrete term defines it (tested over the registry)
 
+    def only_exact(self) -> str | None:
+        """Why the sampled estimate of its divergence would give it a wrong gradient, with the way out; or None."""
+        return None
+
     def of_rounds(self) -> tuple[str, ...]:
         """The settings of this instance that only a loop of several rounds obeys (``steering``)."""
         return ()

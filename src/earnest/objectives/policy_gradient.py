@@ -28,6 +28,8 @@ from earnest.objectives.view import View
 from earnest.signals.batch import Batch, Role
 
 ROUTES = ("all", "correct", "failed")
+LARGEST_LOG_RATIO = 60.0
+"""exp(60) is finite in float32 and far above every clip; also its product with an advantage of 1e12 is finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +138,15 @@ class Clipped(RatioGradient):
             )
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        return self.clipped(self.log_ratio(view).exp(), view.advantages)
+        return self.clipped(self.log_ratio(view), view.advantages)
 
     def clipped(
-        self, ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"]
+        self, log_ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"]
     ) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        """-min(ρA, clip(ρ)A), bounded by -δA where A < 0."""
+        """-min(ρA, clip(ρ)A) with ρ = exp(log_ratio), bounded by -δA where A < 0."""
+        # Where the clip removes the gradient anyway, ρ must stay finite: 0 · ∞ would be NaN.
+        removed = advantage >= 0 if self.dual_clip is None else torch.ones_like(advantage, dtype=torch.bool)
+        ratio = torch.where(removed, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio).exp()
         kept = torch.minimum(ratio * advantage, ratio.clamp(1 - self.clip, self.ceiling) * advantage)
         low = (ratio < 1 - self.clip) & (advantage < 0)
         high = (ratio > self.ceiling) & (advantage > 0)

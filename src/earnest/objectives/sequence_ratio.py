@@ -4,6 +4,9 @@
 
 GSPO's token form replaces s_i by sg[s_i]·exp(lp_t - sg[lp_t]): the same gradient where a sequence has one advantage,
 and the one to use where its tokens have several. LUSPO multiplies each sequence's loss by its length.
+
+Under a token-level importance correction w_t the two forms differ: the sequence form multiplies s_i·A_i by mean_t(w_t),
+the token form multiplies each token's gradient by its own w_t.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ class SequenceRatio(Clipped):
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
         gap = self.log_ratio(view)
-        ratio = view.row_mean(gap).exp()[view.segment]
+        log_ratio = view.row_mean(gap)[view.segment]
         if self.level == "token":
-            ratio = ratio.detach() * (gap - gap.detach()).exp()
+            log_ratio = log_ratio.detach() + (gap - gap.detach())
         else:
             self._demand_one_advantage(view)
-        return self.clipped(ratio, view.advantages)
+        return self.clipped(log_ratio, view.advantages)
 
     def _demand_one_advantage(self, view: View) -> None:
         mean = view.row_mean(view.advantages)[view.segment]

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.objectives.metrics import Mean, Metric
-from earnest.objectives.policy_gradient import RatioGradient
+from earnest.objectives.policy_gradient import LARGEST_LOG_RATIO, RatioGradient
 from earnest.objectives.registry import register
 from earnest.objectives.settings import setting
 from earnest.objectives.view import View
@@ -56,7 +56,7 @@ class SAPO(RatioGradient):
     tau_negative: float = setting(1.05, "τ⁻: how fast it closes elsewhere", above=0.0)
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        ratio = self.log_ratio(view).exp()
+        ratio = self.log_ratio(view).clamp(max=LARGEST_LOG_RATIO).exp()  # the gate is closed long before
         tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative)
         gate = torch.sigmoid(tau * (ratio - 1))
         metrics: dict[str, Metric] = {"gate": Mean.of(4 * gate * (1 - gate))}

@@ -132,6 +132,14 @@ class KLBarrier(Term):
                 f"supply that one, or set reference={batch.reference.kind!r}."
             )
 
+    def only_exact(self) -> str | None:
+        if self.over == "mean":
+            return None
+        return (
+            f"the {self.over} over positions is not linear in the divergence, so estimates per sampled token do not "
+            "give its gradient; set over='mean'"
+        )
+
     def of_rounds(self) -> tuple[str, ...]:
         return (*(["growth"] if self.growth else []), *(["reference"] if self.reference == "previous" else []))
 

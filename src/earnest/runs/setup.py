@@ -13,6 +13,7 @@ from earnest.adapters import Adapter, attach
 from earnest.config import RunConfig
 from earnest.engines import LocalEngine
 from earnest.engines.base import Rollout
+from earnest.engines.estimator import check_terms
 from earnest.errors import ConfigError
 from earnest.guards import DirectionGuard
 from earnest.models import Policy, SampleSpec, load
@@ -89,6 +90,8 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         raise ConfigError(
             f"data: the pairs of {config.data} would train nobody; add a term on preferences, such as dpo or simpo."
         )
+    if config.engine.estimator == "sampled":
+        check_terms(objective, config.sampling.temperature)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.engine.kind == "tinker":

@@ -13,38 +13,17 @@ from torch import Tensor
 from earnest.engines.vocabulary import formulas, plan
 from earnest.engines.vocabulary.plan import Covered, Head, TokenNeed
 from earnest.engines.vocabulary.support import compare
+from earnest.models.head import wide
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import FullLogits, Hidden, TopK
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is accumulated in: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def logits(states: Float[Tensor, "n d"], head: Head) -> Float[Tensor, "n V"]:
-    """softcap(scale·(h·Wᵀ + bias)), in float32 at least, whatever the model's dtype; through the module where it is
-    more than that.
-    """
-    dtype = wide(states.dtype)
-    if not head.plain:
-        return head.logits(states).to(dtype)
-    z = torch.nn.functional.linear(
-        states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
-    )
-    if head.scale is not None:
-        z = z * head.scale
-    if head.softcap is not None:
-        z = head.softcap * torch.tanh(z / head.softcap)
-    return z
-
-
 def scalars(hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
     """Every need's field, differentiable by ``hidden`` and by the head."""
     todo = plan.make(needs, batch, head, hidden)
-    z = logits(hidden, head)
+    z = head.logits(hidden)
     return {need: _field(need, z, head, batch, todo) for need in todo.needs}
 
 
@@ -75,7 +54,7 @@ def _source(covered: Covered, head: Head, dtype: torch.dtype) -> Float[Tensor, "
     with torch.no_grad():
         match covered.distribution:
             case Hidden(states):
-                return logits(states, head).to(dtype)
+                return head.logits(states).to(dtype)
             case FullLogits(z):
                 return z.to(dtype)
             case TopK() as top:
