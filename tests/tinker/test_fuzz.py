@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -12,15 +14,20 @@ from hypothesis import strategies as st
 
 from earnest.serve.host import Host
 from earnest.serve.settings import ServeSettings
+from earnest.serve.store import Store
 from earnest.serve.tinker.routes import router
 from tests.tinker.conftest import KEY, Served
 
-ROUTES = sorted(
-    (method, route.path)
-    for route in router(Host(ServeSettings()), ServeSettings()).routes
-    if isinstance(route, APIRoute)
-    for method in route.methods
-)
+
+def _routes() -> list[tuple[str, str]]:
+    with TemporaryDirectory() as folder:
+        store = Store(Path(folder))
+        found = router(Host(ServeSettings()), store).routes
+        store.close()
+    return sorted((method, route.path) for route in found if isinstance(route, APIRoute) for method in route.methods)
+
+
+ROUTES = _routes()
 FIELDS = (
     "session_id", "model_id", "sampling_session_id", "request_id", "base_model", "model_seq_id", "lora_config",
     "sampling_session_seq_id", "rank", "seed", "seq_id", "path", "tinker_path", "model_path", "ttl_seconds",

@@ -153,12 +153,13 @@ def test_checkpoints_survive_a_restart_and_live_models_say_that_they_do_not(tmp_
 def test_a_session_ends_once_or_when_its_client_falls_silent(served: Served, tmp_path: Path) -> None:
     import asyncio
 
-    from earnest.serve.settings import ServeSettings
+    from earnest.serve.store import Store
     from earnest.serve.tinker import service as module
     from earnest.serve.tinker.data import Plain
 
     assert httpx.get(f"{served.url}/api/v1/healthz").json() == {"status": "ok"}
-    service = module.Service(served.host, ServeSettings(data=tmp_path))
+    store = Store(tmp_path)
+    service = module.Service(served.host, store)
 
     def create(session: str) -> str:
         body = {"session_id": session, "model_seq_id": 0, "base_model": "earnest/nano", "lora_config": {"rank": 2}}
@@ -180,3 +181,4 @@ def test_a_session_ends_once_or_when_its_client_falls_silent(served: Served, tmp
             service.heartbeat(ended)
     service.finish_session(third)
     service.close()
+    store.close()

@@ -49,7 +49,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.state.earnest = state
     for part in (openai, feedback, adapters, push, health, dashboard):
         app.include_router(part.router(state))
-    app.include_router(tinker.router(state.host, settings), dependencies=[Depends(state.tinker_caller)])
+    app.include_router(tinker.router(state.host, state.store), dependencies=[Depends(state.tinker_caller)])
     app.add_middleware(
         RequestLimits,
         max_body=settings.max_body,

@@ -55,6 +55,12 @@ CREATE TABLE IF NOT EXISTS feedback(
   adapter INTEGER NOT NULL REFERENCES adapters(id) ON DELETE CASCADE, completion TEXT NOT NULL,
   choice INTEGER NOT NULL, key TEXT NOT NULL, text TEXT, thumbs TEXT, better TEXT, status TEXT NOT NULL,
   version INTEGER, note TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS tinker_runs(
+  id TEXT PRIMARY KEY, base_model TEXT NOT NULL, lora TEXT NOT NULL, metadata TEXT NOT NULL,
+  last_request TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS tinker_checkpoints(
+  run TEXT NOT NULL REFERENCES tinker_runs(id), kind TEXT NOT NULL, name TEXT NOT NULL, folder TEXT NOT NULL,
+  time TEXT NOT NULL, size INTEGER NOT NULL, metadata TEXT NOT NULL, expires TEXT, PRIMARY KEY(run, kind, name));
 CREATE INDEX IF NOT EXISTS feedback_queue ON feedback(adapter, status, seq);
 CREATE INDEX IF NOT EXISTS completions_by_adapter ON completions(adapter, created);
 """

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from earnest.serve.host import Host
-    from earnest.serve.settings import ServeSettings
+    from earnest.serve.store import Store
 
 
-def router(host: Host, settings: ServeSettings) -> APIRouter:
+def router(host: Host, store: Store) -> APIRouter:
     """The endpoints under /api/v1; torch is imported with them, not with this package."""
     from earnest.serve.tinker.routes import router as build
 
-    return build(host, settings)
+    return build(host, store)

@@ -21,7 +21,7 @@ from earnest.serve.tinker.names import Path
 
 if TYPE_CHECKING:
     from earnest.serve.host import Host
-    from earnest.serve.settings import ServeSettings
+    from earnest.serve.store import Store
     from earnest.serve.tinker.data import PassRequest
     from earnest.serve.tinker.futures import Promise
     from earnest.serve.tinker.service import Service
@@ -92,18 +92,18 @@ def _future(promise: Promise) -> Response:
 class Later:
     """The service, once the host has loaded its model."""
 
-    def __init__(self, host: Host, settings: ServeSettings) -> None:
-        self.host, self.settings = host, settings
+    def __init__(self, host: Host, store: Store) -> None:
+        self.host, self.store = host, store
         self.service: Service | None = None
         host.after_load.append(self._make)
 
     def _make(self) -> None:
         from earnest.serve.tinker.service import Service
 
-        self.service = Service(self.host, self.settings)
+        self.service = Service(self.host, self.store)
 
     async def get(self) -> Service:
-        end = time.monotonic() + self.settings.load_wait
+        end = time.monotonic() + self.host.settings.load_wait
         while self.service is None:
             if self.host.failure is not None or time.monotonic() > end:
                 raise WireError(self.host.failure or "the model is still being loaded; try again in a moment.", 503)
@@ -111,9 +111,9 @@ class Later:
         return self.service
 
 
-def router(host: Host, settings: ServeSettings) -> APIRouter:
+def router(host: Host, store: Store) -> APIRouter:
     """All endpoints under /api/v1, on one service; it is closed with the app."""
-    later = Later(host, settings)
+    later = Later(host, store)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -260,34 +260,34 @@ def _record_routes(on: On) -> None:
 
     @on("GET", "/training_runs")
     async def runs(service: Service, request: Request) -> Response:
-        shown, cursor = _page(request, service.store.runs())
-        return JSONResponse({"training_runs": [service.store.describe(r) for r in shown], "cursor": cursor})
+        shown, cursor = _page(request, service.checkpoints.runs())
+        return JSONResponse({"training_runs": [service.checkpoints.describe(r) for r in shown], "cursor": cursor})
 
     @on("GET", "/training_runs/{run}")
     async def run(service: Service, request: Request) -> Response:
-        return JSONResponse(service.store.describe(request.path_params["run"]))
+        return JSONResponse(service.checkpoints.describe(request.path_params["run"]))
 
     @on("GET", "/training_runs/{run}/checkpoints")
     async def checkpoints(service: Service, request: Request) -> Response:
-        return JSONResponse({"checkpoints": service.store.checkpoints(request.path_params["run"])})
+        return JSONResponse({"checkpoints": service.checkpoints.checkpoints(request.path_params["run"])})
 
     def path_of(request: Request) -> Path:
         return Path.parse(f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}")
 
     @on("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl")
     async def ttl(service: Service, request: Request) -> Response:
-        service.store.set_ttl(path_of(request), (await _body(request)).get("ttl_seconds"))
+        service.checkpoints.set_ttl(path_of(request), (await _body(request)).get("ttl_seconds"))
         return Response(status_code=204)
 
     @on("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}")
     async def delete(service: Service, request: Request) -> Response:
-        service.store.delete(path_of(request))
+        service.checkpoints.delete(path_of(request))
         return Response(status_code=204)
 
     @on("GET", "/checkpoints")
     async def all_checkpoints(service: Service, request: Request) -> Response:
         found = sorted(
-            (c for r in service.store.runs() for c in service.store.checkpoints(r)),
+            (c for r in service.checkpoints.runs() for c in service.checkpoints.checkpoints(r)),
             key=lambda c: str(c["time"]),
             reverse=True,
         )

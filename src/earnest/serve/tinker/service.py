@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.errors import nearest
 from earnest.models.catalog import served_name
+from earnest.serve.store import Store
 from earnest.serve.tinker import names
+from earnest.serve.tinker.checkpoints import CheckpointStore
 from earnest.serve.tinker.data import PassRequest, Plain, Result
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.futures import Lines, Promise, Promises
 from earnest.serve.tinker.models import AdamParams, LiveModel, LoraFacts
 from earnest.serve.tinker.samplers import Samplers, Snapshot, Source
 from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
-from earnest.serve.tinker.store import Store
 
 if TYPE_CHECKING:
     from earnest.serve.host import Host
-    from earnest.serve.settings import ServeSettings
 
 MODELS = 64
 SILENT = 600.0
@@ -44,10 +44,10 @@ class Session:
 class Service:
     """One host's Tinker API."""
 
-    def __init__(self, host: Host, settings: ServeSettings) -> None:
-        self.host, self.settings = host, settings
-        self.name = served_name(settings.model)
-        self.store = Store(settings.data)
+    def __init__(self, host: Host, store: Store) -> None:
+        self.host, self.settings = host, host.settings
+        self.name = served_name(self.settings.model)
+        self.checkpoints = CheckpointStore(store)
         self.promises, self.lines = Promises(), Lines()
         self.samplers = Samplers()
         self.sample_queue = SampleQueue(host)
@@ -127,7 +127,7 @@ class Service:
             if len(self.models) >= MODELS:
                 raise WireError(f"{MODELS} models are being trained already; close a session first.")
             self.models[run] = LiveModel(self.host, run, lora)
-            self.store.add(run, {"base_model": self.name, "lora": asdict(lora), "metadata": metadata})
+            self.checkpoints.add(run, self.name, asdict(lora), metadata)
             session.models.append(run)
             return Plain({"type": "create_model", "model_id": run})
 
@@ -196,7 +196,7 @@ class Service:
         def save() -> Result:
             model = self.model(run)
             path = names.Path(run, "weights", names.check_name(body.get("path") or f"state-{names.new_id()[:12]}"))
-            self.store.save(
+            self.checkpoints.save(
                 path,
                 model.save,
                 overwrite=bool(body.get("overwrite")),
@@ -220,7 +220,7 @@ class Service:
                 self._add_sampler(sampler, f"{run}@{model.weights_version}", copy, None)
                 return Plain({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
             path = names.Path(run, "sampler_weights", names.check_name(body.get("path") or f"v-{names.new_id()[:12]}"))
-            self.store.save(
+            self.checkpoints.save(
                 path,
                 lambda folder: model.save_sampler(folder, self.name),
                 ttl=body.get("ttl_seconds"),
@@ -239,8 +239,8 @@ class Service:
             raise WireError(f"{path} holds weights for sampling; load a state (…/weights/…).")
 
         def load() -> Result:
-            folder, _ = self.store.find(path)
-            theirs, model = self.store.get(path.run)["lora"], self.model(run)
+            folder = self.checkpoints.find(path).folder
+            theirs, model = self.checkpoints.get(path.run).lora, self.model(run)
             ours = asdict(model.lora)
             if {k: v for k, v in theirs.items() if k != "seed"} != {k: v for k, v in ours.items() if k != "seed"}:
                 raise WireError(f"{path} was made with the LoRA {theirs}, this model has {ours}; create a like one.")
@@ -251,10 +251,10 @@ class Service:
 
     def weights_info(self, text: str) -> dict[str, Any]:
         path = names.Path.parse(text)
-        self.store.find(path)
-        facts = self.store.get(path.run)
-        lora = {k: v for k, v in facts["lora"].items() if k.startswith("train_")}
-        return {"base_model": facts["base_model"], "is_lora": True, "lora_rank": facts["lora"]["rank"], **lora}
+        self.checkpoints.find(path)
+        run = self.checkpoints.get(path.run)
+        flags = {k: v for k, v in run.lora.items() if k.startswith("train_")}
+        return {"base_model": run.base_model, "is_lora": True, "lora_rank": run.lora["rank"], **flags}
 
     # --- sampling --------------------------------------------------------------------------------------------------
 
@@ -267,8 +267,8 @@ class Service:
                 raise WireError(
                     f"{path} is a training state; sample from …/sampler_weights/… (save_weights_for_sampler)."
                 )
-            folder, entry = self.store.find(path)
-            self._add_sampler(sampler, f"{path}@{entry['time']}", folder, str(path))
+            found = self.checkpoints.find(path)
+            self._add_sampler(sampler, f"{path}@{found.time}", found.folder, str(path))
         else:
             self.check_base(str(body.get("base_model") or ""))
             self._add_sampler(sampler, "base", None, None)
@@ -311,6 +311,6 @@ class Service:
         promise, new = self.promises.make(f"{run}:{number}", model_id=run)
         if new:
             if kind != "create":
-                self.store.touch(run)
+                self.checkpoints.touch(run)
             self.lines.put(run, seq, promise, work)
         return promise
