@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from earnest.report.record import Run, Step
+from earnest.report.record import Run, StepRecord
 
 POINTS = 400
 """The most points that a series is drawn with; a longer one is cut into this many buckets."""
@@ -82,7 +82,7 @@ def _six(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def points(steps: Sequence[Step], read: Callable[[Step], float | None]) -> Points:
+def points(steps: Sequence[StepRecord], read: Callable[[StepRecord], float | None]) -> Points:
     """(step, value) where there is a value."""
     return [(float(step.step), value) for step in steps if (value := read(step)) is not None]
 
@@ -199,7 +199,7 @@ def share_chart(run: Run) -> Chart | None:
     )
 
 
-def _share(step: Step, label: str) -> float:
+def _share(step: StepRecord, label: str) -> float:
     term = step.terms.get(label)
     return term.share or 0.0 if term else 0.0
 
@@ -213,7 +213,7 @@ def loss_charts(run: Run) -> list[Chart]:
     ]
 
 
-def _loss(label: str) -> Callable[[Step], float | None]:
+def _loss(label: str) -> Callable[[StepRecord], float | None]:
     return lambda step: step.terms[label].loss if label in step.terms else None
 
 
@@ -231,7 +231,7 @@ def metric_points(run: Run) -> list[Named]:
     found: dict[tuple[str, str], Named] = {}
     labels = term_labels(run)
 
-    def add(owner: str, name: str, step: Step, value: float | None, colour: int = -1) -> None:
+    def add(owner: str, name: str, step: StepRecord, value: float | None, colour: int = -1) -> None:
         if value is not None:
             title = name if owner in ("", "loop") else f"{owner}: {name}"
             found.setdefault((owner, name), Named(title, colour, [])).pairs.append((float(step.step), value))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from earnest.report.blocks import none, note, section
 from earnest.report.markup import Html, el, number
-from earnest.report.record import Message, Run, Sample
+from earnest.report.record import MessageRecord, Run, SampleRecord
 
 PAIRS = 100
 ROLLOUTS = 60
@@ -58,13 +58,13 @@ def _filter(kinds: Sequence[str]) -> Html:
     return el("div", *buttons, class_="filter", role="group", aria_label="Which samples", hidden=True)
 
 
-def _kind(before: Sample | None, after: Sample | None) -> str:
+def _kind(before: SampleRecord | None, after: SampleRecord | None) -> str:
     if before is None or after is None or before.reward is None or after.reward is None:
         return "unpaired"
     return "better" if after.reward > before.reward else "worse" if after.reward < before.reward else "same"
 
 
-def _pair(before: Sample | None, after: Sample | None) -> Html:
+def _pair(before: SampleRecord | None, after: SampleRecord | None) -> Html:
     known = after or before
     assert known is not None, "a pair is made from at least one sample"
     identity = known.prompt_id + (f" · sample {known.sample}" if known.sample else "")
@@ -78,13 +78,11 @@ def _pair(before: Sample | None, after: Sample | None) -> Html:
     )
 
 
-def _prompt(messages: Sequence[Message]) -> Html:
-    return el(
-        "div", *(el("p", el("span", m.role, class_="role"), el("span", m.content, class_="said")) for m in messages)
-    )
+def _prompt(messages: Sequence[MessageRecord]) -> Html:
+    return el("div", *(el("p", el("span", m.role, class_="role"), el("span", m.text, class_="said")) for m in messages))
 
 
-def _side(name: str, sample: Sample | None) -> Html:
+def _side(name: str, sample: SampleRecord | None) -> Html:
     if sample is None:
         return el(
             "div",
@@ -124,7 +122,7 @@ def _rollouts(run: Run) -> Html | None:
     return el("details", el("summary", label), el("div", *entries, class_="pairs"), class_="rollouts")
 
 
-def _spread(entries: Sequence[Sample], most: int) -> list[Sample]:
+def _spread(entries: Sequence[SampleRecord], most: int) -> list[SampleRecord]:
     if len(entries) <= most:
         return list(entries)
     return [entries[round(i * (len(entries) - 1) / (most - 1))] for i in range(most)]

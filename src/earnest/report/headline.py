@@ -26,7 +26,7 @@ def headline(run: Run) -> Html:
     return el(
         "header",
         el("p", "earnest run", el("span", " · ", class_="soft"), header.recipe, class_="kicker"),
-        el("h1", header.task, el("span", " on ", class_="soft"), header.policy),
+        el("h1", header.task, el("span", " on ", class_="soft"), str(header.model)),
         _result(run.change, header.status == "finished"),
         el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in facts.items()), class_="facts"),
         class_="headline",

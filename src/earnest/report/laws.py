@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from earnest.report.blocks import badge, none, scroll, section
 from earnest.report.markup import Html, duration, el, number
-from earnest.report.record import Check, Outcome, Run
+from earnest.report.record import CheckRecord, Outcome, Run
 
 TONES: dict[Outcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn"}
 WORDS: dict[Outcome, str] = {"holds": "hold", "fails": "fail", "not declared": "not declared"}
@@ -14,7 +14,7 @@ OPEN = 12
 """Up to so many checks are shown unfolded."""
 
 
-def tally(checks: Sequence[Check]) -> Html:
+def tally(checks: Sequence[CheckRecord]) -> Html:
     """How many hold; how many fail comes first where any does."""
     count = {outcome: sum(check.outcome == outcome for check in checks) for outcome in TONES}
     if count["fails"]:
@@ -49,7 +49,7 @@ def verdict(run: Run) -> Html:
     return section("verdict", title, lead, broken, *laws)
 
 
-def _table(checks: Sequence[Check], label: str) -> Html:
+def _table(checks: Sequence[CheckRecord], label: str) -> Html:
     rows: list[Html] = []
     for check in checks:
         measured = check.measured if isinstance(check.measured, str) else number(check.measured)

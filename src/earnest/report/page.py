@@ -63,7 +63,7 @@ def render(run: Run) -> str:
         el("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{run.header.task} on {run.header.policy} · earnest"),
+        el("title", f"{run.header.task} on {run.header.model} · earnest"),
         el("style", Html(style)),
     )
     page = el(

@@ -1,17 +1,23 @@
-"""What a run folder says, as typed records. docs/run-folder.md is the same page in words."""
+"""The records of a run folder: one model per file or line, for the writer (`runs/`) and the readers.
+
+docs/run-folder.md describes the same records in words. Unknown keys are allowed. A number that is not finite is None.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, computed_field
 
 from earnest.errors import EarnestError
 
-FORMAT = "earnest-run/1"
+FORMAT: Literal["earnest-run/1"] = "earnest-run/1"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 Phase = Literal["before", "after", "train"]
@@ -19,134 +25,166 @@ Outcome = Literal["holds", "fails", "not declared"]
 Level = Literal["info", "warning", "error"]
 
 
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_finite)]
+Numbers = Mapping[str, Number]
+
+
 class ReportError(EarnestError):
-    """A folder is not a run, or a file in it does not obey docs/run-folder.md."""
+    """A folder is not a run, or a file in it does not follow docs/run-folder.md."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """run.json."""
+class Record(BaseModel):
+    """Strict: a text is not a number, and true is not 1."""
 
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+
+class ModelRecord(Record):
+    """The policy's model."""
+
+    name: str
+    version: str | None = None
+
+    def __str__(self) -> str:
+        """The model and its version; a folder's last part where it was loaded from a path."""
+        name = Path(self.name).name if Path(self.name).is_absolute() else self.name
+        return f"{name} {self.version or ''}".strip()
+
+
+class RunRecord(Record):
+    """run.json. A run of replicas adds keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: Literal["earnest-run/1"] = FORMAT
     recipe: str
     task: str
-    model: str
-    model_version: str
-    adapter: str | None
+    model: ModelRecord
+    adapter: str | None = None
     objective: str
-    seed: int
-    steps: int
+    seed: NonNegativeInt
+    steps: NonNegativeInt
     status: Status
-    reason: str | None
+    reason: str | None = None
     started: str
     updated: str
-    steps_done: int
+    steps_done: NonNegativeInt
     seconds: float
-
-    @property
-    def policy(self) -> str:
-        """The model and its version; a folder's last part where it was loaded from a path."""
-        name = Path(self.model).name if Path(self.model).is_absolute() else self.model
-        return f"{name} {self.model_version}".strip()
+    data: Mapping[str, Any] | None = None
+    """The file of preference pairs and its hash, where the run has one."""
 
 
-@dataclass(frozen=True)
-class TermValue:
-    """One term on one step; ``loss`` is before the weight, ``share`` its part of the gradient."""
+class TermRecord(Record):
+    """One term on one step; ``loss`` is before the weight, ``share`` is the term's part of the gradient."""
 
-    ran: str
+    kind: str | None = None
     weight: float
-    loss: float | None
-    share: float | None
-    metrics: Mapping[str, float | None]
+    loss: Number = None
+    share: Number = None
+    ran: str
+    metrics: Numbers = {}
 
 
-@dataclass(frozen=True)
-class TrainReward:
-    """Over one step's rollouts."""
+class RewardRecord(Record):
+    """The rewards of one step's rollouts."""
 
-    mean: float | None
-    sd: float | None
-    n: int
+    mean: Number = None
+    sd: Number = None
+    n: NonNegativeInt
 
 
-@dataclass(frozen=True)
-class Step:
+class StepRecord(Record):
     """A line of metrics.jsonl of kind "step"."""
 
-    step: int
-    version: int
-    reward: TrainReward | None
-    loss: float | None
-    terms: Mapping[str, TermValue]
-    skipped: tuple[str, ...]
-    idle: Mapping[str, str]
-    grad_norm: float | None
-    update_norm: float | None
-    lr: float | None
-    passes: str | None
-    micro_batches: int | None
-    metrics: Mapping[str, float | None]
-    seconds: Mapping[str, float | None]
+    kind: Literal["step"] = "step"
+    step: NonNegativeInt
+    version: NonNegativeInt
+    reward: RewardRecord | None = None
+    loss: Number = None
+    terms: Mapping[str, TermRecord]
+    skipped: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    idle: Mapping[str, str] = {}
+    grad_norm: Number = None
+    update_norm: Number = None
+    lr: Number = None
+    passes: str | None = None
+    micro_batches: NonNegativeInt | None = None
+    metrics: Numbers = {}
+    seconds: Numbers = {}
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class EvalRecord(Record):
     """A line of metrics.jsonl of kind "eval"."""
 
-    step: int
-    version: int
-    reward: float | None
-    se: float | None
-    prompts: int
-    n: int
-    correct: float | None
-    means: tuple[float, ...] | None
+    kind: Literal["eval"] = "eval"
+    step: NonNegativeInt
+    version: NonNegativeInt
+    reward: Number = None
+    se: Number = None
+    prompts: NonNegativeInt
+    n: NonNegativeInt
+    correct: Number = None
+    means: Annotated[tuple[float, ...] | None, Field(strict=False)] = None
+    metrics: Numbers = {}
+    seconds: Number = None
 
 
-@dataclass(frozen=True)
-class Message:
+class MessageRecord(Record):
+    """A message of a prompt, with whatever else it carries."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: str
-    content: str
+    content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content; what else the message carries (a tool call) follows as JSON, so that a prompt is shown whole."""
+        rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        parts = (self.content, json.dumps(rest, ensure_ascii=False) if rest else None)
+        return "\n".join(part for part in parts if part)
 
 
-@dataclass(frozen=True)
-class Sample:
+class SampleRecord(Record):
     """A line of samples.jsonl."""
 
     phase: Phase
-    step: int
-    version: int
+    step: NonNegativeInt
+    version: NonNegativeInt
     prompt_id: str
-    sample: int
-    prompt: tuple[Message, ...]
+    sample: NonNegativeInt
+    prompt: Annotated[tuple[MessageRecord, ...], Field(strict=False)]
     completion: str
-    reward: float | None
-    correct: bool | None
-    feedback: str
-    tokens: int | None
+    reward: Number = None
+    correct: bool | None = None
+    feedback: str = ""
+    tokens: NonNegativeInt | None = None
 
 
-@dataclass(frozen=True)
-class Check:
+class CheckRecord(Record):
     """A law on a subject: a row of the verdict."""
 
     law: str
     subject: str
-    measured: float | str | None
+    measured: Number | str = None
     expected: str
     outcome: Outcome
-    detail: str
+    detail: str = ""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class VerdictRecord(Record):
     """verdict.json."""
 
-    checks: tuple[Check, ...]
-    step: int
-    seconds: float | None
-    not_applicable: int
+    step: NonNegativeInt
+    seconds: Number = None
+    not_applicable: NonNegativeInt = 0
+    checks: Annotated[tuple[CheckRecord, ...], Field(strict=False)]
 
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's documented form, which mypy does not support
     @property
     def holds(self) -> bool:
         return self.count("holds") > 0 and self.count("fails") == 0
@@ -155,21 +193,23 @@ class Verdict:
         return sum(check.outcome == outcome for check in self.checks)
 
 
-@dataclass(frozen=True)
-class Event:
-    """A line of events.log."""
+class EventRecord(Record):
+    """A line of events.log: UTC time, level and a sentence."""
 
     time: str
     level: Level
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.time} {self.level} {self.text}"
 
 
 @dataclass(frozen=True)
 class Change:
     """Held-out reward before and after, from the first and the last evaluation."""
 
-    before: Evaluation
-    after: Evaluation
+    before: EvalRecord
+    after: EvalRecord
 
     @property
     def gain(self) -> float | None:
@@ -179,7 +219,7 @@ class Change:
 
     @property
     def paired(self) -> bool:
-        """Whether both evaluations say each prompt's mean, so that every prompt can be compared with itself."""
+        """Whether both evaluations record each prompt's mean, so that every prompt can be compared with itself."""
         before, after = self.before.means, self.after.means
         return before is not None and after is not None and len(before) == len(after) > 1
 
@@ -187,7 +227,7 @@ class Change:
     def se(self) -> float | None:
         """Standard error of the gain: over the prompts' differences where they are known, else as if independent.
 
-        The two evaluations share their prompts, so the second way overstates it as a rule.
+        The two evaluations share their prompts, so the second way usually overstates it.
         """
         if self.paired:
             assert self.before.means is not None and self.after.means is not None
@@ -203,12 +243,12 @@ class Run:
     """A run folder, read once. ``gaps`` are sentences about what is missing or was repaired while reading."""
 
     folder: Path
-    header: Header
-    steps: tuple[Step, ...]
-    evaluations: tuple[Evaluation, ...]
-    samples: tuple[Sample, ...]
-    verdict: Verdict | None
-    events: tuple[Event, ...]
+    header: RunRecord
+    steps: tuple[StepRecord, ...]
+    evaluations: tuple[EvalRecord, ...]
+    samples: tuple[SampleRecord, ...]
+    verdict: VerdictRecord | None
+    events: tuple[EventRecord, ...]
     config: str | None
     environment: Mapping[str, Any] | None
     gaps: tuple[str, ...]
@@ -221,9 +261,9 @@ class Run:
         return Change(self.evaluations[0], self.evaluations[-1])
 
     @property
-    def pairs(self) -> list[tuple[Sample | None, Sample | None]]:
+    def pairs(self) -> list[tuple[SampleRecord | None, SampleRecord | None]]:
         """Before and after of the same held-out prompt and sampling seed, in the order of the file."""
-        table: dict[tuple[str, int], list[Sample | None]] = {}
+        table: dict[tuple[str, int], list[SampleRecord | None]] = {}
         for sample in self.samples:
             if sample.phase != "train":
                 pair = table.setdefault((sample.prompt_id, sample.sample), [None, None])

@@ -26,7 +26,7 @@ def summary(run_dir: str | Path) -> Table:
     def row(name: str, text: str, style: str = "") -> None:
         grid.add_row(name, Text(text, style=style))
 
-    row("run", f"{header.task} on {header.policy} · {header.recipe} · seed {header.seed}", "bold")
+    row("run", f"{header.task} on {header.model} · {header.recipe} · seed {header.seed}", "bold")
     row("objective", header.objective)
     row("steps", f"{header.steps_done} of {header.steps}, {header.status}, {duration(header.seconds)}")
     if change is not None:

@@ -41,7 +41,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "status": header.status,
         "reason": header.reason,
         "task": header.task,
-        "model": header.policy,
+        "model": str(header.model),
         "objective": header.objective,
         "adapter": header.adapter,
         "steps": header.steps,
