@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from earnest.config.explain import FieldProblem
-from earnest.config.kinds import construct, plain
 from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, Whole
 from earnest.errors import ConfigError, EarnestError
+from earnest.settings import FieldProblem, make, plain
 
 
 class ContrastConfig(Strict):
@@ -88,14 +87,14 @@ class HealConfig(Strict):
     def build_steering(self) -> Any:
         from earnest.steering import Steering
 
-        return construct(Steering, self.steering)
+        return make(Steering, self.steering)
 
     def build_filter(self) -> Any:
         from earnest.steering import Filter
 
-        return construct(Filter, self.filter)
+        return make(Filter, self.filter)
 
     def build_healing(self, **changes: Any) -> Any:
         from earnest.steering import Healing
 
-        return construct(Healing, self.healing | changes)
+        return make(Healing, self.healing | changes)

@@ -10,7 +10,7 @@ import pytest
 
 from earnest.adapters import conformance, kernel
 from earnest.adapters.conformance import CHECKS, DTYPES, MODELS, SUBJECTS, Case
-from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
+from earnest.adapters.variant import VARIANTS, get_variant
 from tests.adapters.compile_worker import HALF, MUTANTS
 
 # On nano (the largest of the three) the checks that a bigger, trained model could fail where the tiny ones do not.
@@ -101,7 +101,6 @@ def test_the_slow_check_is_part_of_the_table_when_asked_for(monkeypatch: pytest.
 
 
 def test_every_variant_has_a_row() -> None:
-    load_builtin()
     assert {name for name, _ in SUBJECTS.values()} == {
         n for n, c in VARIANTS.items() if c.__module__.startswith("earnest")
     }

@@ -20,8 +20,8 @@ from earnest.engines.base import HiddenWanted, LogProbsWanted
 from earnest.objectives import GRPO, Objective
 from earnest.objectives.base import Signal, Term, Value
 from earnest.objectives.metrics import Mean
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals import Batch, Reference, Teacher
 from tests.engines.conftest import VOCABULARY, kick, tiny_policy
 from tests.objectives.support import GROUPS, LENGTHS, PAIRS, ROLES, examples

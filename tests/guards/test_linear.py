@@ -7,11 +7,10 @@ import torch
 
 import earnest as en
 from earnest.adapters.conformance import tiny_llama
-from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
+from earnest.adapters.variant import VARIANTS, get_variant
 from earnest.guards import Directions, Erase, Route
 from tests.guards.conftest import Make, triples
 
-load_builtin()
 ROWS = [
     (label, cls.name, dict(settings))
     for cls in VARIANTS.values()

@@ -362,14 +362,14 @@ def test_numbers_that_are_none_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"temperature": -0.1}, "temperature is -0.1"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.1}, "top_p is 1.1"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"stop": ("",)}, "stop is"),
-        ({"stop": "abc"}, "stop is 'abc'"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be a whole number at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature: must be a finite number at least 0, got -0.1"),
+        ({"temperature": math.nan}, "temperature: must be .*, got nan"),
+        ({"top_p": 0.0}, "top_p: must be a finite number above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p: must be .*, got 1.1"),
+        ({"top_k": -1}, "top_k: must be a whole number at least 0, got -1"),
+        ({"stop": ("",)}, "stop: must be a list of texts that are not empty, got"),
+        ({"stop": "abc"}, "stop: must be .*, got 'abc'"),
     ],
 )
 def test_specs_out_of_range(fields: dict[str, Any], words: str) -> None:

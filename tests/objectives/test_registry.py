@@ -30,8 +30,8 @@ from earnest.objectives import (
     describe,
 )
 from earnest.objectives.needs import Divergence, LogProb
-from earnest.objectives.settings import Setting
 from earnest.objectives.view import Field
+from earnest.settings import Setting, settings
 from earnest.signals import Batch
 from tests.objectives.support import examples, full_batch
 
@@ -126,7 +126,7 @@ def test_yaml_builds_the_same_objective_as_python() -> None:
         ({"kind": "grpo", "correction": {"capp": 1.0}}, "cap"),
         ({"kind": "grpo", "weight": "a lot"}, "finite number"),
         ({"kind": "grpo", "weight": float("nan")}, "finite number"),
-        ({"kind": "grpo", "name": ""}, "non-empty"),
+        ({"kind": "grpo", "name": ""}, "not empty"),
     ],
 )
 def test_a_wrong_entry_is_refused_with_the_way_out(entry: dict, words: str) -> None:
@@ -141,7 +141,7 @@ def _illegal(what: Setting) -> list[object]:
         return ["nonsense", 3]
     if what.boolean:
         return ["yes", 1]
-    if what.nested is not None:
+    if what.nested:
         return [3.0, "taid"]
     values: list[object] = ["1", True, float("nan"), float("inf")]
     if what.above is not None:
@@ -158,15 +158,15 @@ def _illegal(what: Setting) -> list[object]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_refuses_values_outside_its_range(kind: str) -> None:
     """The message has the label, the field, the value and what is allowed."""
-    for f in fields(OBJECTIVES[kind]):
-        if f.name == "name":
+    for name, _, what in settings(OBJECTIVES[kind]):
+        if name == "name":
             continue
-        what = f.metadata["setting"]
-        assert what.doc, f"{kind}.{f.name} has no sentence"
+        assert what.doc, f"{kind}.{name} has no meaning"
         for value in _illegal(what) + ([] if what.optional else [None]):
-            with pytest.raises(ObjectiveError) as caught:
-                build(kind, **{f.name: value})
-            assert all(part in str(caught.value) for part in (kind, f.name, repr(value))), str(caught.value)
+            for make in (build, lambda kind, **values: OBJECTIVES[kind](**values)):
+                with pytest.raises(ObjectiveError) as caught:
+                    make(kind, **{name: value})
+                assert all(part in str(caught.value) for part in (kind, name, repr(value))), str(caught.value)
 
 
 def test_contradictions_between_fields_are_refused() -> None:
@@ -209,7 +209,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         if name == "level":
             return []  # the same gradient under one advantage a sequence; tested in test_policy_gradient
         return [{name: c} | ({"tau": 0.01} if kind == "kl_barrier" else {}) for c in what.choices]
-    if what.nested is not None:
+    if what.nested:
         options: list[object] = [None]
         options += [TruncatedIS()] if name == "correction" else [TAID(t_start=0.3), EntropyAware(threshold=1.2)]
         return [{name: o} for o in options]
@@ -249,10 +249,10 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
 def test_every_knob_moves_the_gradient(kind: str) -> None:
     """Law KG, from off-policy states: each pair of settings differs on at least one of three batches."""
     batches = [full_batch(seed, kick=0.8) for seed in range(3)]
-    for f in fields(OBJECTIVES[kind]):
-        if f.name == "name":
+    for name, _, what in settings(OBJECTIVES[kind]):
+        if name == "name":
             continue
-        options = _pairs_of_values(kind, f.name, f.metadata["setting"])
+        options = _pairs_of_values(kind, name, what)
         grads = [torch.cat([p.gradient(b, build(kind, **o)) for b, p in batches]) for o in options]
         for (i, a), (j, b) in itertools.combinations(enumerate(grads), 2):
             gap = (a - b).abs().max() / max(a.abs().max(), b.abs().max())

@@ -123,7 +123,7 @@ def test_a_dose_may_be_measured_from_the_base(make: Make, nano: en.Policy, tmp_p
         loop.close()
     assert used["base"].tried[0][1] > 0 == used["student"].tried[0][1], "at no dose at all"
     assert used["base"].coefficient != used["student"].coefficient
-    with pytest.raises(SteeringError, match="against is 'nobody'"):
+    with pytest.raises(SteeringError, match="against: must be 'student' or 'base', got 'nobody'"):
         Steering(against="nobody")
 
 
@@ -174,9 +174,9 @@ def test_a_damaged_record_is_named(make: Make, tmp_path: Path) -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(SteeringError, match="method is 'median'"):
+    with pytest.raises(SteeringError, match=r"method: must be .*, got 'median'"):
         Steering(method="median")
     with pytest.raises(SteeringError, match="enough is 9; of 8 questions"):
         Steering(questions=8, enough=9)
-    with pytest.raises(SteeringError, match="overdose is 1"):
+    with pytest.raises(SteeringError, match="overdose: must be a finite number above 1, got 1"):
         Steering(overdose=1.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from earnest.adapters.adapter import Adapter
 from earnest.adapters.attach import attach
 from earnest.adapters.targets import linears
-from earnest.adapters.variant import VARIANTS, Variant, load_builtin
+from earnest.adapters.variant import VARIANTS, Variant
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 3e-6  # of the largest value, for two correct computations in fp32
@@ -75,7 +75,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_
 
 def subjects() -> dict[str, tuple[str, dict[str, Any]]]:
     """Label -> (variant, settings that fit the tiny models), as each variant's file declares them."""
-    load_builtin()
     out = {}
     for name, cls in sorted(VARIANTS.items()):
         examples = cls.__dict__.get("examples") or {name: {}}

@@ -51,6 +51,11 @@ class Layer:
         self.device = probe.device if probe is not None else torch.device("cpu")
         self._inner = probe.dtype if probe is not None and probe.is_floating_point() else torch.float32
 
+    def check_rank(self, variant: str, rank: int) -> None:
+        """Refuse a rank that the weight does not have."""
+        if rank > (most := min(self.m, self.n)):
+            raise AdapterError(f"{variant}: rank {rank} exceeds {self.name}'s {most}; choose rank ≤ {most}.")
+
     @property
     def dtype(self) -> torch.dtype:
         """In what the base computes now: a model may be cast after `attach`."""

@@ -13,7 +13,7 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import layer_of
 from earnest.adapters.targets import _head, block_index, linears
-from earnest.adapters.variant import VARIANTS, Variant, load_builtin
+from earnest.adapters.variant import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from earnest.adapters.adapter import Adapter
@@ -128,7 +128,6 @@ def _expected(model: nn.Module, config: Mapping[str, Any]) -> set[str]:
 
 def variant_of(config: Mapping[str, Any]) -> Variant:
     """The variant that a PEFT config describes; refuses settings that would change the result unread."""
-    load_builtin()
     for key in _UNREAD:
         if config.get(key):
             raise AdapterError(

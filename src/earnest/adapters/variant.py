@@ -12,8 +12,6 @@ takes the gate's ``scale`` c; c = 0 never reaches it (the runtime skips the adap
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -24,7 +22,9 @@ from torch import Tensor
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
-from earnest.errors import nearest
+from earnest.errors import EarnestError
+from earnest.registry import Registry
+from earnest.settings import Checked, FieldProblem, make
 
 Tensors = Mapping[str, Tensor]
 
@@ -53,9 +53,10 @@ class Birth:
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Checked):
     """Base of all variants: a frozen dataclass of settings, and pure functions of one layer's tensors."""
 
+    error: ClassVar[type[EarnestError]] = AdapterError
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""  # arXiv id
     reference: ClassVar[str] = ""  # the independent implementation that the tests compare with
@@ -73,6 +74,10 @@ class Variant:
         super().__init_subclass__(**kwargs)
         hooks = ("before", "factors", "after", "weight", "from_peft")
         cls._uses = frozenset(h for h in hooks if getattr(cls, h) is not getattr(Variant, h))
+
+    @property
+    def label(self) -> str:
+        return self.name
 
     @classmethod
     def uses(cls, hook: str) -> bool:
@@ -173,7 +178,7 @@ class Variant:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-VARIANTS: dict[str, type[Variant]] = {}
+VARIANTS: Registry[type[Variant]] = Registry("adapter", "earnest.adapters.variants", AdapterError)
 V = TypeVar("V", bound=type[Variant])
 
 
@@ -186,37 +191,20 @@ def register(cls: V) -> V:
         raise AdapterError(f"variant {cls.name!r} defines none of before(), factors(), after(): it would do nothing")
     if (cls.uses("before") or cls.uses("after")) and not cls.uses("weight"):
         raise AdapterError(f"variant {cls.name!r} defines before() or after() and must define weight() for merging")
-    known = VARIANTS.get(cls.name)
-    if known is not None and known.__qualname__ != cls.__qualname__:
-        raise AdapterError(f"the variant name {cls.name!r} is taken by {known.__qualname__}")
-    VARIANTS[cls.name] = cls
+    VARIANTS.add(cls.name, cls)
     return cls
 
 
-def load_builtin() -> None:
-    """Import every file of ``variants/``: a file there is a variant."""
-    from earnest.adapters import variants
-
-    for info in pkgutil.iter_modules(variants.__path__):
-        importlib.import_module(f"{variants.__name__}.{info.name}")
-
-
-def get_variant(name: str, **settings: Any) -> Variant:
+def get_variant(name: str, **values: Any) -> Variant:
     """``get_variant("lora", rank=8)``: a variant by name, with its settings checked."""
-    load_builtin()
-    if name not in VARIANTS:
-        raise AdapterError(f"unknown adapter {name!r}: {nearest(name, VARIANTS)}")
-    cls = VARIANTS[name]
-    known = [f.name for f in fields(cls)]
-    for key in settings:
-        if key not in known:
-            raise AdapterError(f"adapter {name!r} has no setting {key!r}: {nearest(key, known)}")
-    return cls(**settings)
+    try:
+        return make(VARIANTS.find(name), values)
+    except FieldProblem as problem:
+        raise AdapterError(f"{name}.{problem}") from None
 
 
 def list_variants() -> list[dict[str, Any]]:
     """One row a variant: name, paper, reference, equation, default learning rate and settings with their defaults."""
-    load_builtin()
     return [
         {
             "name": cls.name,
@@ -229,9 +217,3 @@ def list_variants() -> list[dict[str, Any]]:
         }
         for _, cls in sorted(VARIANTS.items())
     ]
-
-
-def require(ok: bool, message: str) -> None:
-    """Raise an AdapterError unless ok."""
-    if not ok:
-        raise AdapterError(message)

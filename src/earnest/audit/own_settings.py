@@ -12,7 +12,7 @@ from typing import Any
 
 from earnest.audit.laws.knobs import candidates
 from earnest.objectives.base import Objective, Term, Weighted
-from earnest.objectives.settings import Setting, settings
+from earnest.settings import Setting, settings
 
 SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields of ``beyond_step`` do
 
@@ -63,7 +63,7 @@ def _fields(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any, Setting]]:
             continue
         if name == "normalised" and getattr(owner, "alpha", None) in (0.0, 1.0):
             continue  # α(1-α) is 0 there: the factor's limit is 1, with and without
-        if what.nested is not None:
+        if what.nested:
             yield from _fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value, what

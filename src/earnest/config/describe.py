@@ -35,7 +35,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
             if isinstance(default, bool)
             else str(default) or "empty"
         )
-        yield prefix + name, shown, field.description or ""
+        yield prefix + (field.alias or name), shown, field.description or ""
 
 
 def _part(annotation: object) -> tuple[type[BaseModel] | None, bool]:

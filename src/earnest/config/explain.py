@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from earnest.errors import ConfigError, EarnestError, nearest
+from earnest.errors import EarnestError, nearest
+from earnest.settings import FieldProblem
 
 _TYPES = {
     "int_type": "a whole number",
@@ -30,10 +31,6 @@ _BOUNDS = {
     "less_than": ("below", "lt"),
     "less_than_equal": ("at most", "le"),
 }
-
-
-class FieldProblem(ConfigError):
-    """A problem inside a part of the config; the sentence starts with the key, relative to that part."""
 
 
 def sentence(error: ValidationError, model: type[BaseModel]) -> str:
@@ -92,9 +89,7 @@ def suggest(location: list[str], model: type[BaseModel]) -> str:
 def dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a model and of the models in it; list places are left out."""
     extra = getattr(model, "known_fields", None)
-    for name in [*model.model_fields, *(extra() if extra else ())]:
-        if name in getattr(model, "hidden_fields", ()):
-            continue
+    for name in [*names(model), *(extra() if extra else ())]:
         yield prefix + name
         inner = _inner(model, name)
         if inner is not None:
@@ -109,7 +104,13 @@ def _fields_at(location: list[str], model: type[BaseModel]) -> list[str]:
         if inner is None:
             return []
         model = inner
-    return [name for name in model.model_fields if name not in getattr(model, "hidden_fields", ())]
+    return names(model)
+
+
+def names(model: type[BaseModel]) -> list[str]:
+    """The keys of one mapping, as a recipe writes them."""
+    hidden = getattr(model, "hidden_fields", ())
+    return [field.alias or name for name, field in model.model_fields.items() if name not in hidden]
 
 
 def _inner(model: type[BaseModel], name: str) -> type[BaseModel] | None:

@@ -1,56 +1,82 @@
-"""Settings that belong to a kind: the fields of a term, an adapter or an optimizer are those of its dataclass.
+"""Recipe keys that are settings of a class: the class declares them (``earnest.settings``), once.
 
-Nothing is listed twice: the dataclass says which fields there are, of what type and with what default, and its own
-checks say which values are legal.
+``Kinded`` is a mapping whose ``kind`` names a registered class and whose other keys are that class's settings.
+``key_of`` is one setting of a class as a key of a fixed mapping.
 """
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_serializer, model_validator
 
-from earnest.config.explain import FieldProblem, sentence
+from earnest.registry import Registry
+from earnest.settings import make, plain, settings
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
-def construct(cls: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:
-    """``cls(**values)``, each value held against its field's annotation: no text for a number, no unknown key."""
-    hints = typing.get_type_hints(cls)
-    shape = {
-        f.name: (hints[f.name], ... if f.default is MISSING and f.default_factory is MISSING else _default(f))
-        for f in fields(cls)
-        if f.init
-    }
-    model = create_model(cls.__name__, __config__=STRICT, **shape)  # type: ignore[call-overload]
-    given = {key: _tuples(value, hints.get(key)) for key, value in values.items()}
-    try:
-        model.model_validate(given)
-    except ValidationError as error:
-        raise FieldProblem(sentence(error, model)) from None
-    return (make or cls)(**given)
+class Strict(BaseModel):
+    """A mapping whose keys are all known."""
+
+    model_config = STRICT
 
 
-def plain(value: Any) -> Any:
-    """A dataclass instance, a tuple or a plain value as what YAML can hold."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.init}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
+class Kinded(Strict):
+    """A mapping whose ``kind`` decides which further keys it has; ``fields`` holds them, every default written out."""
+
+    hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
+
+    kind: str
+    fields: dict[str, Any] = Field(default_factory=dict)
+    _built: Any = PrivateAttr(None)
+
+    @classmethod
+    def registry(cls) -> Registry[Any]:
+        """Where the kinds are registered."""
+        raise NotImplementedError  # abstract: every subclass defines it
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Every field of any kind, for suggestions."""
+        return sorted({name for kind in cls.registry().values() for name, _, _ in settings(kind)})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        own = set(cls.model_fields) - {"fields"}
+        return {k: v for k, v in data.items() if k in own} | {"fields": {k: v for k, v in data.items() if k not in own}}
+
+    @model_validator(mode="after")
+    def _resolve(self) -> Kinded:
+        self._built = make(self.registry().find(self.kind), self.values())
+        self.fields = {k: v for k, v in plain(self._built).items() if k not in type(self).model_fields}
+        return self
+
+    def values(self) -> Mapping[str, Any]:
+        """The settings of the class, as given."""
+        return self.fields
+
+    def build(self) -> Any:
+        """The instance that the mapping describes; it is frozen, and made once."""
+        return self._built
+
+    @model_serializer(mode="plain")
+    def _flat(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "fields"} | self.fields
 
 
-def _default(field: Any) -> Any:
-    return field.default if field.default is not MISSING else field.default_factory()
-
-
-def _tuples(value: Any, hint: Any) -> Any:
-    """YAML has lists only; where the field is a tuple, the list is one."""
-    wanted = [hint, *typing.get_args(hint)]
-    if isinstance(value, list) and any(typing.get_origin(w) is tuple or w is tuple for w in wanted):
-        return tuple(value)
-    return value
+def key_of(cls: type, name: str, default: Any = None) -> Any:
+    """The pydantic field of the setting ``name`` of ``cls``: its range, its meaning and, unless given, its default."""
+    declared, what = next((d, w) for n, d, w in settings(cls) if n == name)
+    return Field(
+        declared if default is None else default,
+        description=what.doc,
+        gt=what.above,
+        ge=what.at_least,
+        lt=what.below,
+        le=what.at_most,
+    )

@@ -50,14 +50,14 @@ def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[s
 
 def dump(config: RunConfig) -> str:
     """The resolved config as YAML, every default spelt out; ``load_file`` reads it back as the same config."""
-    data = config.model_dump(mode="python")
+    data = config.model_dump(mode="python", by_alias=True)
     data.pop("out")
     return text.spell(data)
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     """Dotted keys whose values differ, apart from those that say nothing about the computation."""
-    before, after = _flatten(old.model_dump(mode="python")), _flatten(new.model_dump(mode="python"))
+    before, after = (_flatten(config.model_dump(mode="python", by_alias=True)) for config in (old, new))
     keys = [k for k in {**before, **after} if before.get(k, _ABSENT) != after.get(k, _ABSENT)]
     return [k for k in keys if k.split(".")[0] not in NOT_OF_THE_RUN]
 

@@ -1,86 +1,52 @@
 """Every key of a recipe: its type, its range, its default and its meaning.
 
-Unknown keys are errors at every depth, and types are strict: a text is not taken for a number. Terms, adapters and
-optimizers get their fields from their own dataclasses (``kinds``).
+Unknown keys are errors at every depth, and types are strict: a text is not taken for a number. The keys of terms, adapters,
+optimizers, guards and sampling are the settings of their classes (``kinds``).
 """
 
 from __future__ import annotations
 
-from dataclasses import fields as dataclass_fields
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    PrivateAttr,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from earnest.config.kinds import STRICT, construct, plain
-from earnest.errors import ConfigError, nearest
+from earnest import plugins
+from earnest.adapters.variant import VARIANTS, Variant
+from earnest.config.kinds import Kinded, Strict, key_of
+from earnest.engines.optimizers import OPTIMIZERS, Optimizer
+from earnest.errors import ConfigError
+from earnest.guards.assemble import Extraction
+from earnest.guards.gates import At, Gate, Rule
+from earnest.models.sampling import SampleSpec
+from earnest.objectives.base import Objective, Term, Weighted
+from earnest.objectives.registry import OBJECTIVES
+from earnest.registry import Registry
 
 Whole = Annotated[int, Field(ge=1)]
-
-
-class Strict(BaseModel):
-    """A mapping whose keys are all known."""
-
-    model_config = STRICT
-
-
-class Kinded(Strict):
-    """A mapping whose ``kind`` decides which further keys it has; ``fields`` gathers them, with every default.
-
-    The object that it describes is made once, when the mapping is validated; ``build`` returns it.
-    """
-
-    hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
-
-    fields: dict[str, Any] = Field(default_factory=dict)
-    _built: Any = PrivateAttr(None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        own = set(cls.model_fields) - {"fields"}
-        return {k: v for k, v in data.items() if k in own} | {"fields": {k: v for k, v in data.items() if k not in own}}
-
-    @model_validator(mode="after")
-    def _resolve(self) -> Self:
-        self._built, self.fields = self._make()
-        return self
-
-    def _make(self) -> tuple[Any, dict[str, Any]]:
-        """The object, and its fields as YAML can hold them."""
-        raise NotImplementedError  # abstract: every subclass defines it
-
-    def build(self) -> Any:
-        """The frozen object that this mapping describes."""
-        return self._built
-
-    @model_serializer(mode="plain")
-    def _flat(self) -> dict[str, Any]:
-        own = {name: plain(getattr(self, name)) for name in type(self).model_fields if name != "fields"}
-        return own | self.fields
 
 
 class TermConfig(Kinded):
     """One term of the loss; ``earnest objectives`` lists the kinds and their fields."""
 
     kind: str = Field(description="which term; `earnest objectives` lists them")
-    weight: float = Field(1.0, description="the factor of its loss; 0 leaves it out, and every report says so")
+    weight: float = Field(1.0, description="the factor of its loss; 0: the term is not computed, and reports list it")
     name: str | None = Field(None, description="its name in the report; none: its kind. Unique in an objective")
 
-    def _make(self) -> tuple[Any, dict[str, Any]]:
-        from earnest.objectives import build
+    @classmethod
+    def registry(cls) -> Registry[type[Term]]:
+        return OBJECTIVES
 
-        term = build(self.kind, name=self.name, **self.fields)
-        return term, _term_fields(term)
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return []  # a term's key needs its place in the list, which a suggestion does not know
+
+    def values(self) -> Mapping[str, Any]:
+        return self.fields | {"name": self.name}
+
+    def build(self) -> Term:
+        found: Term = super().build()
+        return found
 
 
 class AdapterConfig(Kinded):
@@ -92,45 +58,37 @@ class AdapterConfig(Kinded):
     )
     layers: list[int] | None = Field(None, description="numbers of the blocks to adapt; none: all")
 
-    def _make(self) -> tuple[Any, dict[str, Any]]:
-        from earnest.adapters.variant import VARIANTS, get_variant, load_builtin
-
-        load_builtin()
-        if self.kind not in VARIANTS:
-            raise ConfigError(f"adapter {self.kind!r} is unknown: {nearest(self.kind, VARIANTS)}")
-        variant = construct(VARIANTS[self.kind], self.fields, lambda **f: get_variant(self.kind, **f))
-        return variant, plain(variant)
-
     @classmethod
-    def known_fields(cls) -> list[str]:
-        """Every field of any kind, for suggestions."""
-        from earnest.adapters.variant import VARIANTS
+    def registry(cls) -> Registry[type[Variant]]:
+        return VARIANTS
 
-        return sorted({f.name for variant in VARIANTS.values() for f in dataclass_fields(variant)})
+    def build(self) -> Variant:
+        found: Variant = super().build()
+        return found
 
 
 class OptimizerConfig(Kinded):
     """How a gradient becomes a step."""
 
-    kind: Literal["adamw", "sgd"] = Field("adamw", description="the torch optimizer")
+    kind: str = Field("adamw", description="`adamw`, `sgd`, or an optimizer that `import` registers")
     max_grad_norm: float | None = Field(1.0, gt=0, description="the gradient is clipped to this norm; none: never")
 
-    def _make(self) -> tuple[Any, dict[str, Any]]:
-        optimizer = construct(_optimizers()[self.kind], self.fields)
-        return optimizer, plain(optimizer)
-
     @classmethod
-    def known_fields(cls) -> list[str]:
-        """Every field of any kind, for suggestions."""
-        return sorted({f.name for optimizer in _optimizers().values() for f in dataclass_fields(optimizer)})
+    def registry(cls) -> Registry[type[Optimizer]]:
+        return OPTIMIZERS
+
+    def build(self) -> Optimizer:
+        found: Optimizer = super().build()
+        return found
 
 
 class TeacherConfig(Strict):
-    """Who teaches where a term reads a teacher: the policy told a sibling's success and the grader's feedback."""
+    """The teacher of terms that read one: the policy, conditioned on a sibling's success and the grader's feedback."""
 
     kind: Literal["live", "base", "ema", "trust_region"] = Field(
         "live",
-        description="the policy now, without its adapter, with the average of its updates, or between the first two",
+        description="`live`: the current policy; `base`: the adapter off; `ema`: a moving average of the adapter; "
+        "`trust_region`: an interpolation of the live and the base logits",
     )
     mix: float | None = Field(
         None,
@@ -163,8 +121,8 @@ class SamplingConfig(Strict):
 
     prompts_per_step: Whole = Field(8, description="training prompts a step")
     completions_per_prompt: Whole = Field(8, description="completions of each prompt: a group")
-    max_new_tokens: Whole = Field(16, description="a completion is cut off here")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature, also of the evaluation")
+    max_new_tokens: int = key_of(SampleSpec, "max_new_tokens", default=16)
+    temperature: float = Field(1.0, gt=0, description="the sampling temperature, also of the evaluation")
     workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the process that trains does it itself")
 
 
@@ -252,20 +210,21 @@ class SyncConfig(Strict):
 
 
 class GuardConfig(Strict):
-    """What of every update may not be learned: directions from a file, or made from contrastive triples."""
+    """The part of every update that must not be learned: directions from a file, or made from contrastive triples."""
 
-    kind: Literal["erase", "route"] = Field(description="take the unwanted part out of the update, or quarantine it")
+    kind: Literal["erase", "route"] = Field(
+        description="`erase`: remove the unwanted part of each update; `route`: put it into a quarantine, which the "
+        "deployed policy leaves out"
+    )
     directions: str | None = Field(None, min_length=1, description="a file that `Directions.save` wrote")
     triples: str | None = Field(None, min_length=1, description="JSONL of prompt, unwanted and wanted completion")
-    gate: Literal["one_sided", "two_sided", "reverse"] = Field(
-        "one_sided", description="which sign goes, or turns round"
-    )
-    overshoot: float = Field(1.0, gt=0, description="1 removes the component; more turns it round")
-    preserve: bool = Field(False, description="scale what is kept back to the update's length")
-    at: Literal["update", "gradient"] = Field("update", description="what is judged; the gradient leaks, as published")
-    top: Whole = Field(4, description="triples: directions of a module")
-    floor: float = Field(0.25, ge=0, lt=1, description="triples: share of the weakest directions to drop")
-    refresh: int = Field(0, ge=0, description="triples: extract anew after every so many updates; 0: never")
+    gate: Gate = key_of(Rule, "gate")
+    overshoot: float = key_of(Rule, "overshoot")
+    preserve: bool = key_of(Rule, "preserve")
+    at: At = key_of(Rule, "at")
+    top: int = key_of(Extraction, "top")
+    floor: float = key_of(Extraction, "floor")
+    refresh: int = key_of(Rule, "every")
 
     @model_validator(mode="after")
     def _agree(self) -> GuardConfig:
@@ -284,7 +243,9 @@ class EngineConfig(Strict):
         None, min_length=1, description="tinker: the service; none: TINKER_BASE_URL. The key is in TINKER_API_KEY"
     )
     estimator: Literal["exact", "sampled"] = Field(
-        "exact", description="divergences: over all or K tokens, or as one advantage a sampled token"
+        "exact",
+        description="how divergences are computed: exactly over the vocabulary or its top K, or estimated per sampled "
+        "token as an advantage",
     )
 
     @model_validator(mode="after")
@@ -303,6 +264,11 @@ class RunConfig(Strict):
     """A whole run."""
 
     description: str = Field("", description="what the recipe is, in a sentence; shown by `earnest recipes`")
+    imports: list[str] = Field(
+        default_factory=list,
+        alias="import",
+        description="files and modules of your own that register terms, adapters, tasks or optimizers",
+    )
     model: str = Field("nano", min_length=1, description="`nano`, `smollm2`, a Hugging Face id, or a folder")
     device: str = Field("auto", min_length=1, description="`auto` (CUDA, else MPS, else CPU) or a torch device")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the base model")
@@ -353,6 +319,12 @@ class RunConfig(Strict):
         """Whether this run lives in a bucket."""
         return self.replicas > 1 or self.store is not None
 
+    @field_validator("imports")
+    @classmethod
+    def _import(cls, entries: list[str]) -> list[str]:
+        """Import the user's own code before the kinds are looked up: fields are validated in their order."""
+        return [plugins.load(entry) for entry in entries]
+
     @field_validator("optimizer", mode="before")
     @classmethod
     def _rate_of_the_adapter(cls, given: Any, info: ValidationInfo) -> Any:
@@ -382,28 +354,6 @@ class RunConfig(Strict):
             raise ConfigError("sync: has no meaning for one replica without a store; set replicas=2, or leave it out")
         return self
 
-    def build_objective(self) -> Any:
+    def build_objective(self) -> Objective:
         """The objective that the list of terms describes; two terms of one name are refused."""
-        from earnest.objectives import Objective, Weighted
-
         return Objective(tuple(Weighted(term.weight, term.build()) for term in self.objective))
-
-
-def _optimizers() -> dict[str, Any]:
-    from earnest.engines.optimizers import SGD, AdamW
-
-    return {"adamw": AdamW, "sgd": SGD}
-
-
-def _term_fields(term: Any) -> dict[str, Any]:
-    """A term's settings with their defaults; a nested one with the kind that YAML chooses it by."""
-    from earnest.objectives.settings import settings
-
-    found: dict[str, Any] = {}
-    for name, _, what in settings(term):
-        value = getattr(term, name)
-        found[name] = plain(value)
-        if what.nested is not None and value is not None and len(what.nested) > 1:
-            kind = next(k for k, cls in what.nested.items() if cls == type(value).__name__)
-            found[name] = {"kind": kind, **found[name]}
-    return found

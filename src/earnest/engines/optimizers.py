@@ -4,71 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from earnest.errors import ConfigError
-
-
-def _check(owner: str, **limits: tuple[float, float, float]) -> None:
-    for name, (value, low, high) in limits.items():
-        if not low <= value < high:
-            raise ConfigError(f"{owner}.{name} is {value}; it must be in [{low}, {high}).")
-
+from earnest.registry import Registry
+from earnest.settings import Checked, setting
 
 Parameters = Sequence[torch.nn.Parameter]
 
 
-def _groups(decayed: Parameters, plain: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups, of which the second never decays; an empty one is left out."""
-    groups = [{"params": list(decayed), "weight_decay": weight_decay}, {"params": list(plain), "weight_decay": 0.0}]
-    return [g for g in groups if g["params"]]
-
-
 @dataclass(frozen=True)
-class AdamW:
+class Optimizer(Checked):
+    """How a gradient becomes a step. A subclass has a ``kind``, settings with at least ``lr``, and ``build``."""
+
+    kind: ClassVar[str]
+
+    lr: float = setting(1e-4, "the learning rate", at_least=0.0)
+
+    def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
+        """The optimizer of these parameters; weight decay may act on ``decayed`` only."""
+        raise NotImplementedError  # abstract: every registered optimizer defines it
+
+
+OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "", ConfigError)
+
+T = TypeVar("T", bound=type[Optimizer])
+
+
+def register(cls: T) -> T:
+    """Class decorator: makes an optimizer known by its ``kind``."""
+    OPTIMIZERS.add(cls.kind, cls)
+    return cls
+
+
+def groups(decayed: Parameters, plain: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups, of which the second never decays; an empty one is left out."""
+    found = [{"params": list(decayed), "weight_decay": weight_decay}, {"params": list(plain), "weight_decay": 0.0}]
+    return [g for g in found if g["params"]]
+
+
+@register
+@dataclass(frozen=True)
+class AdamW(Optimizer):
     """AdamW (arXiv 1711.05101). ``weight_decay`` pulls toward the base: adapter parameters are offsets from it."""
 
-    lr: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    kind: ClassVar[str] = "adamw"
 
-    def __post_init__(self) -> None:
-        inf = float("inf")
-        _check(
-            "AdamW",
-            lr=(self.lr, 0.0, inf),
-            beta1=(self.betas[0], 0.0, 1.0),
-            beta2=(self.betas[1], 0.0, 1.0),
-            eps=(self.eps, 0.0, inf),
-            weight_decay=(self.weight_decay, 0.0, inf),
-        )
+    betas: tuple[float, float] = setting(
+        (0.9, 0.999), "decay rates of the mean and of the mean square of the gradient", at_least=0.0, below=1.0
+    )
+    eps: float = setting(1e-8, "added to the denominator", at_least=0.0)
+    weight_decay: float = setting(
+        0.0, "each step shrinks the parameters by lr·weight_decay of their size", at_least=0.0
+    )
 
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(_groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
+        return torch.optim.AdamW(groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
 
 
+@register
 @dataclass(frozen=True)
-class SGD:
-    """Plain gradient descent with optional momentum; the optimizer under which update laws are easiest to read."""
+class SGD(Optimizer):
+    """Plain gradient descent with optional momentum; under it the laws of an update are easiest to read."""
 
-    lr: float = 1e-2
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    kind: ClassVar[str] = "sgd"
 
-    def __post_init__(self) -> None:
-        inf = float("inf")
-        _check(
-            "SGD",
-            lr=(self.lr, 0.0, inf),
-            momentum=(self.momentum, 0.0, 1.0),
-            weight_decay=(self.weight_decay, 0.0, inf),
-        )
+    lr: float = setting(1e-2, "the learning rate", at_least=0.0)
+    momentum: float = setting(0.0, "share of the previous step that is added to each step", at_least=0.0, below=1.0)
+    weight_decay: float = setting(
+        0.0, "each step shrinks the parameters by lr·weight_decay of their size", at_least=0.0
+    )
 
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
-        return torch.optim.SGD(_groups(decayed, plain, self.weight_decay), lr=self.lr, momentum=self.momentum)
-
-
-Optimizer = AdamW | SGD
+        return torch.optim.SGD(groups(decayed, plain, self.weight_decay), lr=self.lr, momentum=self.momentum)

@@ -10,21 +10,38 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.errors import EarnestError
 from earnest.guards.directions import Directions
 from earnest.guards.errors import GuardError, GuardWarning
+from earnest.settings import Checked, setting
+
+
+@dataclass(frozen=True)
+class Extraction(Checked):
+    """How directions are made from paired differences."""
+
+    error: ClassVar[type[EarnestError]] = GuardError
+
+    top: int = setting(4, "the largest number of directions per module that is made from the triples", at_least=1)
+    floor: float = setting(
+        0.25, "the share of the weakest of these directions, over all modules, that is dropped", at_least=0.0, below=1.0
+    )
+    heldout: float = setting(0.25, "the share of the pairs that only validates the directions", at_least=0.0, below=1.0)
 
 
 def assemble(
     differences: Mapping[str, Float[Tensor, "P n"]],
     *,
-    top: int = 4,
-    floor: float = 0.25,
-    heldout: float = 0.25,
+    top: int = Extraction.top,
+    floor: float = Extraction.floor,
+    heldout: float = Extraction.heldout,
     seed: int = 0,
     source: str = "differences",
     validate: bool = True,
@@ -35,12 +52,13 @@ def assemble(
     """
     if not differences:
         raise GuardError("no module has a difference; attach an adapter with trainable parameters first.")
+    Extraction(top, floor, heldout)  # refuses values out of range
     pairs = next(iter(differences.values())).shape[0]
     kept_out = round(heldout * pairs)
-    if top < 1 or not 0 <= floor < 1 or not 0 <= heldout < 1 or pairs - kept_out < 2:
+    if pairs - kept_out < 2:
         raise GuardError(
-            f"directions need top ≥ 1, floor and heldout in [0, 1) and at least 2 pairs to learn from, got top={top}, "
-            f"floor={floor}, heldout={heldout} with {pairs} pairs."
+            f"directions need at least 2 pairs to learn from; of {pairs} pairs heldout={heldout} leaves "
+            f"{pairs - kept_out}. Give more pairs, or lower heldout."
         )
     order = torch.randperm(pairs, generator=torch.Generator().manual_seed(seed))
     learn, check = order[kept_out:], order[:kept_out]

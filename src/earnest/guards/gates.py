@@ -12,35 +12,43 @@ numbers of a module.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
-from earnest.errors import nearest
+from earnest.errors import EarnestError
 from earnest.guards.errors import GuardError
+from earnest.settings import Checked, setting
 
 Gate = Literal["one_sided", "two_sided", "reverse"]
 GATES: tuple[Gate, ...] = get_args(Gate)
+At = Literal["update", "gradient"]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How much of the unwanted component goes."""
+class Rule(Checked):
+    """How much of the unwanted component is removed, where, and how often its directions are extracted again."""
 
-    gate: Gate = "one_sided"
-    overshoot: float = 1.0
-    preserve: bool = False
+    error: ClassVar[type[EarnestError]] = GuardError
 
-    def __post_init__(self) -> None:
-        if self.gate not in GATES:
-            raise GuardError(f"gate {self.gate!r} is unknown: {nearest(str(self.gate), GATES)}")
-        if not (math.isfinite(self.overshoot) and self.overshoot > 0):
-            raise GuardError(
-                f"overshoot is {self.overshoot}; 1 removes the component, more turns it round; give a number above 0."
-            )
+    gate: Gate = setting(
+        "one_sided",
+        "one_sided: remove the component only when it points toward the unwanted direction; two_sided: always; "
+        "reverse: flip its sign",
+    )
+    overshoot: float = setting(1.0, "1 removes the component; more than 1 reverses part of it", above=0.0)
+    preserve: bool = setting(False, "scale what is kept back to the length of the update")
+    at: At = setting(
+        "update",
+        "apply the guard to the optimizer's update (recommended) or to the gradient (as published; AdamW reintroduces "
+        "the removed component)",
+    )
+    every: int = setting(0, "extract the directions again after every N updates; 0: never", at_least=0)
+    min_overlap: float = setting(
+        0.25, "directions that overlap less with the previous ones are not adopted", at_least=0.0, at_most=1.0
+    )
 
     def removed(self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"]) -> Float[Tensor, " n"]:
         """The part of ``w`` that goes."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,14 +23,11 @@ from torch import Tensor
 from earnest.errors import nearest
 from earnest.guards.directions import Directions
 from earnest.guards.errors import GuardError, GuardWarning
-from earnest.guards.gates import Gate, Rule
+from earnest.guards.gates import At, Gate, Rule
 from earnest.guards.twin import Twin
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
-
-At = Literal["update", "gradient"]
-ATS: tuple[At, ...] = get_args(At)
 
 
 class DirectionGuard:
@@ -46,24 +43,20 @@ class DirectionGuard:
         self,
         directions: Directions,
         *,
-        gate: Gate = "one_sided",
-        overshoot: float = 1.0,
-        preserve: bool = False,
-        at: At = "update",
-        every: int = 0,
+        gate: Gate = Rule.gate,
+        overshoot: float = Rule.overshoot,
+        preserve: bool = Rule.preserve,
+        at: At = Rule.at,
+        every: int = Rule.every,
         extract: Callable[[], Directions] | None = None,
-        min_overlap: float = 0.25,
+        min_overlap: float = Rule.min_overlap,
     ) -> None:
-        if at not in ATS:
-            raise GuardError(f"at={at!r} is unknown: {nearest(str(at), ATS)}")
-        if every < 0 or (every > 0) != (extract is not None):
+        self.rule = Rule(gate, overshoot, preserve, at, every, min_overlap)
+        if (every > 0) != (extract is not None):
             raise GuardError(
-                f"every={every}: refreshing needs every ≥ 1 and extract=, a function that gives directions."
+                f"every={every}: refreshing needs every ≥ 1 and extract=, a function that returns directions."
             )
-        if not 0 <= min_overlap <= 1:
-            raise GuardError(f"min_overlap is {min_overlap}; it is a share, between 0 and 1.")
-        self.directions, self.rule, self.at = directions, Rule(gate, overshoot, preserve), at
-        self.every, self.extract, self.min_overlap = every, extract, min_overlap
+        self.directions, self.at, self.extract = directions, at, extract
         self.updates = 0
         self.quarantine: dict[str, Tensor] = {}
         self._parameters: dict[str, torch.nn.Parameter] = {}
@@ -152,7 +145,7 @@ class DirectionGuard:
         }
         if self.quarantines:
             report["quarantine"] = sum(float(q.double().square().sum()) for q in self.quarantine.values()) ** 0.5
-        if self.every and self.updates % self.every == 0:
+        if self.rule.every and self.updates % self.rule.every == 0:
             assert self.extract is not None
             report |= self.refresh(self.extract)
         return report
@@ -195,14 +188,14 @@ class DirectionGuard:
             fresh = extract()
         self._check(fresh)
         overlap, heading = self.directions.overlap(fresh), self.directions.heading(fresh)
-        adopted = overlap >= self.min_overlap and heading > 0
+        adopted = overlap >= self.rule.min_overlap and heading > 0
         if adopted:
             self.directions = fresh
             self._cast()
         else:
             warnings.warn(
-                f"after update {self.updates} the extracted directions turned away (overlap {overlap:.2f}, heading "
-                f"{heading:+.2f}; adopted from overlap {self.min_overlap:g} and heading above 0): the old ones stay.",
+                f"after update {self.updates} the extracted directions turned away (overlap {overlap:.2f}, needed "
+                f"{self.rule.min_overlap:g}; heading {heading:+.2f}, needed above 0): the old ones stay.",
                 GuardWarning,
                 stacklevel=2,
             )

@@ -16,14 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
-from earnest.errors import SamplingError
+from earnest.errors import EarnestError, SamplingError
+from earnest.settings import Checked, setting
 
 if TYPE_CHECKING:
     from earnest.models.cache import CacheKind
@@ -34,7 +35,7 @@ _CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleSpec:
+class SampleSpec(Checked):
     """temperature 0 is greedy, and its log-probs are those at temperature 1. top_k 0 and top_p 1 are off.
 
     Order: temperature, then top-k, then top-p (the smallest set of mass ≥ top_p). A completion ends with the token that
@@ -42,28 +43,21 @@ class SampleSpec:
     end it instead of the model's own (none at all where it is empty).
     """
 
-    max_new_tokens: int = 32
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] | None = None
+    error: ClassVar[type[EarnestError]] = SamplingError
+
+    max_new_tokens: int = setting(32, "the longest completion, in tokens", at_least=1)
+    temperature: float = setting(1.0, "the sampling temperature; 0 is greedy", at_least=0.0)
+    top_p: float = setting(
+        1.0, "the mass of the most probable tokens that are kept; 1 keeps all", above=0.0, at_most=1.0
+    )
+    top_k: int = setting(0, "how many of the most probable tokens are kept; 0 keeps all", at_least=0)
+    seed: int = setting(0, "the same seed gives the same completions")
+    stop: tuple[str, ...] = setting((), "texts that end a completion")
+    stop_ids: tuple[int, ...] | None = setting(None, "token ids that end a completion; none: the model's own")
 
     def ends(self, policy: Policy) -> frozenset[int]:
         """The ids that end a completion."""
         return policy.eos_ids if self.stop_ids is None else frozenset(self.stop_ids)
-
-    def __post_init__(self) -> None:
-        def need(good: bool, field: str, allowed: str) -> None:
-            if not good:
-                raise SamplingError(f"{field} is {getattr(self, field)!r}; it must be {allowed}.")
-
-        need(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-        need(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a number ≥ 0 (0 is greedy)")
-        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 is off)")
-        need(self.top_k >= 0, "top_k", "0 (off) or the number of tokens to keep")
-        need(isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of texts that are not empty")
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from earnest.errors import ObjectiveError, SignalError
-from earnest.objectives import settings
+from earnest.errors import EarnestError, ObjectiveError, SignalError
 from earnest.objectives.metrics import Max, Metric
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars, View
+from earnest.settings import Checked, setting
 from earnest.signals.batch import ROLES, Batch, Counts, Role
 from earnest.signals.distributions import check_logprobs
 
@@ -43,7 +43,7 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class Term(Checked):
     """One channel of a loss. Subclasses are frozen dataclasses with a unique ``kind``, the first equation in their
     file.
 
@@ -54,6 +54,7 @@ class Term:
     ``woken``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
     """
 
+    error: ClassVar[type[EarnestError]] = ObjectiveError
     kind: ClassVar[str]
     paper: ClassVar[str]
     equation: ClassVar[str]
@@ -63,16 +64,7 @@ class Term:
     beyond_step: ClassVar[frozenset[str]] = frozenset()  # fields that act over steps or rounds, not within one step
     twins: ClassVar[frozenset[tuple[str, str]]] = frozenset()  # modes that share a gradient by definition
 
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.name is not None and not (isinstance(self.name, str) and self.name):
-            raise ObjectiveError(f"{self.kind}: a name is a non-empty text or none, got {self.name!r}.")
-        settings.validate(self, self.label)
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise where fields that are legal alone contradict each other."""
+    name: str | None = setting(None, "the name in reports; none: the kind. Unique within an objective")
 
     @property
     def label(self) -> str:

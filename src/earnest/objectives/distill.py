@@ -24,10 +24,10 @@ from earnest.objectives.metrics import Max, Mean, Metric
 from earnest.objectives.needs import Divergence, LogProb, Need
 from earnest.objectives.policy_gradient import ROUTES, routed
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.taid import TAID
 from earnest.objectives.teacher_term import PerToken, TeacherTerm, plain
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch, Role
 
 
@@ -44,9 +44,7 @@ class Distill(TeacherTerm):
         0.5, "α: 0 is the forward KL, 1 the reverse, between them the Jensen–Shannon family", at_least=0.0, at_most=1.0
     )
     normalised: bool = setting(False, "divide by α(1-α), so that moving α does not rescale the learning rate")
-    wrap: TAID | EntropyAware | None = setting(
-        None, "what changes the divergence from inside", nested={"taid": "TAID", "entropy_aware": "EntropyAware"}
-    )
+    wrap: TAID | EntropyAware | None = setting(None, "what changes the divergence from inside")
 
     def validate(self) -> None:
         super().validate()
@@ -97,7 +95,6 @@ class SDPO(Distill):
         2.0,
         "c: bound on the ratio to the policy that sampled; none: no ratio and no behaviour log-probs",
         above=0.0,
-        optional=True,
     )
     weighting: str = setting(
         "none",

@@ -18,9 +18,9 @@ from earnest.objectives.base import Value
 from earnest.objectives.metrics import Mean
 from earnest.objectives.needs import Divergence, Need, SourceEntropy
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.teacher_term import PerToken, TeacherTerm, plain
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch
 
 

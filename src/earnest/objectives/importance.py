@@ -10,20 +10,22 @@ off-policy training") bounds w, ``mask`` (MIS, Liu & Li et al. 2025) drops what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from earnest.errors import ObjectiveError
-from earnest.objectives import settings
+from earnest.errors import EarnestError, ObjectiveError
 from earnest.objectives.metrics import Max, Mean, Metric, Sum
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import Checked, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncatedIS:
+class TruncatedIS(Checked):
     """The correction's bound, level and mode. It needs the batch's ``proximal`` and ``behaviour`` log-probs."""
+
+    error: ClassVar[type[EarnestError]] = ObjectiveError
 
     cap: float = setting(2.0, "the largest weight that is allowed", above=0.0)
     floor: float = setting(0.0, "the smallest weight that is allowed", at_least=0.0)
@@ -34,8 +36,7 @@ class TruncatedIS:
         "truncate", "clamp a weight outside the bounds, or drop its tokens", choices=("truncate", "mask")
     )
 
-    def __post_init__(self) -> None:
-        settings.validate(self, "TruncatedIS")
+    def validate(self) -> None:
         if self.floor >= self.cap:
             raise ObjectiveError(f"TruncatedIS: floor {self.floor} must be below cap {self.cap}.")
 

@@ -23,8 +23,8 @@ from earnest.objectives.importance import TruncatedIS
 from earnest.objectives.metrics import Max, Mean, Metric, Sum
 from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch, Role
 
 ROUTES = ("all", "correct", "failed")
@@ -79,9 +79,7 @@ class RatioGradient(PolicyGradient):
 
     laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy"})
 
-    correction: TruncatedIS | None = setting(
-        None, "truncated importance sampling between sampler and trainer", nested={"": "TruncatedIS"}
-    )
+    correction: TruncatedIS | None = setting(None, "truncated importance sampling between sampler and trainer")
 
     def signals(self) -> frozenset[Signal]:
         more: frozenset[Signal] = frozenset({"behaviour"} if self.correction is None else {"behaviour", "proximal"})
@@ -197,7 +195,7 @@ class DrGRPO(Clipped):
     equation: ClassVar[str] = "1/(S·L_max) Σ_i Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
 
     max_length: int | None = setting(
-        None, "L_max, the longest completion that sampling allows; none: the batch's", at_least=1, integer=True
+        None, "L_max, the longest completion that sampling allows; none: the batch's", at_least=1
     )
 
     def check(self, batch: Batch) -> None:

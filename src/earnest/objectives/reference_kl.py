@@ -23,8 +23,8 @@ from earnest.objectives.base import Signal, Term, Value
 from earnest.objectives.metrics import Max, Mean, Metric
 from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch, Role
 
 REVERSE, FORWARD = "gradient of KL(π‖π₀)", "gradient of KL(π₀‖π)"

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, TypeVar
 
-from earnest.errors import ObjectiveError, nearest
-from earnest.objectives import settings
+from earnest.errors import ObjectiveError
 from earnest.objectives.base import Objective, Term, Weighted
+from earnest.registry import Registry
+from earnest.settings import FieldProblem, make, settings
 
-OBJECTIVES: dict[str, type[Term]] = {}
+OBJECTIVES: Registry[type[Term]] = Registry("objective", "earnest.objectives", ObjectiveError)
 
 T = TypeVar("T", bound=type[Term])
 
 
 def register(term: T) -> T:
     """Class decorator: makes a term known by its ``kind``."""
-    assert term.kind not in OBJECTIVES, f"{term.kind} is registered twice"
-    OBJECTIVES[term.kind] = term
+    OBJECTIVES.add(term.kind, term)
     return term
 
 
 def build(kind: str, **values: Any) -> Term:
     """The term of this kind with these fields; nested settings may be mappings, as YAML has them."""
-    if kind not in OBJECTIVES:
-        raise ObjectiveError(f"unknown objective {kind!r}: {nearest(kind, OBJECTIVES)}")
-    return _make(OBJECTIVES[kind], kind, values)
+    try:
+        return make(OBJECTIVES.find(kind), values)
+    except FieldProblem as problem:
+        raise ObjectiveError(f"{kind}.{problem}") from None
 
 
 def build_objective(terms: Sequence[Mapping[str, Any]]) -> Objective:
@@ -43,34 +43,6 @@ def build_objective(terms: Sequence[Mapping[str, Any]]) -> Objective:
         values = {key: value for key, value in entry.items() if key not in ("kind", "weight")}
         weighted.append(Weighted(entry.get("weight", 1.0), build(entry["kind"], **values)))
     return Objective(tuple(weighted))
-
-
-def _make(target: type, label: str, values: Mapping[str, Any]) -> Any:
-    known = {f.name: f for f in fields(target)}
-    made: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in known:
-            raise ObjectiveError(f"{label}: has no field {key!r}; {nearest(key, known)}")
-        what = known[key].metadata.get("setting")
-        made[key] = (
-            _nested(f"{label}.{key}", what.nested, value)
-            if what and what.nested and isinstance(value, Mapping)
-            else value
-        )
-    if missing := [
-        n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING and n not in made
-    ]:
-        raise ObjectiveError(f"{label}: the field {missing[0]!r} has no default; give it a value.")
-    return target(**made)
-
-
-def _nested(label: str, kinds: Mapping[str, str], value: Mapping[str, Any]) -> Any:
-    """A mapping into the dataclass that the setting allows; ``kind`` chooses where there are several."""
-    kind = value.get("kind", "") if len(kinds) > 1 else next(iter(kinds))
-    if kind not in kinds:
-        raise ObjectiveError(f"{label}: kind must be one of {', '.join(sorted(kinds))}, got {kind!r}.")
-    catalogue = importlib.import_module("earnest.objectives")
-    return _make(getattr(catalogue, kinds[kind]), label, {k: v for k, v in value.items() if k != "kind"})
 
 
 @dataclass(frozen=True)
@@ -104,11 +76,21 @@ def describe() -> list[TermInfo]:
     return [_describe(OBJECTIVES[kind]) for kind in sorted(OBJECTIVES)]
 
 
+def field_infos(cls: type) -> tuple[FieldInfo, ...]:
+    """The settings of a term, an adapter or an optimizer; a term's ``name`` is left out."""
+    return tuple(
+        FieldInfo(
+            name,
+            "required" if default is MISSING else "none" if default is None else str(default),
+            what.allowed,
+            what.doc,
+        )
+        for name, default, what in settings(cls)
+        if name != "name"
+    )
+
+
 def _describe(term: type[Term]) -> TermInfo:
-    rows = []
-    for name, default, what in settings.settings(term):
-        shown = "required" if default is MISSING else "none" if default is None else str(default)
-        rows.append(FieldInfo(name, shown, what.allowed, what.doc))
     return TermInfo(
         kind=term.kind,
         cls=term.__name__,
@@ -119,24 +101,23 @@ def _describe(term: type[Term]) -> TermInfo:
         signals=tuple(sorted(term.example().signals())),
         more_signals=tuple(sorted(_conditional(term).items())),
         laws=tuple(sorted(term.laws)),
-        fields=tuple(rows),
+        fields=field_infos(term),
     )
 
 
 def _conditional(term: type[Term]) -> dict[str, str]:
-    """Signals that one setting other than the default asks for, with that setting."""
-    plain = term.example()
+    """The signals that are read only with one setting other than the default, each with that setting."""
+    default = term.example()
     found: dict[str, str] = {}
-    catalogue = importlib.import_module("earnest.objectives")
-    for name, _, what in settings.settings(term):
+    for name, _, what in settings(term):
         values: list[Any] = [*what.choices, *([True, False] if what.boolean else [])]
-        values += [getattr(catalogue, cls)() for cls in (what.nested or {}).values()]
+        values += [nested() for nested in what.nested.values()]
         for value in values:
             try:
-                wanted = replace(plain, **{name: value}).signals()
+                wanted = replace(default, **{name: value}).signals()
             except ObjectiveError:  # it contradicts another default
                 continue
-            said = value if isinstance(value, str | bool) else f"{type(value).__name__}(…)"
-            for signal in wanted - plain.signals():
-                found.setdefault(signal, f"{name}={said}")
+            shown = value if isinstance(value, str | bool) else f"{type(value).__name__}(…)"
+            for signal in wanted - default.signals():
+                found.setdefault(signal, f"{name}={shown}")
     return found

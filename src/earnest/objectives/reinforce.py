@@ -13,8 +13,8 @@ from earnest.objectives.base import Value
 from earnest.objectives.metrics import Mean
 from earnest.objectives.policy_gradient import PolicyGradient, refuse_estimator
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch
 
 

@@ -21,8 +21,8 @@ from earnest.errors import SignalError
 from earnest.objectives.metrics import Metric
 from earnest.objectives.policy_gradient import Clipped
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SequenceRatio(Clipped):
 
     clip: float = setting(3e-4, "ε: the sequence ratio is clipped below at 1-ε", above=0.0, at_most=1.0)
     clip_high: float | None = setting(
-        4e-4, "ε_high: the sequence ratio is clipped above at 1+ε_high; none: ε", above=0.0, optional=True
+        4e-4, "ε_high: the sequence ratio is clipped above at 1+ε_high; none: ε", above=0.0
     )
     level: str = setting(
         "sequence",

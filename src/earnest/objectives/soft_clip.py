@@ -16,8 +16,8 @@ from torch import Tensor
 from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.policy_gradient import LARGEST_LOG_RATIO, RatioGradient
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 
 
 @register

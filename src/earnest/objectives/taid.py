@@ -19,9 +19,9 @@ from earnest.objectives.base import Value
 from earnest.objectives.metrics import Max, Mean
 from earnest.objectives.needs import Divergence, Need
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.teacher_term import PerToken, TeacherTerm, plain
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch
 
 EPSILON = 1e-15
@@ -42,7 +42,7 @@ class TAID(TeacherTerm):
     t_start: float = setting(0.4, "t at the first step; 0 is the student itself", above=0.0, at_most=1.0)
     t_end: float = setting(1.0, "t at the end; 1 is the teacher itself", above=0.0, at_most=1.0)
     steps: int = setting(
-        1000, "updates over which the schedule's floor rises linearly from t_start to t_end", at_least=1, integer=True
+        1000, "updates over which the schedule's floor rises linearly from t_start to t_end", at_least=1
     )
     rate: float = setting(5e-4, "α_t: how far one update may push t beyond the schedule", at_least=0.0)
     momentum: float = setting(0.99, "β: memory of the loss's relative change", at_least=0.0, below=1.0)

@@ -14,8 +14,8 @@ from earnest.errors import ObjectiveError
 from earnest.objectives.base import Signal, Term
 from earnest.objectives.metrics import Metric
 from earnest.objectives.needs import Divergence, Need
-from earnest.objectives.settings import setting
 from earnest.objectives.view import View
+from earnest.settings import setting
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import TopK
 
@@ -57,7 +57,7 @@ class TeacherTerm(Term):
         choices=("full", "student", "teacher"),
     )
     top_k: int | None = setting(
-        None, f"K of a top-K support; none: {DEFAULT_TOP_K}, or all that a received top-K has", at_least=1, integer=True
+        None, f"K of a top-K support; none: {DEFAULT_TOP_K}, or all that a received top-K has", at_least=1
     )
     tail: str = setting(
         "bucket",

@@ -23,8 +23,8 @@ from earnest.objectives.base import Signal, Term, Value
 from earnest.objectives.metrics import Max, Mean, Metric, Sum
 from earnest.objectives.needs import Divergence, Entropy, Need, SpectralNorm
 from earnest.objectives.registry import register
-from earnest.objectives.settings import setting
 from earnest.objectives.view import Scalars, View
+from earnest.settings import setting
 from earnest.signals.batch import Batch, Role
 
 AGGREGATES = ("mean", "rmse", "p95", "max")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from earnest.adapters import LoRA
 from earnest.config import RunConfig
 from earnest.errors import ConfigError, SignalError
 from earnest.models.catalog import served_name
@@ -76,7 +77,8 @@ def check(config: RunConfig, objective: Objective) -> None:
             "adapter: a Tinker service trains a LoRA on all linear layers; take kind lora, without targets and layers."
         )
     variant = adapter.build()
-    if variant != type(variant)(rank=variant.rank, alpha=ALPHA):
+    assert isinstance(variant, LoRA), "its kind is lora"
+    if variant != LoRA(rank=variant.rank, alpha=ALPHA):
         raise ConfigError(
             f"adapter: a Tinker service's LoRA has a rank, alpha {ALPHA:g} and nothing else to set, not {variant!r}; "
             f"set adapter.alpha={ALPHA:g} and leave the rest out."
@@ -110,6 +112,7 @@ def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[st
         say("teacher ema: its past weights live as long as this process, so this run cannot be resumed")
     say(f"a LoRA on {served_name(config.model)} at {config.engine.base_url or 'TINKER_BASE_URL'}")
     variant = config.adapter.build()
+    assert isinstance(variant, LoRA), "check() refuses any other"
     engine = TinkerEngine(
         served_name(config.model),
         config.optimizer.build(),

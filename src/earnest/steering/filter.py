@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from jaxtyping import Float
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from earnest.adapters import without_adapters
 from earnest.engines.vocabulary import scalars
+from earnest.errors import EarnestError
 from earnest.models.policy import Policy
 from earnest.objectives.needs import LogProb
+from earnest.settings import Checked, setting
 from earnest.signals.batch import Batch
 from earnest.steering.dose import states
 from earnest.steering.errors import SteeringError
@@ -65,21 +67,24 @@ def tail_perplexity(logprobs: Float[Tensor, " n"]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter:
+class Filter(Checked):
     """Limits; a sample that passes every one survives. ``tail_perplexity`` None: set it with ``calibrated`` first."""
 
-    tail_perplexity: float | None = None
-    word_repetition: float = 0.3
-    char_repetition: float = 0.3
-    narration: tuple[str, ...] = NARRATION
-    refusal: tuple[str, ...] = REFUSAL
+    error: ClassVar[type[EarnestError]] = SteeringError
 
-    def __post_init__(self) -> None:
-        if self.tail_perplexity is not None and not self.tail_perplexity > 1:
-            raise SteeringError(f"tail_perplexity is {self.tail_perplexity}; a perplexity is above 1.")
-        for name in ("word_repetition", "char_repetition"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise SteeringError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1.")
+    tail_perplexity: float | None = setting(
+        None,
+        "the largest perplexity of an answer's last half under the base; none: calibrated on good answers",
+        above=1.0,
+    )
+    word_repetition: float = setting(
+        0.3, "the largest share of word trigrams that occurred before", at_least=0.0, at_most=1.0
+    )
+    char_repetition: float = setting(
+        0.3, "the largest share of characters in one repeating stretch", at_least=0.0, at_most=1.0
+    )
+    narration: tuple[str, ...] = setting(NARRATION, "phrases of an answer that talks about answering")
+    refusal: tuple[str, ...] = setting(REFUSAL, "phrases of an answer that refuses")
 
     def reasons(self, sample: Sample) -> list[str]:
         """Why the sample is refused; empty where it survives."""

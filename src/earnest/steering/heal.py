@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,9 +20,11 @@ from earnest.adapters.variant import Variant
 from earnest.engines import LocalEngine
 from earnest.engines.base import StepReport
 from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.errors import EarnestError
 from earnest.models.policy import Policy
 from earnest.objectives import SFT, KLBarrier, Objective, SpectralCap
 from earnest.objectives.trust import AGGREGATES
+from earnest.settings import Checked, setting
 from earnest.signals import Batch, with_reference
 from earnest.steering.errors import SteeringError
 from earnest.steering.filter import Sample
@@ -32,25 +34,27 @@ NEVER = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Healing:
-    """How a round is trained. ``cap`` is None for no spectral cap."""
+class Healing(Checked):
+    """How a round is trained."""
 
-    steps: int = 24
-    rows: int = 24
-    over: str = "rmse"
-    reference: str = "previous"
-    tau: float = 0.3
-    weight: float = 1.0
-    growth: float = 0.0
-    cap: float | None = None
-    cap_weight: float = 1.0
-    pressure_every: int = 8
+    error: ClassVar[type[EarnestError]] = SteeringError
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "rows", "pressure_every"):
-            if getattr(self, name) < 1:
-                raise SteeringError(f"{name} is {getattr(self, name)}; give at least 1.")
-        self.objective()
+    steps: int = setting(24, "updates in a round", at_least=1)
+    rows: int = setting(24, "samples in an update", at_least=1)
+    over: str = setting("rmse", "how the barrier aggregates the tokens' divergences", choices=AGGREGATES)
+    reference: str = setting(
+        "previous",
+        "the policy from which the barrier measures: the base or the previous round",
+        choices=("base", "previous"),
+    )
+    tau: float = setting(0.3, "τ: the divergence that costs nothing, in nats", at_least=0.0)
+    weight: float = setting(1.0, "λ: the slope of the barrier beyond τ", above=0.0)
+    growth: float = setting(0.0, "p: in round k the slope is λ·(1+k)^p")
+    cap: float | None = setting(None, "the largest σ_max(ΔW) that costs nothing; none: no spectral cap", at_least=0.0)
+    cap_weight: float = setting(1.0, "the weight of the spectral cap's term")
+    pressure_every: int = setting(
+        8, "measure the norms of the terms' gradients every N updates (one more backward pass per term)", at_least=1
+    )
 
     def objective(self) -> Objective:
         """SFT, the barrier, and the cap where there is one."""

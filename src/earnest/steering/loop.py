@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from earnest.adapters import Adapter, LoRA, load_adapter, without_adapters
 from earnest.adapters.variant import Variant
 from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.errors import EarnestError
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, sample
 from earnest.runs.atomic import write_json
 from earnest.runs.seeds import derive
+from earnest.settings import Checked, setting
 from earnest.steering.controller import Harvest, walk_down
 from earnest.steering.dose import Dose, calibrate_dose, states
 from earnest.steering.errors import Collapsed, SteeringError, SteeringWarning
@@ -56,38 +58,34 @@ class Contrast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steering:
+class Steering(Checked):
     """How a round is steered: the vector, its dose in nats, how much is sampled and has to survive.
 
     ``against``: the policy that the dose is measured from. "student": the one that is steered, so every round steers by
     the same amount; "base": what earlier rounds have moved counts, and leaves less (or nothing, which is an error).
     """
 
-    method: str = "mean"
-    contexts: int = 32
-    layers: tuple[int, ...] | None = None
-    nats: float = 1.0
-    against: str = "student"
-    questions: int = 96
-    enough: int = 48
-    factor: float = 0.75
-    tries: int = 6
-    max_new_tokens: int = 48
-    temperature: float = 1.0
-    overdose: float = 8.0
+    error: ClassVar[type[EarnestError]] = SteeringError
 
-    def __post_init__(self) -> None:
-        if self.method not in MAKERS:
-            raise SteeringError(f"method is {self.method!r}; give one of {', '.join(MAKERS)}.")
-        if self.against not in ("student", "base"):
-            raise SteeringError(f"against is {self.against!r}; a dose is measured against 'student' or 'base'.")
-        if not 1 <= self.enough <= self.questions:
+    method: str = setting("mean", "how the vector is made from the contexts", choices=tuple(MAKERS))
+    contexts: int = setting(32, "pairs of contexts from which the vector is made", at_least=1)
+    layers: tuple[int, ...] | None = setting(None, "blocks that are steered, negative from the end; none: all")
+    nats: float = setting(1.0, "the dose: the 95th percentile of the tokens' KL, in nats", above=0.0)
+    against: str = setting("student", "the policy from which the dose is measured", choices=("student", "base"))
+    questions: int = setting(96, "questions that are answered at each dose", at_least=1)
+    enough: int = setting(48, "answers that must survive the filter", at_least=1)
+    factor: float = setting(0.75, "the next dose as a share of the one before", above=0.0, below=1.0)
+    tries: int = setting(6, "doses that are tried", at_least=1)
+    max_new_tokens: int = setting(48, "the longest answer, in tokens", at_least=1)
+    temperature: float = setting(1.0, "the sampling temperature", at_least=0.0)
+    overdose: float = setting(
+        8.0, "the multiple of the dose that makes the broken answers of the filter's report", above=1.0
+    )
+
+    def validate(self) -> None:
+        if self.enough > self.questions:
             raise SteeringError(
                 f"enough is {self.enough}; of {self.questions} questions 1 to {self.questions} can survive."
-            )
-        if not self.overdose > 1:
-            raise SteeringError(
-                f"overdose is {self.overdose}; broken answers are made with more than the dose: above 1."
             )
 
 

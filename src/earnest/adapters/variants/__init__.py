@@ -1,1 +1,1 @@
-"""One file a variant. Every module in this folder is imported by `earnest.adapters.load_builtin`."""
+"""One file per variant. The registry imports every module in this folder: a file here is known by its place."""

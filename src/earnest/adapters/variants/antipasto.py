@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import bounded, cayley_minus_identity, skew, top_svd
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
-from earnest.adapters.variants.lora import check_rank
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.settings import setting
 
 
 @register
@@ -32,12 +33,16 @@ from earnest.adapters.variants.lora import check_rank
 class AntiPaSTO(Variant):
     """Gains and small rotations in the weight's own singular basis."""
 
-    rank: int | None = 32  # None: the full basis
-    block: int = 4  # width of a rotation block; 0: no rotation
-    gain: str = "elu"  # or "delta"
-    max_angle: float = 0.5  # radians
-    select: str = "top"  # or "activity": by S_i·rms(v_i·x) on calibration data
-    niter: int = 0  # 0: exact SVD; otherwise iterations of a randomised one
+    rank: int | None = setting(32, "r, the singular directions that are used; none: all of them", at_least=1)
+    block: int = setting(4, "width of a rotation block, at least 2; 0: no rotation", at_least=0)
+    gain: str = setting("elu", "the form of the gains: δ = S∘ELU(c·g), or δ = c·g", choices=("elu", "delta"))
+    max_angle: float = setting(0.5, "bound of the whole rotation, in radians", above=0.0, below=math.pi)
+    select: str = setting(
+        "top",
+        "which directions: the largest singular values, or the largest S_i·rms(v_i·x) on calibration data",
+        choices=("top", "activity"),
+    )
+    niter: int = setting(0, "iterations of a randomised SVD; 0: the exact SVD", at_least=0)
 
     name = "antipasto"
     paper = "2601.07473"
@@ -51,20 +56,11 @@ class AntiPaSTO(Variant):
         "antipasto (full δS)": {"rank": None, "block": 0, "gain": "delta"},
     }
 
-    def __post_init__(self) -> None:
-        if self.rank is not None:
-            check_rank(self.rank, self.name)
-        require(self.gain in ("elu", "delta"), f'antipasto: gain must be "elu" or "delta", got {self.gain!r}')
-        require(
-            self.select in ("top", "activity"), f'antipasto: select must be "top" or "activity", got {self.select!r}'
-        )
-        require(
-            self.block == 0 or self.block >= 2, f"antipasto: block must be 0 (no rotation) or ≥ 2, got {self.block}"
-        )
-        require(0 < self.max_angle < math.pi, f"antipasto: max_angle must lie in (0, π), got {self.max_angle!r}")
-        require(self.niter >= 0, f"antipasto: niter must be ≥ 0, got {self.niter!r}")
-        randomised = self.niter > 0 and (self.rank is None or self.select == "activity")
-        require(not randomised, "antipasto: niter > 0 finds the top directions only; use niter=0 for this setting")
+    def validate(self) -> None:
+        if self.block == 1:
+            raise AdapterError("antipasto: block must be 0 (no rotation) or at least 2, got 1.")
+        if self.niter > 0 and (self.rank is None or self.select == "activity"):
+            raise AdapterError("antipasto: niter > 0 finds the top directions only; use niter=0 for this setting.")
 
     def wants_calibration(self) -> bool:
         return self.select == "activity"
@@ -73,12 +69,12 @@ class AntiPaSTO(Variant):
         return min(layer.m, layer.n) if self.rank is None else self.rank
 
     def check(self, layer: Layer) -> None:
-        k, most = self.width(layer), min(layer.m, layer.n)
-        require(k <= most, f"antipasto: rank {k} exceeds {layer.name}'s {most}; choose rank ≤ {most}, or None")
-        fits = self.block == 0 or k % self.block == 0
-        require(
-            fits, f"antipasto: block {self.block} does not divide the rank {k} of {layer.name}; choose a divisor, or 0"
-        )
+        k = self.width(layer)
+        layer.check_rank(self.name, k)
+        if self.block and k % self.block:
+            raise AdapterError(
+                f"antipasto: block {self.block} does not divide the rank {k} of {layer.name}; choose a divisor, or 0."
+            )
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         k, b = self.width(layer), self.block

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
-from earnest.adapters.variants.lora import check_rank, kaiming
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variants.lora import kaiming
+from earnest.settings import setting
 
 EPS = 1e-4  # PEFT's clamp of the norms
 
@@ -33,9 +34,13 @@ def _unit(a: Tensor, b: Tensor) -> Tensor:
 class DeLoRA(Variant):
     """Low-rank update with its angle and its strength decoupled."""
 
-    rank: int = 8
-    lam: float = 8.0  # λ at birth
-    init: str = "frozen_copy"  # or "zero"
+    rank: int = setting(8, "r, the rank of the update", at_least=1)
+    lam: float = setting(8.0, "λ at initialization: the strength of the update", above=0.0)
+    init: str = setting(
+        "frozen_copy",
+        "subtract a frozen copy of the random start, as in the paper, or start from B = 0, as PEFT does",
+        choices=("frozen_copy", "zero"),
+    )
 
     name = "delora"
     paper = "2503.18225"
@@ -44,13 +49,6 @@ class DeLoRA(Variant):
     lr = 1e-2
     lr_source = "arXiv 2503.18225 (1e-2 and λ₀ = 8 for language models)"
     examples: ClassVar = {"delora": {"rank": 4}, "delora (zero)": {"rank": 4, "init": "zero"}}
-
-    def __post_init__(self) -> None:
-        check_rank(self.rank, self.name)
-        require(self.lam > 0, f"delora: lam must be > 0, got {self.lam!r}")
-        require(
-            self.init in ("frozen_copy", "zero"), f'delora: init must be "frozen_copy" or "zero", got {self.init!r}'
-        )
 
     @property
     def copies(self) -> bool:

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Variant, register, require
+from earnest.adapters.variant import Birth, Variant, register
 from earnest.adapters.variants.lora import LoRA
 
 
@@ -47,9 +48,10 @@ class EVA(LoRA):
         return True
 
     def check(self, layer: Layer) -> None:
-        require(
-            self.rank <= layer.n, f"eva: rank {self.rank} exceeds {layer.name}'s {layer.n} inputs; choose rank ≤ that"
-        )
+        if self.rank > layer.n:
+            raise AdapterError(
+                f"eva: rank {self.rank} exceeds the {layer.n} inputs of {layer.name}; choose rank ≤ {layer.n}."
+            )
 
     def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
         return {"A": top_directions(ctx.moments[layer.name], self.rank, ctx.rng)}

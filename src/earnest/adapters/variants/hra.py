@@ -23,8 +23,8 @@ from torch import Tensor
 
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
-from earnest.adapters.variants.lora import check_rank
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.settings import setting
 
 
 def _unit(u: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
@@ -42,7 +42,7 @@ def _wy(u: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
 class HRA(Variant):
     """A chain of Householder reflections before the weight."""
 
-    rank: int = 8  # even: reflections come in pairs
+    rank: int = setting(8, "r, the number of reflections; even, because they start as pairs", at_least=2, multiple_of=2)
 
     name = "hra"
     paper = "2405.17484"
@@ -51,10 +51,6 @@ class HRA(Variant):
     lr = 1e-3
     lr_source = "an angle: ‖u‖ = 1 at birth, so one AdamW step turns u by about lr·√n"
     examples: ClassVar = {"hra": {"rank": 4}}
-
-    def __post_init__(self) -> None:
-        check_rank(self.rank, self.name)
-        require(self.rank % 2 == 0, f"hra: rank must be even (reflections start as pairs), got {self.rank}")
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         u = (self.rank, layer.n)

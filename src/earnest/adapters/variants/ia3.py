@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.gains import gained
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Spec, Tensors, Variant, register, require
+from earnest.adapters.variant import Spec, Tensors, Variant, register
 
 
 def _peft_kind(config: Mapping[str, Any]) -> str | None:
@@ -25,10 +26,10 @@ def _peft_kind(config: Mapping[str, Any]) -> str | None:
     targets, ff = config.get("target_modules"), config.get("feedforward_modules") or []
     targets = {targets} if isinstance(targets, str) else set(targets or ())
     ff = {ff} if isinstance(ff, str) else set(ff)
-    require(
-        targets <= ff or not targets & ff,
-        "this PEFT IA3 adapter mixes feedforward and other modules; save the two groups as two adapters",
-    )
+    if targets & ff and not targets <= ff:
+        raise AdapterError(
+            "this PEFT IA3 adapter mixes feedforward and other modules; save the two groups as two adapters."
+        )
     return "ff" if targets <= ff else "out"
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.settings import setting
 
 
 def kaiming(shape: tuple[int, int], rng: torch.Generator) -> Tensor:
@@ -23,19 +24,15 @@ def kaiming(shape: tuple[int, int], rng: torch.Generator) -> Tensor:
     return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(shape[-1])
 
 
-def check_rank(rank: int, name: str) -> None:
-    require(isinstance(rank, int) and rank >= 1, f"{name}: rank must be an integer ≥ 1, got {rank!r}")
-
-
 @register
 @dataclass(frozen=True)
 class LoRA(Variant):
     """Low-rank update B A of a frozen weight."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    rslora: bool = False
-    freeze_a: bool = False  # train B alone (LoRA-FA, arXiv 2308.03303): ΔW is then linear in what is trained
+    rank: int = setting(8, "r, the rank of the update", at_least=1)
+    alpha: float = setting(16.0, "α: the update is multiplied by s = α/r", above=0.0)
+    rslora: bool = setting(False, "s = α/√r instead of α/r (rsLoRA)")
+    freeze_a: bool = setting(False, "train B alone (LoRA-FA, arXiv 2308.03303): ΔW is linear in what is trained")
 
     name = "lora"
     paper = "2106.09685"
@@ -49,10 +46,6 @@ class LoRA(Variant):
         "lora (rs)": {"rank": 4, "rslora": True},
         "lora (frozen A)": {"rank": 4, "freeze_a": True},
     }
-
-    def __post_init__(self) -> None:
-        check_rank(self.rank, self.name)
-        require(self.alpha > 0, f"{self.name}: alpha must be > 0, got {self.alpha!r}")
 
     @property
     def s(self) -> float:

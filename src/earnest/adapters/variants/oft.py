@@ -15,10 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import cayley_minus_identity, skew
 from earnest.adapters.runtime import cached
-from earnest.adapters.variant import Spec, Tensors, Variant, register, require
+from earnest.adapters.variant import Spec, Tensors, Variant, register
+from earnest.settings import setting
 
 SERIES_TOLERANCE = 1e-4
 
@@ -39,7 +41,7 @@ def _series(q: Float[Tensor, "g b b"], terms: int) -> Float[Tensor, "g b b"]:
 class OFT(Variant):
     """Orthogonal rotation of the inputs, in blocks."""
 
-    block: int = 32
+    block: int = setting(32, "inputs per block of the rotation", at_least=2)
 
     name = "oft"
     paper = "2306.07280"
@@ -49,12 +51,11 @@ class OFT(Variant):
     lr_source = "PEFT's MetaMathQA comparison (49.1 % at 1e-4)"
     examples: ClassVar = {"oft": {"block": 8}}
 
-    def __post_init__(self) -> None:
-        require(self.block >= 2, f"oft: block must be ≥ 2, got {self.block}")
-
     def check(self, layer: Layer) -> None:
-        fits = layer.n % self.block == 0
-        require(fits, f"oft: block {self.block} does not divide the {layer.n} inputs of {layer.name}; choose a divisor")
+        if layer.n % self.block:
+            raise AdapterError(
+                f"oft: block {self.block} does not divide the {layer.n} inputs of {layer.name}; choose a divisor."
+            )
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         return {"q": Spec((layer.n // self.block, self.block * (self.block - 1) // 2))}
@@ -100,7 +101,8 @@ class OFT(Variant):
         if config.get("peft_type") != "OFT":
             return None
         block = int(config.get("oft_block_size") or 0)
-        require(block > 0, "this PEFT OFT adapter gives r but no oft_block_size; save it again with PEFT ≥ 0.17")
+        if block <= 0:
+            raise AdapterError("this PEFT OFT adapter gives r but no oft_block_size; save it again with PEFT ≥ 0.17.")
         terms = int(config.get("num_cayley_neumann_terms") or 5) if config.get("use_cayley_neumann", True) else 0
         return _PeftSeries(block, terms) if terms else OFT(block)
 
@@ -112,7 +114,7 @@ class OFT(Variant):
 class _PeftSeries(OFT):
     """An OFT file whose R is PEFT's truncated series: read where the series has converged, refused otherwise."""
 
-    terms: int = 5
+    terms: int = setting(5, "terms of PEFT's series", at_least=1)
 
     def as_read(self) -> Variant:
         return OFT(self.block)
@@ -122,9 +124,10 @@ class _PeftSeries(OFT):
         full = skew(q, self.block)
         eye = torch.eye(self.block, dtype=full.dtype, device=full.device)
         gap = float((_series(full, self.terms) - eye - cayley_minus_identity(full)).abs().max())
-        require(
-            gap <= SERIES_TOLERANCE,
-            f"{layer.name}: this OFT was trained with PEFT's {self.terms}-term series, which is {gap:.1e} away from "
-            f"the rotation itself (allowed {SERIES_TOLERANCE:g}); use use_cayley_neumann=False, or merge with PEFT",
-        )
+        if not gap <= SERIES_TOLERANCE:
+            raise AdapterError(
+                f"{layer.name}: this OFT was trained with PEFT's {self.terms}-term series, which is {gap:.1e} away "
+                f"from the rotation itself (allowed {SERIES_TOLERANCE:g}); use "
+                "use_cayley_neumann=False, or merge with PEFT."
+            )
         return {"q": q}

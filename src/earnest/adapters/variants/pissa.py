@@ -22,8 +22,8 @@ from torch import Tensor
 from earnest.adapters.kernel import Around
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import top_svd
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
-from earnest.adapters.variants.lora import check_rank
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.settings import setting
 
 
 @register
@@ -31,9 +31,11 @@ from earnest.adapters.variants.lora import check_rank
 class PiSSA(Variant):
     """LoRA started at the principal singular directions, as an offset from them."""
 
-    rank: int = 8
-    alpha: float | None = None  # None: alpha = rank, s = 1, as in the paper
-    niter: int = 0  # 0: exact SVD; otherwise iterations of a randomised one
+    rank: int = setting(8, "r, the rank of the update", at_least=1)
+    alpha: float | None = setting(
+        None, "α: the update is multiplied by s = α/r; none: s = 1, as in the paper", above=0.0
+    )
+    niter: int = setting(0, "iterations of a randomised SVD; 0: the exact SVD", at_least=0)
 
     name = "pissa"
     paper = "2404.02948"
@@ -44,18 +46,12 @@ class PiSSA(Variant):
     cheap = True
     examples: ClassVar = {"pissa": {"rank": 4}, "pissa (α, fast)": {"rank": 4, "alpha": 8.0, "niter": 3}}
 
-    def __post_init__(self) -> None:
-        check_rank(self.rank, self.name)
-        require(self.alpha is None or self.alpha > 0, f"pissa: alpha must be > 0, got {self.alpha!r}")
-        require(self.niter >= 0, f"pissa: niter must be ≥ 0, got {self.niter!r}")
-
     @property
     def s(self) -> float:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def check(self, layer: Layer) -> None:
-        most = min(layer.m, layer.n)
-        require(self.rank <= most, f"pissa: rank {self.rank} exceeds {layer.name}'s {most}; choose rank ≤ {most}")
+        layer.check_rank(self.name, self.rank)
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         a, b = (self.rank, layer.n), (layer.m, self.rank)

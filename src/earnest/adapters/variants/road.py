@@ -17,10 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.gains import turned
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import cached
-from earnest.adapters.variant import Spec, Tensors, Variant, register, require
+from earnest.adapters.variant import Spec, Tensors, Variant, register
+from earnest.settings import setting
 
 _SIZE = {"road_1": 0.5, "road_2": 1, "road_4": 2}
 
@@ -30,8 +32,14 @@ _SIZE = {"road_1": 0.5, "road_2": 1, "road_4": 2}
 class ROAD(Variant):
     """Rotations and gains of the outputs, in planes."""
 
-    kind: str = "road_1"
-    group: int = 64
+    kind: str = setting(
+        "road_1",
+        "one (θ, α) per plane (road_1), one per output (road_2), or two per output (road_4)",
+        choices=tuple(_SIZE),
+    )
+    group: int = setting(
+        64, "outputs per group; output i is rotated with output i + group/2", at_least=2, multiple_of=2
+    )
 
     name = "road"
     paper = "2409.00119"
@@ -45,15 +53,11 @@ class ROAD(Variant):
         "road_4": {"kind": "road_4", "group": 8},
     }
 
-    def __post_init__(self) -> None:
-        require(self.kind in _SIZE, f"road: kind must be one of {', '.join(_SIZE)}, got {self.kind!r}")
-        require(self.group >= 2 and self.group % 2 == 0, f"road: group must be even and ≥ 2, got {self.group}")
-
     def check(self, layer: Layer) -> None:
-        fits = layer.m % self.group == 0
-        require(
-            fits, f"road: group {self.group} does not divide the {layer.m} outputs of {layer.name}; choose a divisor"
-        )
+        if layer.m % self.group:
+            raise AdapterError(
+                f"road: group {self.group} does not divide the {layer.m} outputs of {layer.name}; choose a divisor."
+            )
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         size = int(layer.m * _SIZE[self.kind])

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register, require
-from earnest.adapters.variants.lora import check_rank, kaiming
+from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variants.lora import kaiming
+from earnest.settings import setting
 
 
 @register
@@ -23,9 +25,9 @@ from earnest.adapters.variants.lora import check_rank, kaiming
 class VeRA(Variant):
     """Two gain vectors around one frozen random pair of matrices."""
 
-    rank: int = 256
-    d_initial: float = 0.1
-    freeze_d: bool = False  # train λ_b alone: ΔW is then linear in what is trained
+    rank: int = setting(256, "r, the rank of the shared random matrices", at_least=1)
+    d_initial: float = setting(0.1, "d₀: every λ_d at initialization; not 0")
+    freeze_d: bool = setting(False, "train λ_b alone, so that ΔW is linear in what is trained")
 
     name = "vera"
     paper = "2310.11454"
@@ -36,9 +38,9 @@ class VeRA(Variant):
     examples: ClassVar = {"vera": {"rank": 16}, "vera (λ_b)": {"rank": 16, "freeze_d": True}}
     shared = frozenset({"A", "B"})
 
-    def __post_init__(self) -> None:
-        check_rank(self.rank, self.name)
-        require(self.d_initial != 0, "vera: d_initial = 0 would leave λ_b without a gradient; PEFT's value is 0.1")
+    def validate(self) -> None:
+        if self.d_initial == 0:
+            raise AdapterError("vera: d_initial = 0 would leave λ_b without a gradient; PEFT's value is 0.1.")
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         a, b = Spec((self.rank, layer.n), trainable=False), Spec((layer.m, self.rank), trainable=False)
@@ -91,15 +93,15 @@ class VeRA(Variant):
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
         if config.get("peft_type") != "VERA":
             return None
-        require(
-            bool(config.get("save_projection", True)),
-            "this VeRA file holds no projections, only a seed of PEFT's; save it with save_projection=True",
-        )
+        if not config.get("save_projection", True):
+            raise AdapterError(
+                "this VeRA file holds no projections, only a seed of PEFT's; save it with save_projection=True."
+            )
         return VeRA(int(config["r"]), float(config.get("d_initial", 0.1)))
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
-        missing = {"vera_A", "vera_B"} - set(shared)
-        require(not missing, f"base_model.{min(missing, default='')} is missing from this VeRA file")
+        if missing := {"vera_A", "vera_B"} - set(shared):
+            raise AdapterError(f"base_model.{min(missing)} is missing from this VeRA file; save it again with PEFT.")
         a, b = shared["vera_A"][:, : layer.n], shared["vera_B"][: layer.m]
         dld = tensors["vera_lambda_d"] - self.d_initial
         return {"lb": tensors["vera_lambda_b"], "dld": dld, "A": a.contiguous(), "B": b.contiguous()}

@@ -1,0 +1,78 @@
+"""Code of the user's own: files and modules that register terms, adapters, tasks and optimizers when imported.
+
+Three ways in, one effect (the module is imported once):
+
+    import: [my_terms.py, package.module]           in a recipe
+    earnest objectives --import my_terms.py         on the command line; adapters and tasks alike
+    [project.entry-points."earnest.plugins"]        in the pyproject.toml of an installed package
+    mine = "package.module"
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from earnest.errors import ConfigError, EarnestError
+
+GROUP = "earnest.plugins"
+
+
+def load(entry: str, folder: Path | None = None) -> str:
+    """Import a file (``….py``) or a module, once; returns the entry by which another process finds the same code.
+
+    A relative path is looked up in ``folder`` (the recipe's), then in the current folder, and returned absolute.
+    """
+    if not entry.endswith(".py"):
+        _attempt(entry, lambda: importlib.import_module(entry))
+        return entry
+    places = [Path(entry).expanduser()] if folder is None else [folder / Path(entry).expanduser(), Path(entry)]
+    path = next((place.resolve() for place in places if place.is_file()), None)
+    if path is None:
+        looked = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
+        raise ConfigError(f"import: there is no file {looked}; give the path of a .py file, or a module's name.")
+    # One name per path: a second import is the same module, and what it defines can be pickled.
+    name = f"earnest_import_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            _attempt(entry, functools.partial(spec.loader.exec_module, module))
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return str(path)
+
+
+@functools.cache  # an exception is not cached: a broken plugin is reported every time
+def load_installed() -> None:
+    """Import what installed packages name in the entry-point group ``earnest.plugins``."""
+    for point in importlib.metadata.entry_points(group=GROUP):
+        owner = point.dist.name if point.dist is not None else "an installed package"
+        _attempt(f"{point.value} (the plugin {point.name!r} of {owner})", point.load)
+
+
+def _attempt(what: str, run: Callable[[], object]) -> None:
+    """Whatever the user's code raises becomes one sentence with the line that raised it."""
+    try:
+        run()
+    except EarnestError as error:
+        raise ConfigError(f"import: {what}: {error}") from error
+    except Exception as error:
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        line = getattr(error, "lineno", None) or (place.tb_lineno if place is not None else None)
+        file = getattr(error, "filename", None) or (place.tb_frame.f_code.co_filename if place is not None else what)
+        where = "" if "importlib" in str(file) else f" ({Path(str(file)).name}, line {line})"
+        raise ConfigError(
+            f"import: {what} cannot be imported: {type(error).__name__}: {error}{where}; correct it, or take it out."
+        ) from error
