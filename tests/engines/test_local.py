@@ -318,7 +318,7 @@ def test_bad_settings_say_the_way_out(make_engine: Make) -> None:
         make_engine(max_grad_norm=0)
     with pytest.raises(ConfigError, match="micro_tokens is 0"):
         make_engine(micro_tokens=0)
-    with pytest.raises(ConfigError, match=r"AdamW.lr is -1"):
+    with pytest.raises(ConfigError, match=r"AdamW\.lr: must be a finite number at least 0, got -1"):
         make_engine(lr=-1.0)
 
 

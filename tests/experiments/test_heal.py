@@ -142,7 +142,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for wrong, words in {
         "task=sort": "two poles",
         "steering.contextz=3": "steering.contextz: unknown key; did you mean 'contexts'",
-        "healing.over=median": "healing: .*median",
+        "healing.over=median": "healing.over: must be .*, got 'median'",
         "eval.floor=0": "eval.floor: must be above 0",
     }.items():
         with pytest.raises(ConfigError, match=words):

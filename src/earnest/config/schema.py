@@ -1,7 +1,7 @@
 """Every key of a recipe: its type, its range, its default and its meaning.
 
-Unknown keys are errors at every depth, and types are strict: a text is not taken for a number. The keys of terms, adapters,
-optimizers, guards and sampling are the settings of their classes (``kinds``).
+Unknown keys are errors at every depth, and types are strict: a text is not taken for a number. The keys of terms,
+adapters, optimizers, guards and sampling are the settings of their classes (``kinds``).
 """
 
 from __future__ import annotations

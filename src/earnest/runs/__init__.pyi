@@ -1,0 +1,5 @@
+from earnest.runs.folder import RunFolder as RunFolder
+from earnest.runs.run import Finished as Finished
+from earnest.runs.run import check as check
+from earnest.runs.run import resume as resume
+from earnest.runs.run import start as start
