@@ -216,6 +216,7 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(help="An adapter that exists from the start; may be repeated.")
     ] = None,
+    client_learn: Annotated[bool, typer.Option(help="Whether clients may set how their adapters learn.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     new_key: Annotated[str | None, typer.Option(help="Print a fresh API key of this name, and end.")] = None,
 ) -> None:
@@ -238,6 +239,7 @@ def serve(
         "keys": keys,
         "learn": learn,
         "adapters": tuple(adapter or ("assistant",)),
+        "client_learn": client_learn,
         "threads": threads,
     }
     listen(check_mapping(ServeSettings, given))

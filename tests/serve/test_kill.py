@@ -100,6 +100,7 @@ def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
     learning = set(rng.sample(range(kills), late))
     for kill in range(kills):
         server = Process(folder)
+        server.http.post("/v1/adapters/assistant/resume")  # no update is to blame for these deaths
         stop = threading.Event()
         pause = 0.5 if kill in learning else 0.05
         talker = threading.Thread(target=_talk, args=(server, chats, kill, accepted, early, stop, pause))
@@ -115,6 +116,7 @@ def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
     assert early and len(accepted) >= kills  # all of accepted, early ones included, is looked for below
 
     last = Process(folder)
+    last.http.post("/v1/adapters/assistant/resume")
     while (counts := last.http.get("/v1/feedback", params={"adapter": "assistant"}).json()["counts"])["queued"]:
         time.sleep(0.1)
     last.process.send_signal(signal.SIGTERM)  # and this one may go in peace

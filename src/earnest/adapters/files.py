@@ -24,7 +24,7 @@ from earnest.adapters.adapter import Adapter, check_keys
 from earnest.adapters.attach import _views, model_of, mount
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.fingerprint import check_fingerprint
-from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft
+from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions
 from earnest.adapters.targets import Match, linears
 from earnest.adapters.variant import Variant, get_variant
 
@@ -119,9 +119,18 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
 
 
 def load_adapter(
-    model_or_policy: Any, folder: str | Path, *, check_base: bool = True, name: str | None = None
+    model_or_policy: Any,
+    folder: str | Path,
+    *,
+    check_base: bool = True,
+    name: str | None = None,
+    expressions: bool = True,
 ) -> Adapter:
-    """Attach a saved adapter: ours exactly, or a folder that PEFT wrote. ``check_base=False`` skips the fingerprint."""
+    """Attach a saved adapter: ours exactly, or a folder that PEFT wrote. ``check_base=False`` skips the fingerprint.
+
+    ``expressions=False`` refuses a PEFT config whose module names are regular expressions. Use it for files from
+    somebody else: Python's engine needs exponential time for some expressions.
+    """
     model, path = model_of(model_or_policy), Path(folder)
     if not path.is_dir():
         raise AdapterError(f"no adapter folder at {path}")
@@ -130,6 +139,8 @@ def load_adapter(
     if not (path / CONFIG).exists():
         raise AdapterError(f"{path} has neither {OWN_CONFIG} nor {CONFIG}; it is not an adapter folder")
     config, tensors = read_json(path / CONFIG), read_tensors(path / MODEL)
+    if not expressions:
+        refuse_expressions(config)
     variant, per_module = read_peft(model, config, tensors)
     return _mount(model, variant, per_module, None, name)
 

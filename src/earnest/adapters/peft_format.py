@@ -126,6 +126,16 @@ def _expected(model: nn.Module, config: Mapping[str, Any]) -> set[str]:
     return {n for n in found if not hit(config.get("exclude_modules"), n)}
 
 
+def refuse_expressions(config: Mapping[str, Any]) -> None:
+    """Raise where a PEFT config selects modules by regular expression instead of by name."""
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(config.get(key), str) and config[key] != "all-linear":
+            raise AdapterError(
+                f"{key} is the regular expression {config[key][:80]!r}, which is not evaluated here; "
+                "replace it by the list of module names, or by 'all-linear'"
+            )
+
+
 def variant_of(config: Mapping[str, Any]) -> Variant:
     """The variant that a PEFT config describes; refuses settings that would change the result unread."""
     for key in _UNREAD:

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
 from earnest.serve import versions
-from earnest.serve.errors import BadRequest, Conflict
+from earnest.serve.attempts import REASON
+from earnest.serve.errors import BadRequest, Conflict, Forbidden
 from earnest.serve.keys import Caller, Right, Who
 from earnest.serve.state import State
 from earnest.serve.store import AdapterRow, VersionRow, check_name
@@ -54,6 +55,7 @@ def router(state: State) -> APIRouter:
             "pinned": row.pinned,
             "origin": row.origin,
             "learn": dict(row.learn),
+            "set_aside": REASON.replace("NAME", row.name) if row.id in state.attempts.set_aside() else None,
             "feedback": state.store.counts(row.id),
             "versions": [v.number for v in state.store.versions(row.id)],
         }
@@ -74,11 +76,14 @@ def router(state: State) -> APIRouter:
         if body.name == state.settings.model:
             raise Conflict(f"{body.name!r} is the base model's own name here; choose another.", "name")
         if body.learn:
+            if not state.settings.client_learn:
+                raise Forbidden("this server takes no `learn` from clients (--no-client-learn); leave it out.", "learn")
             state.wait()
-            from earnest.serve.learning import overridden
+            from earnest.serve.learning import check_limits, overridden
 
             assert state.learner is not None
-            overridden(state.learner.config, body.learn)
+            config = state.learner.config
+            check_limits(overridden(config, body.learn), config, caller.limits)
         return told(state.store.create(body.name, body.learn), "created")
 
     @api.get("/{name:path}/versions", summary="Its versions")
@@ -151,6 +156,22 @@ def router(state: State) -> APIRouter:
         made = versions.fork(state, row, number, body.name)
         return told(made, "forked", origin=made.origin)
 
+    @api.post("/{name:path}/cancel", summary="End the update that runs and withdraw the queued feedback")
+    def cancel(name: str, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "teach")
+        withdrawn = state.store.cancel(row.id)
+        if state.learner is not None:
+            state.learner.cancel(row.id)
+        return told(row, "cancelled", withdrawn=withdrawn) | {"cancelled": withdrawn}
+
+    @api.post("/{name:path}/resume", summary="Learn again after learning was set aside")
+    def resume(name: str, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "teach")
+        state.attempts.end(row.id, done=True)
+        if state.learner is not None:
+            state.learner.wake()
+        return told(row, "resumed")
+
     @api.get("/{name:path}", summary="One of them")
     def one(name: str, caller: Who) -> dict[str, Any]:
         return show(find(name, caller, "read"))
@@ -159,6 +180,8 @@ def router(state: State) -> APIRouter:
     def delete(name: str, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
         state.store.delete(row.id)
+        if state.learner is not None:
+            state.learner.cancel(row.id)
         state.leases.forget(row.id)
         versions.remove(state.store.version_folder(row.id, 0).parent)
         state.bus.publish("adapter", row.name, what="deleted")

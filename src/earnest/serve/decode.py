@@ -25,7 +25,7 @@ from earnest.serve.kv_cache import join, trim
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
-    from earnest.serve.host import Host
+    from earnest.serve.host import Host, Turn
 
 log = logging.getLogger("earnest.serve")
 Finish = Literal["stop", "length", "cancelled"]
@@ -73,6 +73,7 @@ class Flight:
         self.request = request
         self.cancelled = False
         self.done: list[Done | None] = [None] * request.n
+        self.reported = [0] * request.n  # steps of each completion that ``on_step`` has seen
         self.future: Future[list[Done]] = Future()
 
     def cancel(self) -> None:
@@ -86,6 +87,13 @@ class Flight:
         self.done[index] = done
         if all(d is not None for d in self.done) and not self.future.done():
             self.future.set_result([d for d in self.done if d is not None])
+
+    def report(self, index: int, number: int, step: Step) -> None:
+        """Hand a step to ``on_step``, once: a request that is decoded again repeats its steps."""
+        if number > self.reported[index]:
+            self.reported[index] = number
+            if self.request.on_step is not None:
+                self.request.on_step(index, step)
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
@@ -200,12 +208,11 @@ class Batch:
                 tokens = [row.steps[-1].token for row in group.rows]
                 group.sequences.step(torch.as_tensor(tokens, device=self.host.policy.device))
 
-    def fail(self, error: BaseException) -> None:
-        """Everybody in the batch is told, and it is empty."""
-        for group in self.groups:
-            for row in group.rows:
-                row.flight.fail(error)
+    def clear(self) -> list[Flight]:
+        """Empty the batch; returns the requests that were in it."""
+        flights = list(dict.fromkeys(row.flight for group in self.groups for row in group.rows))
         self.groups = []
+        return flights
 
     # --- one token ----------------------------------------------------------------------------------------------------
 
@@ -229,8 +236,7 @@ class Batch:
             for row, t, lp, top in zip(rows, token.tolist(), logprob.tolist(), tops, strict=True):
                 step = Step(t, lp, top[: row.flight.request.top])
                 row.steps.append(step)
-                if row.flight.request.on_step is not None:
-                    row.flight.request.on_step(row.index, step)
+                row.flight.report(row.index, len(row.steps), step)
 
     def _ends(self, row: _Row) -> bool:
         policy = self.host.policy
@@ -342,12 +348,24 @@ class Decoder:
                         if len(self.batch):
                             self.tokens += len(self.batch)
                             self.batch.step()
-                    except Exception as error:  # one request's trouble must not end the thread for all
-                        log.exception("decoding failed")
-                        self.batch.fail(error)
-                        for flight in flights:
-                            flight.fail(error)
+                    except Exception:
+                        log.exception("decoding a batch failed; its requests are decoded one by one")
+                        for flight in dict.fromkeys([*self.batch.clear(), *flights]):
+                            self._alone(flight, turn)
                     turn.yield_turn()
+
+    def _alone(self, flight: Flight, turn: Turn) -> None:
+        """Decode one request from its start, so that its failure is its own. Its tokens are the same: they are a
+        function of the weights, the prompt and the seed."""
+        batch = Batch(self.host)
+        try:
+            batch.admit([flight])
+            while len(batch):
+                batch.step()
+                turn.yield_turn()
+        except Exception as error:
+            log.exception("decoding a request failed")
+            flight.fail(error)
 
     def _next(self) -> list[Flight]:
         """Those that have a place now, in the order they came."""

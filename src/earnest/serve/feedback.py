@@ -83,6 +83,17 @@ def router(state: State) -> APIRouter:
             raise NotFound(f"there is no feedback {feedback_id[:80]!r}.", "id")
         return {"object": "feedback", **found.public(adapter.name)}
 
+    @api.delete("/feedback/{feedback_id}", summary="Withdraw a feedback that is still queued")
+    def withdraw(feedback_id: str, caller: Who) -> dict[str, Any]:
+        shown = one(feedback_id, caller)
+        caller.demand(shown["adapter"], "teach")
+        row = state.store.adapter(shown["adapter"])
+        if not state.store.cancel(row.id, feedback_id):
+            raise Conflict(
+                f"the feedback {feedback_id[:80]!r} is {shown['status']}; only a queued one can be withdrawn."
+            )
+        return one(feedback_id, caller)
+
     return api
 
 

@@ -26,6 +26,8 @@ def router(state: State) -> APIRouter:
             "version": earnest.__version__,
             "accepts_feedback": True,
         }
+        if aside := len(state.attempts.set_aside()):
+            found["set_aside"] = aside
         if ready and not state.keys.on:
             found["model"] = state.host.policy.describe()
             found["chat"] = state.host.decoder.load()

@@ -34,6 +34,10 @@ class Stopping(Exception):
     """The server shuts down: whoever holds a turn ends its work here, without a result."""
 
 
+class Cancelled(Exception):
+    """Somebody cancelled the work of this turn; it ends without a result."""
+
+
 class NotReady(EarnestError):
     """The model is not there (yet)."""
 
@@ -45,15 +49,20 @@ class Turn:
         self._host, self._ticket = host, ticket
         self.to: Collection[Kind] = ORDER
         """Kinds that may be served while this turn is yielded."""
+        self.cancelled: Callable[[], bool] = lambda: False
+        """Whether the work of this turn shall end at its next yield."""
 
     @property
     def kind(self) -> Kind:
         return self._ticket.kind
 
     def yield_turn(self) -> None:
-        """Let others go first whose turn it is. Raises ``Stopping`` for background work when the server shuts down."""
+        """Let others go first whose turn it is. Raises ``Stopping`` for background work when the server shuts down,
+        and ``Cancelled`` where the work was cancelled."""
         if self.kind == "learn" and self._host.stopping:
             raise Stopping
+        if self.cancelled():
+            raise Cancelled
         held: dict[str, float] = {}
 
         def close() -> None:
@@ -233,7 +242,7 @@ class Host:
         """Put a saved adapter on the policy, closed."""
         from earnest.adapters import load_adapter
 
-        return self._add(name, lambda: load_adapter(self.policy, folder, name=name))
+        return self._add(name, lambda: load_adapter(self.policy, folder, name=name, expressions=False))
 
     def _add(self, name: str, make: Callable[[], Adapter]) -> Adapter:
         with self.turn("load"):

@@ -25,6 +25,7 @@ from starlette.requests import Request
 
 from earnest.errors import ConfigError
 from earnest.serve.errors import Forbidden, NoKey, NoModel
+from earnest.serve.settings import LearnLimits
 
 Right = Literal["read", "teach", "delete"]
 PREFIX = "tml-"  # the Tinker SDK takes no others
@@ -38,6 +39,7 @@ class KeyEntry(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="how logs and versions call the holder")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="of the key, in hex")]
     allow: dict[str, list[Right]] = Field(description="adapter (or a pattern with *) → what may be done with it")
+    limits: LearnLimits = Field(LearnLimits(), description="the most that the holder may ask for in `learn`")
 
 
 class KeyFile(BaseModel):
@@ -54,6 +56,7 @@ class Caller:
 
     name: str = ""
     rules: dict[str, frozenset[str]] | None = field(default=None, repr=False)
+    limits: LearnLimits = field(default=LearnLimits(), repr=False)
 
     def may(self, adapter: str, right: Right) -> bool:
         if self.rules is None:
@@ -76,7 +79,7 @@ class Keys:
         self._callers: dict[str, Caller] | None = None
         if path is not None:
             self._callers = {
-                entry.sha256: Caller(entry.name, {a: frozenset(r) for a, r in entry.allow.items()})
+                entry.sha256: Caller(entry.name, {a: frozenset(r) for a, r in entry.allow.items()}, entry.limits)
                 for entry in _read(path).keys
             }
 

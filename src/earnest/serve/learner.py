@@ -1,9 +1,9 @@
-"""The learner: takes feedback in its order, makes a version of it, and lets it answer if the gate does.
+"""The learner: takes feedback in order, makes a version from it, and makes that version live if the gate passes it.
 
-    queued feedback ─► rows ─► teacher told in hindsight ─► audit ─► steps ─► gate ─► folder ─► ONE transaction ─► live
+    queued feedback ─► rows ─► teacher shown the feedback ─► audit ─► steps ─► gate ─► folder ─► ONE transaction ─► live
 
-Killed before the transaction, the feedback is still queued and the folder belongs to nobody; after it, the version is
-there. So a feedback is part of exactly one version.
+Killed before the transaction, the feedback is still queued and the folder belongs to no version; after it, the version
+exists. So a feedback is part of exactly one version. Adapters take turns, one version each.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from earnest.objectives import Objective
 from earnest.objectives.needs import LogProb
 from earnest.runs.atomic import clean
 from earnest.serve import gate, learning, lessons, versions
+from earnest.serve.attempts import REASON
 from earnest.serve.decode import Batch as Decoding
 from earnest.serve.decode import Flight, Request
-from earnest.serve.host import Stopping, Turn
+from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
 from earnest.serve.store import AdapterRow
 from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
@@ -47,7 +48,7 @@ SHOWN = 3  # answers before and after, kept with a version
 ANSWER = 24  # tokens of such an answer
 RETRY = 5.0  # seconds before a full disk is tried again; twice as many each time, up to
 RETRY_MOST = 120.0
-FULL = (OSError, MemoryError, SafetensorError, sqlite3.Error)  # the machine's trouble, never the feedback's fault
+FULL = (OSError, MemoryError, SafetensorError, sqlite3.Error)  # the machine's problem, not the feedback's
 
 
 class YieldingEngine(LocalEngine):
@@ -62,7 +63,7 @@ class YieldingEngine(LocalEngine):
 
 
 class Learner:
-    """One thread, one update at a time; ``doing`` says which."""
+    """One thread, one update at a time; ``doing`` describes it."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -71,16 +72,28 @@ class Learner:
         self.updates = 0
         self._alone: dict[int, int] = {}  # adapter → up to this feedback, one at a time: one of them cannot be learned
         self._later: dict[int, tuple[float, float]] = {}  # adapter → (not before, seconds waited); the others go on
+        self._served: dict[int, int] = {}  # adapter → the number of its latest turn
+        self._running: int | None = None  # the adapter that learns now
+        self._cancel = threading.Event()  # ends the update that runs
         self._bases: dict[str, gate.Probe] = {}
         self._event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="earnest-learn", daemon=True)
 
     def start(self) -> None:
+        for number in self.state.attempts.set_aside():
+            if (row := self.state.store.adapter_by_id(number)) is not None:
+                log.error("%s is set aside: %s", row.name, REASON)
+                self.state.bus.publish("learn", row.name, phase="set aside", reason=REASON)
         self._event.set()  # there may be feedback from before
         self._thread.start()
 
     def wake(self) -> None:
         self._event.set()
+
+    def cancel(self, adapter: int) -> None:
+        """End the update of this adapter, if one runs, without a version. Its feedback is the caller's to settle."""
+        if self._running == adapter:
+            self._cancel.set()
 
     def close(self) -> None:
         self._event.set()
@@ -106,18 +119,37 @@ class Learner:
                 self.doing = None
 
     def _next(self) -> AdapterRow | None:
-        """Whose turn it is: not those whose last attempt met a full disk or the like, until they may try again."""
+        """The adapter whose latest turn is longest ago; among those that had none, the one that has waited longest.
+        Left out: those that are set aside, and those that wait before they try a full disk or the like again."""
         now = time.monotonic()
         waiting = {adapter: wait for adapter, wait in self._later.items() if wait[0] > now}
-        row = self.state.store.next_to_learn(waiting)
-        if row is None:  # whoever might have tried again has nothing to learn any more
+        but = self.state.attempts.set_aside() | set(waiting)
+        rows = [row for row in self.state.store.waiting_to_learn() if row.id not in but]
+        if not rows:  # none of those that might have tried again has anything to learn
             self._later = waiting
+            return None
+        row = min(rows, key=lambda r: self._served.get(r.id, 0))
+        self._served[row.id] = max(self._served.values(), default=0) + 1
         return row
 
     def _one(self, row: AdapterRow) -> None:
-        """One version of one adapter; what cannot be learned from is set aside with the reason."""
+        """One version of one adapter, noted on disk while it is made."""
+        done = False
+        self._cancel.clear()
+        self._running = row.id
+        self.state.attempts.begin(row.id)
+        try:
+            done = self._attempt(row)
+        finally:
+            self._running = None
+            self.state.attempts.end(row.id, done=done)
+
+    def _attempt(self, row: AdapterRow) -> bool:
+        """False where the same update is to be tried again later; what cannot be learned from fails with its reason."""
         state = self.state
         feedback = state.store.queued(row.id, 1 if row.id in self._alone else self.config.batch)
+        if not feedback:  # cancelled or deleted since
+            return True
         try:
             config = learning.overridden(self.config, row.learn)
             if row.id not in self._alone:
@@ -126,12 +158,15 @@ class Learner:
             if self._alone.get(row.id, 0) <= feedback[-1].seq:
                 self._alone.pop(row.id, None)
             self._later.pop(row.id, None)
+        except Cancelled:
+            state.bus.publish("learn", row.name, phase="cancelled", feedback=[f.id for f in feedback])
         except FULL as error:
             pause = min(2 * self._later[row.id][1], RETRY_MOST) if row.id in self._later else RETRY
             self._later[row.id] = (time.monotonic() + pause, pause)
             reason = f"{type(error).__name__}: {error}"
             log.error("a version of %s was not written, it is tried again in %g s: %s", row.name, pause, reason)
             state.bus.publish("learn", row.name, phase="waiting", reason=reason)
+            return False
         except Stopping:
             raise
         except Exception as error:
@@ -139,10 +174,11 @@ class Learner:
                 log.exception("an update of %s failed", row.name)
             if len(feedback) > 1:  # find out which one it is
                 self._alone[row.id] = feedback[-1].seq
-                return
+                return True
             reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
             state.store.settle({f.seq: ("failed", reason) for f in feedback})
             state.bus.publish("learn", row.name, phase="failed", reason=reason, feedback=[f.id for f in feedback])
+        return True
 
     # --- an update ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +195,9 @@ class Learner:
         self._say(row, "begins", number, feedback=[f.id for f, _ in found.taken])
         name = f"learn {row.id}@{number}"
         with state.host.turn("learn") as turn:
+            turn.cancelled = self._cancel.is_set
             try:
+                turn.yield_turn()
                 engine, teacher = self._engine(name, row, parent, config, turn)
                 with state.host.only(engine.adapter):
                     record, verdict, refusal = self._update(
@@ -186,8 +224,9 @@ class Learner:
             row.id, number, parent, clean(record), [f.seq for f, _ in found.taken], found.others, refusal
         )
         if status is None:
-            state.leases.forget(row.id)
-            versions.remove(state.store.version_folder(row.id, number).parent)
+            folder = state.store.version_folder(row.id, number)
+            state.leases.forget(row.id, number)
+            versions.remove(folder.parent if state.store.adapter_by_id(row.id) is None else folder)
             return
         self.updates += 1
         made = state.store.version(row, number)

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, TeacherConfig, TermConfig, Whole
 from earnest.errors import ConfigError
+from earnest.serve.settings import LearnLimits
 
 PROMPTS = (
     "Hello!",
@@ -104,10 +105,49 @@ def read(path: Path | None) -> LearnConfig:
 
 
 def overridden(config: LearnConfig, changes: Mapping[str, Any]) -> LearnConfig:
-    """The settings of one adapter: the server's, with these changes. A list or a kind is replaced as a whole."""
+    """The settings of one adapter: the server's, with a client's changes. A list or a kind is replaced as a whole.
+
+    Regular expressions are refused: Python's engine needs exponential time for some, and holds every thread meanwhile.
+    """
     from earnest.config.load import check_mapping
 
+    adapter = changes.get("adapter")
+    targets = adapter.get("targets") if isinstance(adapter, Mapping) else None
+    for target in targets if isinstance(targets, list) else [targets]:
+        if isinstance(target, str) and target.startswith("re:"):
+            raise ConfigError(
+                f"adapter.targets: {target[:80]!r} is a regular expression, which this server takes from its own "
+                "--learn file only; list the names of the layers, or write 'all-linear'."
+            )
     return check_mapping(LearnConfig, _merged(config.model_dump(mode="python"), changes))
+
+
+def check_limits(config: LearnConfig, own: LearnConfig, limits: LearnLimits) -> None:
+    """Refuse what is above the limits, unless the server's ``own`` settings have as much."""
+    served = _sizes(own)
+    for name, size in _sizes(config).items():
+        most = max(getattr(limits, name), served[name])
+        if size > most:
+            raise ConfigError(f"learn: {name} is {size}; this server allows at most {most}. Ask for less.")
+
+
+def _sizes(config: LearnConfig) -> dict[str, int]:
+    """What each limit bounds, as the settings have it."""
+    gate = config.gate
+    texts = [*gate.prompts, *(t for p in gate.pairs for t in (p.prompt, p.chosen, p.rejected))]
+    numbers = [v for k, v in config.adapter.fields.items() if isinstance(v, int) and "seed" not in k]
+    return {
+        "updates": config.updates,
+        "rank": max(numbers, default=0),
+        "batch": config.batch,
+        "micro_tokens": config.micro_tokens,
+        "terms": len(config.objective),
+        "prompts": len(gate.prompts),
+        "pairs": len(gate.pairs),
+        "samples": gate.samples,
+        "max_new_tokens": gate.max_new_tokens,
+        "characters": max(map(len, [*texts, config.thumbs.up, config.thumbs.down])),
+    }
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -200,15 +200,17 @@ def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, 
 
 
 def _check(state: State, adapter: int) -> None:
-    """It fits onto the model, or the request is at fault."""
+    """The adapter fits onto the model and its numbers are usable, or the request is refused."""
+    from earnest.serve.sound import check_numbers
+
     try:
-        with state.leases.checked(adapter, 1):
-            pass
+        with state.leases.checked(adapter, 1) as mounted:
+            check_numbers(state.host, mounted)
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        said = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
-        raise BadRequest(f"this is no adapter for {state.host.policy.name}: {said}") from None
+        reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
+        raise BadRequest(f"this adapter cannot be used with {state.host.policy.name}: {reason}") from None
 
 
 def _clear(state: State, adapter: int) -> None:

@@ -8,11 +8,13 @@ import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Thumbs = Literal["up", "down"]
-Status = Literal["queued", "applied", "held", "unused", "failed"]
-"""``applied``: in a version that was let live; ``held``: in a candidate, until somebody promotes it."""
+Status = Literal["queued", "applied", "held", "unused", "failed", "cancelled"]
+"""``applied``: in a version that became live; ``held``: in a candidate, until somebody promotes it; ``cancelled``:
+withdrawn before it was learned from."""
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True)

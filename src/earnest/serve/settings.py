@@ -11,6 +11,23 @@ from pydantic import BaseModel, ConfigDict, Field
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 
+class LearnLimits(BaseModel):
+    """The most that a client may ask for in an adapter's `learn`. A key may have its own in the file of keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    updates: int = Field(32, ge=1, description="optimizer steps per version")
+    rank: int = Field(256, ge=1, description="the adapter's rank, and any other whole number among its settings")
+    batch: int = Field(64, ge=1, description="feedbacks per version")
+    micro_tokens: int = Field(4096, ge=1, description="padded tokens in one forward pass")
+    terms: int = Field(8, ge=1, description="terms of the objective")
+    prompts: int = Field(32, ge=1, description="the gate's probes")
+    pairs: int = Field(64, ge=0, description="the gate's held-out pairs")
+    samples: int = Field(8, ge=2, description="completions of each probe")
+    max_new_tokens: int = Field(128, ge=1, description="length of a probe's completion")
+    characters: int = Field(2000, ge=1, description="length of each text: probes, pairs, words for thumbs")
+
+
 class ServeSettings(BaseModel):
     """One process, one port, one base model, any number of adapters."""
 
@@ -27,6 +44,7 @@ class ServeSettings(BaseModel):
     data: Path = Field(Path("earnest-data"), description="the folder of the database and of all versions")
     keys: Path | None = Field(None, description="a YAML file of API keys; none: no keys, and then loopback only")
     learn: Path | None = Field(None, description="a YAML file that says how adapters learn; none: SDPO with hindsight")
+    client_learn: bool = Field(True, description="whether requests may set how their adapters learn (`learn`)")
     adapters: tuple[str, ...] = Field(("assistant",), description="adapters that exist from the start")
     max_body: int = Field(1 << 20, ge=1024, description="bytes of a request's body")
     max_upload: int = Field(256 << 20, ge=1024, description="bytes of an adapter that is pushed here")

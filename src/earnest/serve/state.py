@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from earnest.errors import ConfigError
 from earnest.serve import versions
+from earnest.serve.attempts import Attempts
 from earnest.serve.changes import ChangeWatcher
 from earnest.serve.errors import Loading
 from earnest.serve.events import Bus
@@ -40,6 +41,7 @@ class State:
         settings.data.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(settings)
         self.store = Store(settings.data)
+        self.attempts = Attempts(self.store.db)
         versions.sweep(self.store)
         self.host = Host(settings)
         self.bus = Bus()

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from earnest.errors import EarnestError
+from earnest.serve import attempts
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
 from earnest.serve.rows import (
+    STATUSES,
     AdapterRow,
     Completion,
     FeedbackRow,
@@ -68,7 +70,7 @@ CREATE INDEX IF NOT EXISTS completions_by_adapter ON completions(adapter, create
 NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2}(/[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2})?"
 )
-RESERVED = frozenset({"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export"})
+RESERVED = frozenset({"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export", "cancel", "resume"})
 PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
 
 
@@ -89,7 +91,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.db = Database(folder / "earnest.sqlite3", SCHEMA)
+        self.db = Database(folder / "earnest.sqlite3", SCHEMA + attempts.SCHEMA)
 
     def close(self) -> None:
         self.db.close()
@@ -220,12 +222,13 @@ class Store:
         refused: str,
     ) -> Literal["promoted", "candidate"] | None:
         """One transaction: the version exists, its feedback belongs to it, and unless ``refused`` says why not it is
-        live. None where the adapter is gone: nothing is written then."""
+        live. None where the adapter is gone or its feedback was cancelled: nothing is written then."""
 
         def work(c: sqlite3.Connection) -> Literal["promoted", "candidate"] | None:
             row = c.execute("SELECT * FROM adapters WHERE id = ?", (adapter,)).fetchone()
-            if row is None:
+            if row is None or not _all_queued(c, [*applied, *others]):
                 return None
+            attempts.clear(c, adapter)
             why = refused
             if not why and row["pinned"]:
                 why = f"the adapter is pinned at version {row['live']}"
@@ -245,8 +248,8 @@ class Store:
         return self.db.write(work)
 
     def settle(self, others: Mapping[int, tuple[Status, str]]) -> None:
-        """Feedback that no version comes of: each with the reason."""
-        self.db.write(lambda c: _settle(c, others, None))
+        """Feedback that no version comes of, each with the reason; what was deleted or cancelled stays so."""
+        self.db.write(lambda c: _settle(c, {s: o for s, o in others.items() if _all_queued(c, [s])}, None))
 
     def set_live(
         self, adapter: int, number: int | None, *, candidates: bool = True, pinned: bool | None = None
@@ -392,19 +395,33 @@ class Store:
         )
         return [to_feedback(r) for r in rows]
 
-    def next_to_learn(self, but: Collection[int] = ()) -> AdapterRow | None:
-        """The adapter whose feedback has waited longest, ``but`` none of these."""
-        row = self.db.one(
-            "SELECT adapters.* FROM feedback JOIN adapters ON adapters.id = feedback.adapter WHERE status = 'queued' "
-            f"AND adapters.id NOT IN ({', '.join('?' * len(but))}) ORDER BY seq LIMIT 1",
-            tuple(but),
+    def waiting_to_learn(self) -> list[AdapterRow]:
+        """The adapters that have queued feedback, the one whose feedback has waited longest first."""
+        rows = self.db.read(
+            "SELECT adapters.* FROM adapters JOIN (SELECT adapter, MIN(seq) AS first FROM feedback "
+            "WHERE status = 'queued' GROUP BY adapter) ON adapters.id = adapter ORDER BY first"
         )
-        return None if row is None else to_adapter(row)
+        return [to_adapter(r) for r in rows]
+
+    def cancel(self, adapter: int, feedback: str | None = None) -> list[str]:
+        """Withdraw the queued feedback of an adapter (only the one with the id ``feedback``, if given). Returns the
+        ids. An update that is under way with any of it makes no version."""
+
+        def work(c: sqlite3.Connection) -> list[str]:
+            rows = c.execute(
+                "UPDATE feedback SET status = 'cancelled', note = 'cancelled before it was learned from' "
+                "WHERE adapter = ? AND status = 'queued' AND (? IS NULL OR id = ?) RETURNING id, seq",
+                (adapter, feedback, feedback),
+            ).fetchall()
+            attempts.clear(c, adapter)
+            return [r["id"] for r in sorted(rows, key=lambda r: int(r["seq"]))]
+
+        return self.db.write(work)
 
     def counts(self, adapter: int) -> dict[str, int]:
         """How many feedbacks are in each state."""
         rows = self.db.read("SELECT status, COUNT(*) AS n FROM feedback WHERE adapter = ? GROUP BY status", (adapter,))
-        return {"queued": 0, "applied": 0, "held": 0, "unused": 0, "failed": 0} | {r["status"]: r["n"] for r in rows}
+        return dict.fromkeys(STATUSES, 0) | {r["status"]: r["n"] for r in rows}
 
 
 def _taken(name: str) -> Conflict:
@@ -434,6 +451,12 @@ def _no_version(name: str, number: int, known: Sequence[int]) -> NotFound:
 
 def _held(number: int, why: str) -> str:
     return f"version {number} is a candidate and answers nobody ({why}); promoting it applies this feedback"
+
+
+def _all_queued(c: sqlite3.Connection, seqs: Sequence[int]) -> bool:
+    places = ", ".join("?" * len(seqs))
+    found = c.execute(f"SELECT COUNT(*) FROM feedback WHERE status = 'queued' AND seq IN ({places})", seqs).fetchone()
+    return bool(found[0] == len(seqs))
 
 
 def _settle(c: sqlite3.Connection, found: Mapping[int, tuple[Status, str]], version: int | None) -> None:

@@ -1,0 +1,59 @@
+"""Updates that were running when the server died.
+
+An update is noted on disk before it begins and removed when it ends, whatever its result. A note that a new process
+finds is a death. After two deaths in a row the adapter's learning is set aside: its feedback stays queued, the other
+adapters go on, and somebody has to resume it. So nothing durable can end every restart.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from earnest.serve.database import Database
+
+DEATHS = 2  # after which learning is set aside
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS attempts(
+  adapter INTEGER PRIMARY KEY REFERENCES adapters(id) ON DELETE CASCADE,
+  running INTEGER NOT NULL, deaths INTEGER NOT NULL DEFAULT 0);
+"""
+REASON = (
+    f"the server died {DEATHS} times in a row while this adapter was learning; its feedback waits. "
+    "POST /v1/adapters/NAME/resume tries again, POST /v1/adapters/NAME/cancel withdraws the feedback."
+)
+
+
+class Attempts:
+    """The notes of one database; made once per process, when no update runs."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+        db.write(lambda c: c.execute("UPDATE attempts SET deaths = deaths + 1, running = 0 WHERE running = 1").rowcount)
+
+    def begin(self, adapter: int) -> None:
+        """An update of this adapter starts now. Does nothing where the adapter is deleted."""
+        self.db.write(
+            lambda c: (
+                c.execute(
+                    "INSERT INTO attempts(adapter, running) SELECT id, 1 FROM adapters WHERE id = ? "
+                    "ON CONFLICT(adapter) DO UPDATE SET running = 1",
+                    (adapter,),
+                ).rowcount
+            )
+        )
+
+    def end(self, adapter: int, *, done: bool) -> None:
+        """The update ended; ``done`` False where it is tried again later, which keeps the count of deaths."""
+        if done:
+            self.db.write(lambda c: clear(c, adapter))
+        else:
+            self.db.write(lambda c: c.execute("UPDATE attempts SET running = 0 WHERE adapter = ?", (adapter,)).rowcount)
+
+    def set_aside(self) -> set[int]:
+        """The adapters that do not learn until they are resumed."""
+        return {row["adapter"] for row in self.db.read("SELECT adapter FROM attempts WHERE deaths >= ?", (DEATHS,))}
+
+
+def clear(c: sqlite3.Connection, adapter: int) -> None:
+    """Forget the deaths of an adapter, inside a transaction."""
+    c.execute("DELETE FROM attempts WHERE adapter = ?", (adapter,))
