@@ -25,8 +25,8 @@ def check_numbers(host: Host, adapter: Adapter) -> None:
             change, weight = float(delta.norm()), float(adapter.slots[path].layer.weight().float().norm())
             if not change <= LARGEST * weight:
                 raise AdapterError(
-                    f"in {path} the change of the weight has the norm {change:g}, the weight itself {weight:g}; at most "
-                    f"{LARGEST:g} times the weight is allowed. Check lora_alpha and the rank, or train it again"
+                    f"the change of {path} has the norm {change:g}, its weight {weight:g}; at most {LARGEST:g} times "
+                    "the weight is allowed. Check lora_alpha and the rank, or train it again"
                 )
             turn.yield_turn()
         ids = torch.arange(min(8, policy.head.weight.shape[0]), device=policy.device)[None]
