@@ -45,9 +45,10 @@ test: $(DEV) $(OTHERS)  ## install what the tests need, then run all but the slo
 
 environments: $(OTHERS)  ## make the second environments only (`make test` does it, too)
 
-lint: $(DEV)  ## ruff, its formatter, and mypy
+lint: $(DEV)  ## ruff, its formatter, the import contracts, and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 format: $(DEV)  ## let ruff write what it can
@@ -67,7 +68,7 @@ pins: $(DEV)  ## write constraints.txt from what is installed
 	$(BIN)/python -m scripts.pins --write
 
 clean:  ## remove the environment and caches (runs stay)
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build dist src/*.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"earnest needs Python 3.11 or newer, this is {sys.version}; set PYTHON=/path/to/python3.11")'

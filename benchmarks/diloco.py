@@ -150,7 +150,7 @@ class Learner:
 
     def __init__(self, seed: int, replica: int, lr: float) -> None:
         import earnest as en
-        from earnest.runs.seeds import derive
+        from earnest.seeds import derive
         from earnest.tasks import PromptStream, get_task
 
         self.policy = en.load("nano")

@@ -65,7 +65,7 @@ def place(folder: Path, job: Job) -> Path:
 def _train(config: Config, job: Job, folder: Path, tell: Any) -> None:
     from safetensors.torch import save_file
 
-    from earnest.runs.atomic import write_json
+    from earnest.disk import write_json
     from experiments.hacking.train import run_job
 
     done = run_job(config, job, _pool(config, folder) if job.pool else None, tell)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from earnest.audit import Verdict
 from earnest.audit import prove as prove_step
 from earnest.errors import ObjectiveError
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.tasks import PromptStream, get_task
 from experiments.hacking.config import Config
 from experiments.hacking.plan import plan

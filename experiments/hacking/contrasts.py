@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from earnest.guards import Triple
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.tasks import get_task
 from earnest.tasks.holes import exploits, honest
 

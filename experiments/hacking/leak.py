@@ -14,7 +14,7 @@ import torch
 from earnest.guards import Erase, Route
 from earnest.guards.gates import Gate
 from earnest.guards.guard import At
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.tasks import PromptStream, get_task
 from experiments.hacking.config import Config
 from experiments.hacking.contrasts import hacking_triples

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earnest.runs.atomic import write_json, write_text
+from earnest.disk import write_json, write_text
 from experiments.hacking.config import Config
 from experiments.hacking.figure import write_figure
 from experiments.hacking.plan import ARMS, Job

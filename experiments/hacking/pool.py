@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from earnest.disk import write_json
 from earnest.engines import LocalEngine
 from earnest.engines.base import Rollout
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
-from earnest.runs.atomic import write_json
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.tasks import Prompt, get_task, grade_all
 from experiments.hacking.config import Config
 

@@ -33,7 +33,7 @@ from earnest.guards import (
 from earnest.models import SampleSpec, load
 from earnest.objectives import GRPO, Objective
 from earnest.runs.evaluate import HELDOUT_SEED
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.signals import Batch
 from earnest.signals.advantages import with_advantages
 from earnest.signals.rollouts import batch_of

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from earnest.disk import write_json
 from earnest.models.policy import Policy
 from earnest.objectives.trust import AGGREGATES
-from earnest.runs.atomic import write_json
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.steering import Contrast, Loop, Starved, Steering, Yardstick, equal_firing, heal, observer
 from earnest.steering.loop import Say
 from earnest.tasks import get_task

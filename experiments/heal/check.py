@@ -8,7 +8,7 @@ from pathlib import Path
 
 from earnest.audit import Verdict
 from earnest.audit import prove as prove_step
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.steering.heal import admit
 from experiments.heal.arms import Bench
 from experiments.heal.config import HealConfig

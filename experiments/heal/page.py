@@ -6,8 +6,8 @@ import base64
 from pathlib import Path
 from typing import Any
 
+from earnest.disk import write_text
 from earnest.report.markup import Html, el, join
-from earnest.runs.atomic import write_text
 from earnest.steering.filter import Separation
 from experiments.heal.figure import draw
 from experiments.heal.run import RESULTS, read_results

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from earnest.runs.atomic import write_json
+from earnest.disk import write_json
 from experiments.heal.arms import ARMS, Arm, Bench, all_arms
 from experiments.heal.config import HealConfig
 

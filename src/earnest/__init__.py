@@ -10,7 +10,7 @@ from typing import Any
 
 from earnest.lazy import lazy
 
-__version__ = "0.1.0"
+from earnest.version import __version__ as __version__
 
 _listed, __dir__, __all__ = lazy(__name__)
 

@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 
 from earnest.config import RunConfig, load_file
+from earnest.disk import Lines
 from earnest.errors import CheckpointError, ConfigError
 from earnest.runs import resume, start
-from earnest.runs.atomic import Lines
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
 from tests.runs.compare import assert_same_run, lines
@@ -33,7 +33,7 @@ SETTINGS = ("steps=10", "checkpoint.every=3", "eval.every=4", "updates_per_batch
 COMMAND = """
 import os, sys
 from earnest import cli
-from earnest.runs.atomic import Lines
+from earnest.disk import Lines
 
 append = Lines.append
 

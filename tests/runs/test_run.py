@@ -24,8 +24,8 @@ from earnest.runs.errors import RunStopped
 from earnest.runs.evaluate import evaluate, gain, standard_error
 from earnest.runs.loop import probe_batch
 from earnest.runs.progress import Bars
-from earnest.runs.seeds import derive
 from earnest.runs.setup import build
+from earnest.seeds import derive
 from earnest.tasks import Grade, Prompt, get_task
 from tests.runs.compare import lines, without_clock
 

@@ -24,16 +24,16 @@ from earnest.diloco.lighthouse import LighthouseOuter
 from earnest.diloco.outer import ReplicaOuter
 from earnest.diloco.plan import Plan, plan
 from earnest.diloco.store import Bucket
+from earnest.disk import clean
 from earnest.errors import CheckpointError
 from earnest.runs import checkpoints, environment
-from earnest.runs.atomic import clean
 from earnest.runs.collect import Collected, Source
 from earnest.runs.folder import RunFolder
 from earnest.runs.loop import Loop
 from earnest.runs.progress import note_on, reporter_on
-from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
+from earnest.seeds import derive
 
 Outer = ReplicaOuter | LighthouseOuter
 

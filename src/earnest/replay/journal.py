@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from earnest.disk import Lines
 from earnest.replay.endpoint import Usage
 from earnest.replay.errors import ReplayError
-from earnest.runs.atomic import Lines
 
 Kind = Literal["answer", "verdict"]
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from earnest.disk import write_json, write_text
 from earnest.replay.pairs import Pair
 from earnest.replay.run import Drop, Replayed, count
 from earnest.replay.traces import plain_text
 from earnest.report.markup import Html, el, number
-from earnest.runs.atomic import write_json, write_text
 
 EXAMPLES = 3
 SHOWN = 400

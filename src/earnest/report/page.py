@@ -11,12 +11,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import earnest
 from earnest.report import gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
 from earnest.report.record import ReportError, Run
+from earnest.version import __version__
 
 
 def write(run_dir: str | Path, to: str | Path | None = None) -> Path:
@@ -73,7 +73,7 @@ def render(run: Run) -> str:
         el("main", headline.headline(run), headline.notices(run), *body),
         el(
             "footer",
-            el("p", f"Made by earnest {earnest.__version__} from {run.folder.name}; loads nothing from anywhere."),
+            el("p", f"Made by earnest {__version__} from {run.folder.name}; loads nothing from anywhere."),
         ),
         el("script", data, type="application/json", id="charts"),
         el("script", Html(script)),

@@ -14,12 +14,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from earnest.disk import sync
+from earnest.disk import sync, write_json
 from earnest.engines.checkpoint import MANIFEST, file_hash
 from earnest.engines.checkpoint import read as read_engine
 from earnest.engines.local import LocalEngine
 from earnest.errors import CheckpointError
-from earnest.runs.atomic import write_json
 from earnest.runs.folder import RunFolder, read_json
 
 ENGINE, LOOP = "engine", "loop.json"

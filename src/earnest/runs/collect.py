@@ -16,8 +16,8 @@ from earnest.errors import ConfigError
 from earnest.models import Policy, SampleSpec
 from earnest.models.replies import reply_tokens
 from earnest.objectives import Objective
-from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup
+from earnest.seeds import derive
 from earnest.signals import ROLES, Batch, Role, pairs_of, with_advantages
 from earnest.tasks import Grade, Prompt, PromptStream, Task, grade_all
 

@@ -31,7 +31,7 @@ from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.runs.endpoint import MOST, Endpoint, Sampled
 from earnest.runs.samplers import COARSE, TOLERANCE, probe_batch, probe_texts, weights_digest
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.signals import Batch
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import earnest
 from earnest.models import Policy
+from earnest.version import __version__
 
 PACKAGES = (
     "torch",
@@ -28,7 +28,7 @@ PACKAGES = (
 
 def describe(policy: Policy) -> dict[str, Any]:
     return {
-        "earnest": earnest.__version__,
+        "earnest": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "machine": platform.machine(),

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from earnest.disk import Lines, write_json, write_text
 from earnest.errors import CheckpointError
-from earnest.runs.atomic import Lines, write_json, write_text
 
 FORMAT = "earnest-run/1"
 

@@ -25,9 +25,9 @@ from earnest.runs.folder import RunFolder
 from earnest.runs.lines import step_line, trained, untrained
 from earnest.runs.loggers import Logger
 from earnest.runs.progress import ProgressReporter
-from earnest.runs.seeds import derive
 from earnest.runs.setup import Setup
 from earnest.runs.stopping import Stopper
+from earnest.seeds import derive
 from earnest.signals import Batch
 
 PROBE_TRIES = 8

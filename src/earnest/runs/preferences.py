@@ -18,7 +18,7 @@ from earnest.errors import ConfigError
 from earnest.models import Policy
 from earnest.models.replies import message_tokens
 from earnest.replay.pairs import Pair, read
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.signals import Batch
 from earnest.signals.scorer import Scorer, logprobs
 

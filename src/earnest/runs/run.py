@@ -171,7 +171,7 @@ def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
             f"steps: a resumed run may get more steps than its {old.steps}, not {new.steps}; leave it out."
         )
     if new.steps != old.steps:
-        from earnest.runs.atomic import write_text
+        from earnest.disk import write_text
 
         write_text(path, dump(new))
         run.event("info", f"steps raised from {old.steps} to {new.steps}")

@@ -22,7 +22,7 @@ from earnest.runs.elsewhere import ServerSampler
 from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
 from earnest.runs.samplers import RaySamplers
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.signals import ROLES, EMATeacher, LiveTeacher, Role, TeacherPolicy
 from earnest.signals.reference import wanted_signals
 from earnest.tasks import PromptStream, Task, get_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from earnest.audit import Verdict
-from earnest.runs.atomic import write_json
+from earnest.disk import write_json
 from earnest.runs.folder import read_json
 
 NAME = "verdict.json"

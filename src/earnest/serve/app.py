@@ -13,13 +13,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-import earnest
 from earnest.errors import EarnestError
 from earnest.serve import adapters, dashboard, feedback, health, openai, push, tinker
 from earnest.serve.errors import ServeError, body
 from earnest.serve.limits import RequestLimits
 from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State
+from earnest.version import __version__
 
 log = logging.getLogger("earnest.serve")
 
@@ -40,7 +40,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
 
     app = FastAPI(
         title="earnest serve",
-        version=earnest.__version__,
+        version=__version__,
         description="Chat that learns from what its users say.",
         lifespan=lifespan,
         docs_url=None,

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
-import earnest
 from earnest.serve.keys import Who
 from earnest.serve.state import State
 from earnest.serve.wire import ERRORS
+from earnest.version import __version__
 
 
 def router(state: State) -> APIRouter:
@@ -23,7 +23,7 @@ def router(state: State) -> APIRouter:
         ready = state.host.ready()
         found: dict[str, Any] = {
             "status": "ok" if ready else "failed" if state.host.failure else "loading",
-            "version": earnest.__version__,
+            "version": __version__,
             "accepts_feedback": True,
         }
         if aside := len(state.attempts.set_aside()):

@@ -24,12 +24,12 @@ from torch import Tensor
 from earnest.audit.alive import prove_alive
 from earnest.audit.own import prove
 from earnest.audit.verdict import Finding, Verdict, collect
+from earnest.disk import clean
 from earnest.engines import LocalEngine
 from earnest.errors import EarnestError
 from earnest.models import SampleSpec
 from earnest.objectives import Objective
 from earnest.objectives.needs import LogProb
-from earnest.runs.atomic import clean
 from earnest.serve import gate, learning, lessons, versions
 from earnest.serve.attempts import REASON
 from earnest.serve.decode import Batch as Decoding

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 from earnest.adapters import Adapter, LoRA, load_adapter, without_adapters
 from earnest.adapters.variant import Variant
+from earnest.disk import write_json
 from earnest.engines.optimizers import AdamW, Optimizer
 from earnest.errors import EarnestError
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, sample
-from earnest.runs.atomic import write_json
-from earnest.runs.seeds import derive
+from earnest.seeds import derive
 from earnest.settings import Checked, setting
 from earnest.steering.controller import Harvest, walk_down
 from earnest.steering.dose import Dose, calibrate_dose, states

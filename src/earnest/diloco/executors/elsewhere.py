@@ -26,6 +26,6 @@ def without_folder(job: Job) -> Job:
 
 def requirement() -> str:
     """What is installed there: ``$EARNEST_INSTALL`` (a wheel's address, git+https://…), else this version."""
-    from earnest import __version__
+    from earnest.version import __version__
 
     return os.environ.get(INSTALL) or f"earnest[diloco]=={__version__}"

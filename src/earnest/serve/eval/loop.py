@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from earnest.runs.atomic import write_json, write_text
+from earnest.disk import write_json, write_text
 from earnest.serve.eval.client import Client
 from earnest.serve.eval.preferences import EvalConfig, Preference, Question
 
