@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from earnest.lazy import lazy
-
 from earnest.version import __version__ as __version__
 
 _listed, __dir__, __all__ = lazy(__name__)
