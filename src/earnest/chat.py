@@ -1,8 +1,7 @@
-"""Talk to a policy, with or without an adapter."""
+"""`earnest chat`: a conversation with a policy, with or without an adapter."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from earnest.errors import EarnestError
-
 HELP = "/reset forgets the conversation · /base and /adapter switch the adapter off and on · /quit leaves"
 
 
 class Chat:
-    """One conversation. ``adapted`` says whether the next answer comes from the adapter or from the base policy."""
+    """One conversation. Where ``adapted`` is true the next answer is the adapter's, else the base policy's."""
 
     def __init__(
         self,
@@ -28,15 +25,15 @@ class Chat:
         max_new_tokens: int = 64,
         seed: int = 0,
     ) -> None:
-        from earnest.models import load
-
-        folder = None if adapter is None else adapter_folder(adapter)
-        self.policy = load(model or (base_of(folder) if folder else "nano"))
         self.adapter: Any = None
-        if folder is not None:
-            from earnest.adapters import load_adapter
+        if adapter is None:
+            from earnest.models import load
 
-            self.adapter = load_adapter(self.policy, folder)
+            self.policy = load(model or "nano")
+        else:
+            from earnest.runs.trained import load_trained
+
+            self.policy, self.adapter = load_trained(adapter, model)
         self.adapted = self.adapter is not None
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.system = system
@@ -61,25 +58,6 @@ class Chat:
         return reply
 
 
-def adapter_folder(place: Path) -> Path:
-    """The folder with adapter_config.json: ``place`` itself, or the adapter of the run in ``place``."""
-    if not place.is_dir():
-        raise EarnestError(f"--adapter: there is no folder {place}; give a run folder or its adapter/.")
-    for folder in (place, place / "adapter"):
-        if (folder / "adapter_config.json").is_file():
-            return folder
-    unfinished = " The run has not finished; resume it first." if (place / "run.json").exists() else ""
-    raise EarnestError(f"--adapter: {place} holds no adapter_config.json, nor does {place / 'adapter'}.{unfinished}")
-
-
-def base_of(folder: Path) -> str:
-    """The model that an adapter was trained on, as its config names it."""
-    name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    if not name:
-        raise EarnestError(f"{folder}/adapter_config.json does not name its base model; give --model.")
-    return str(name)
-
-
 def converse(chat: Chat, console: Console, source: TextIO) -> None:
     """Read lines until the end of input or /quit; answer each."""
     prompting = source.isatty()
@@ -96,7 +74,7 @@ def converse(chat: Chat, console: Console, source: TextIO) -> None:
                 console.print("there is no adapter; start with --adapter DIR", style="yellow")
             chat.adapted = chat.adapter is not None and line == "/adapter"
         elif line.startswith("/"):
-            console.print(f"{line.split()[0]} is no command; {HELP}", style="yellow", markup=False, highlight=False)
+            console.print(f"{line.split()[0]} is not a command; {HELP}", style="yellow", markup=False, highlight=False)
         else:
             name = "adapter" if chat.adapted else "base" if chat.adapter is not None else chat.policy.name
             console.print(f"{name}> ", style="bold green", end="", markup=False, highlight=False)

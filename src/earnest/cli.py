@@ -33,12 +33,32 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+LOOPS = "Feedback loops against a server"
+RESULTS = Path("earnest-eval")
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...", help="e.g. seed=3 steps=20 optimizer.lr=1e-4 objective.0.clip=0.3 out=DIR"
     ),
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from earnest import __version__
+
+        print(f"earnest {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Post-training of language models in which nothing fails silently."""
 
 
 def _print(what: RenderableType) -> None:
@@ -276,23 +296,51 @@ def replay(
 
 @app.command("eval")
 def evaluate(
-    preferences: Annotated[
-        Path | None, typer.Argument(help="A YAML file of preferences; none: those for nano.")
+    what: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN | PREFERENCES.yaml]",
+            help="A run folder or an adapter: measure it on a task. A YAML file of preferences (none: those for nano): "
+            "feedback loops against a server.",
+        ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A live server; none: one is started for the evaluation.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("earnest-eval"),
-    model: Annotated[str, typer.Option(help="Without --url: the model to serve.")] = "nano",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of feedback for each preference.")] = None,
-    per_round: Annotated[int | None, typer.Option(min=1, help="Prompts per round.")] = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="Capability questions.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A preference by its name; may be repeated.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="With RUN: task=NAME prompts=200 samples=4 temperature=0."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A live server; none: one is started.", rich_help_panel=LOOPS)] = None,
+    out: Annotated[Path, typer.Option(help="The folder for the results.", rich_help_panel=LOOPS)] = RESULTS,
+    model: Annotated[str, typer.Option(help="Without --url: the model to serve.", rich_help_panel=LOOPS)] = "nano",
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of feedback for each preference.", rich_help_panel=LOOPS)
+    ] = None,
+    per_round: Annotated[int | None, typer.Option(min=1, help="Prompts per round.", rich_help_panel=LOOPS)] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="Capability questions.", rich_help_panel=LOOPS)] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A preference by its name; may be repeated.", rich_help_panel=LOOPS)
+    ] = None,
 ) -> None:
-    """Feedback loops on preferences against a live server: does it learn, and what does it cost?"""
+    """Measure a trained adapter on a task, or how a server learns preferences from feedback."""
+    if what is not None and (what.is_dir() or "=" in what.name):
+        options = {"--url": url, "--rounds": rounds, "--per-round": per_round, "--questions": questions, "--only": only}
+        if given := [name for name, value in options.items() if value]:
+            raise EarnestError(f"{given[0]} is for feedback loops (PREFERENCES.yaml), not for a run; leave it out.")
+        if not what.is_dir():
+            raise EarnestError(f"{what}: give the run folder first, e.g. earnest eval runs/mine {what}.")
+        from rich.console import Console
+
+        from earnest.runs.measure import measure
+        from earnest.runs.progress import note_on
+
+        _print(measure(what, overrides or [], note_on(Console(stderr=True))))
+        return
+    if overrides:
+        raise EarnestError(f"{overrides[0]}: key=value belongs to a run folder; {what} is a file of preferences.")
     from earnest.serve.eval.preferences import read
-    from earnest.serve.eval.run import run as measure
+    from earnest.serve.eval.run import run as measure_loops
 
     changes = {"rounds": rounds, "per_round": per_round, "questions": questions}
-    measure(read(preferences, changes, only or []), out, url=url, model=model)
+    measure_loops(read(what, changes, only or []), out, url=url, model=model)
 
 
 @app.command()
@@ -342,11 +390,11 @@ def adapters(
 
 
 @app.command()
-def tasks() -> None:
-    """What there is to learn."""
+def tasks(name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None) -> None:
+    """What there is to learn; with NAME its description, settings and three prompts with grades."""
     from earnest import listings
 
-    _print(listings.tasks())
+    _print(listings.tasks() if name is None else listings.task(name))
 
 
 @app.command()

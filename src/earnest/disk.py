@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sync(path: Path) -> None:
@@ -16,6 +21,28 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file in one rename, with the mode that the umask gives; a full disk is an ``OSError``."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part.touch()
+    mode = part.stat().st_mode  # safetensors replaces the file by one that only its owner can read
+    try:
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(own, part, dict(metadata) if metadata is not None else None)
+        part.chmod(mode & 0o777)
+        part.replace(path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

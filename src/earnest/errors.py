@@ -46,7 +46,11 @@ class MissingExtra(EarnestError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean X?' for the nearest known name, or the list of them."""
+    """ "did you mean X?" for a known name that ``name`` may be a misspelling of, else the list of them.
+
+    People rarely mistype the first letter; a similar name that begins with another one is another thing.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    similar = [known for known in names if known[:1].lower() == name[:1].lower()]
+    close = difflib.get_close_matches(name, similar, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from earnest.errors import EarnestError, nearest
 
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
     from earnest.objectives.registry import TermInfo
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, names: bool = True) -> Table:
+    """An empty table; ``names``: the first column holds names, which are copied and so never broken."""
     table = Table(title=escape(title), title_justify="left", header_style="bold", show_lines=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for place, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=names and place == 0)
     return table
 
 
@@ -103,6 +106,28 @@ def tasks() -> Table:
     for info in list_tasks():
         _row(table, info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
     return table
+
+
+def task(name: str) -> Group:
+    """One task: its description, its settings, and three prompts with the grades of the right and an empty answer."""
+    from earnest.tasks import get_task
+    from earnest.tasks.external_reasoning_gym import ReasoningGym
+
+    found = get_task(name)
+    parts: list[Table] = []
+    if isinstance(found, ReasoningGym):
+        settings = _table(f"task: {{name: {name}, …}}", "setting", "default")
+        for key, value in found.options().items():
+            _row(settings, key, str(value))
+        parts.append(settings)
+    examples = _table("three held-out prompts", "prompt", "completion", "reward", "feedback", names=False)
+    for prompt in found.prompts("heldout", 3, 0):
+        answer = prompt.data.get("answer")
+        for completion in ([] if answer is None else [str(answer)]) + [""]:
+            grade = found.grade(prompt, completion)
+            text = "\n".join(str(m.get("content")) for m in prompt.messages)
+            _row(examples, text, completion or "(empty)", f"{grade.reward:g}", grade.feedback)
+    return Group(Text(f"{found.name}: {found.description}"), *parts, examples)
 
 
 def models() -> Table:

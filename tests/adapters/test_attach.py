@@ -50,6 +50,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize(
     ("targets", "layers", "message"),
     [
+        (["foo"], None, r"'foo' matches no linear layer of \w+; the linear layers are: .*q_proj"),
         (["q_prj"], None, r"'q_prj' matches no linear layer.*near misses: q_proj"),
         (["q_proj", "nothing_like_it"], None, "the linear layers are: .*down_proj"),
         (["self_attn"], None, "LlamaAttention.*target the linears in it"),

@@ -113,7 +113,7 @@ def test_torn_stale_and_missing_files_are_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(AdapterError, match="missing"):
         load_adapter(tiny_llama(), tmp_path)
-    with pytest.raises(AdapterError, match="no adapter folder"):
+    with pytest.raises(AdapterError, match="there is no folder"):
         load_adapter(tiny_llama(), tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(AdapterError, match="not an adapter folder"):

@@ -94,7 +94,7 @@ def test_chat_with_and_without_the_adapter(
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         code, out, _ = main(capsys, "chat", "--temperature", "0", "--max-new-tokens", "12", *arguments)
         assert code == 0
-        return [line for line in out.splitlines() if "> " in line or "is no command" in line]
+        return [line for line in out.splitlines() if "> " in line or "is not a command" in line]
 
     folder = str(run_folder(trained))
     plain = talk("sort 312\n", "--model", str(tiny))
@@ -105,7 +105,7 @@ def test_chat_with_and_without_the_adapter(
     said = plain[0].split("> ", 1)[1]
     assert base == f"base> {said}"
     assert adapted == again and adapted.startswith("adapter> ") and adapted != f"adapter> {said}"
-    assert "/dance is no command" in unknown
+    assert "/dance is not a command" in unknown
     assert talk("hi\n", "--adapter", f"{folder}/adapter")[0].startswith("adapter> ")
 
 
@@ -138,13 +138,17 @@ def test_audit_exits_1_on_a_broken_law(tiny: Path, tmp_path: Path, capsys: pytes
 MISTAKES = [
     (("run", "quikstart"), "did you mean 'quickstart'?"),
     (("run", "quickstart", "stesp=2"), "stesp: unknown key; did you mean 'steps'?"),
-    (("run", "quickstart", "optimizer.lr=fast"), "optimizer.lr: must be a number"),
+    (("run", "quickstart", "optimizer.lr=fast"), "optimizer.lr: must be a finite number"),
     (("run", "quickstart", "task=srot"), "task 'srot' is unknown"),
     (("run", "quickstart", "model=./nowhere"), "nowhere"),
     (("run", "missing.yaml"), "there is no file missing.yaml"),
     (("run", "nowhere", "--resume"), "there is no run folder nowhere"),
     (("audit", "quickstart", "steps=0"), "steps: must be at least 1"),
     (("objectives", "gro"), "did you mean"),
+    (("tasks", "srot"), "did you mean 'sort'?"),
+    (("run", "quickstart", "task={name: sort, digits: 3}"), "task.digits: the task sort has no settings"),
+    (("run", "quickstart", "task={name: reasoning_gym/chain_sum, min_term: 3}"), "did you mean 'min_terms'?"),
+    (("run", "quickstart", "task={name: reasoning_gym/chain_sum, min_terms: 0}"), "refuses min_terms=0"),
     (("runn",), "No such command 'runn'"),
     (("run",), "recipe"),
     (("chat", "--temperature", "-1"), "--temperature"),
@@ -180,6 +184,9 @@ def test_a_mistake_in_a_real_process(tmp_path: Path) -> None:
         (("objectives", "grpo"), ["clip", "0.2", "above 0"]),
         (("adapters",), ["lora", "2106.09685", "rank=8"]),
         (("tasks",), ["sort", "style/volume", "built-in"]),
+        (("--version",), ["earnest 0."]),
+        (("tasks", "sort"), ["sort the digits", "three held-out prompts", "The answer is empty."]),
+        (("tasks", "reasoning_gym/chain_sum"), ["min_terms", "max_digits", "State the final answer"]),
         (("models",), ["nano", "smollm2", "Apache-2.0"]),
     ],
 )
@@ -231,3 +238,13 @@ def test_the_package_carries_its_recipes(capsys: pytest.CaptureFixture[str]) -> 
 
     names = {p.name for p in (resources.files("earnest") / "recipes").iterdir()}
     assert {"quickstart.yaml", "sft.yaml"} <= names
+
+
+def test_names_of_tasks_are_never_broken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns every name is on one line, ready to be copied."""
+    from earnest.tasks import list_tasks
+
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = main(capsys, "tasks")
+    words = out.split()
+    assert code == 0 and [info.name for info in list_tasks() if info.name not in words] == []

@@ -50,6 +50,8 @@ MISTAKES = {
     "adapter.rank=0": "adapter.rank: must be a whole number at least 1, got 0",
     # unknown names
     "objective.0.kind=gro": "objective.0: objective 'gro' is unknown: did you mean 'grpo'?",
+    "objective.0.kind=ppo": "objective.0: objective 'ppo' is unknown: known: ",
+    "objective.0.weight=0": "objective: no term has a weight other than 0 (grpo), so nothing would be trained",
     "adapter.kind=lra": "adapter 'lra' is unknown: did you mean 'lora'?",
     "optimizer.kind=adam": "optimizer: optimizer 'adam' is unknown: did you mean 'adamw'?",
     "loggers=[tensorbord]": "loggers.0: must be 'tensorboard', 'trackio' or 'wandb', got 'tensorbord'",
@@ -137,7 +139,7 @@ def test_what_is_spelt_is_read_back(data: object) -> None:
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("steps: 3\nseed: 1\nsteps: 4\n")
-    with pytest.raises(ConfigError, match=r"r\.yaml: the key 'steps' stands twice \(line 3\); keep one\."):
+    with pytest.raises(ConfigError, match=r"r\.yaml: the key 'steps' is given twice \(line 3\); keep one\."):
         load_file(path)
 
 
@@ -217,3 +219,12 @@ def test_a_recipe_is_read_once_and_its_parts_are_built_once(
         cli.main(["run", "quickstart", *small])
     assert left.value.code == 0, capsys.readouterr().err
     assert sorted(made) == ["adapter", "optimizer", "recipe", "term"]
+
+
+def test_a_tasks_settings_survive_the_trip_to_yaml() -> None:
+    """A task without settings is a name; with settings it is a mapping, and both read back as they were."""
+    given = {"name": "reasoning_gym/chain_sum", "min_terms": 2}
+    for written, fields in (("sort", {}), (given, {"min_terms": 2})):
+        config = load("quickstart", [f"task={written}"])[1]
+        assert config.task.fields == fields and text.parse(dump(config), "dump")["task"] == written
+        assert changed_keys(config, from_mapping(text.parse(dump(config), "dump"))) == []

@@ -49,9 +49,11 @@ def test_relative_and_home_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert load("~/tiny-llama").name.endswith("tiny-llama")
 
 
-def test_the_version_is_the_configs(folder: Path) -> None:
-    edit_config(folder, earnest_version="tiny-7")
-    assert load(folder).version == "tiny-7"
+def test_a_folders_config_names_no_version(folder: Path) -> None:
+    """A model merged from nano and an adapter keeps nano's config; its weights are not nano's."""
+    edit_config(folder, earnest_version="nano-1")
+    assert load(folder).version == "local folder"
+    assert load("nano").version == "nano-1"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

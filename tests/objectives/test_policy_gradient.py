@@ -242,7 +242,7 @@ def test_where_sampler_and_trainer_agree_the_correction_changes_nothing() -> Non
 def test_the_correction_says_that_it_ran() -> None:
     batch, policy = full_batch()
     ran = policy.evaluate(batch, GRPO(correction=TruncatedIS(level="sequence", mode="mask"))).values["grpo"].ran
-    assert ran == "grpo × sequence mask importance"
+    assert ran == "grpo(clip=0.2, over=sequences) × sequence mask importance"
 
 
 # --- laws -----------------------------------------------------------------------------------------------------------

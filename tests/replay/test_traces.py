@@ -148,6 +148,15 @@ def test_pairs_of_others_and_files_that_are_none(tmp_path: Path) -> None:
     messages = {"prompt": [[user("q")]], "chosen": [said("a")], "rejected": [said("b")]}
     put(**messages)  # somebody else's file, messages as structs
     assert files.read(path)[0].chosen["content"] == "a" and files.read(path)[0].teacher == "given"
+    put(prompt=["q"], chosen=["a"], rejected=['{"city": "Rome"}'])  # plain texts, one of which is JSON
+    (plain,) = files.read(path)
+    assert (plain.prompt, plain.chosen) == ((user("q"),), said("a"))
+    assert plain.rejected["content"] == '{"city": "Rome"}'
+    put(**{**messages, "chosen": [[said("a")]], "rejected": [[said("b")]]})  # a list of one message
+    assert files.read(path)[0].chosen["content"] == "a"
+    put(**{**messages, "chosen": [[user("q"), said("a")]]})
+    with pytest.raises(ReplayError, match=r"row 0: chosen must be one assistant message .* or a text, got"):
+        files.read(path)
     put(prompt=[json.dumps([user("q")])], chosen=[json.dumps(said("a"))])
     with pytest.raises(ReplayError, match="has no column rejected"):
         files.read(path)

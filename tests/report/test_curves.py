@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,14 @@ def test_shares_stack_to_one_and_keep_the_colours_of_their_terms(tmp_path):
     for parts in zip(*(series.y for series in chart.series), strict=True):
         assert sum(parts) == pytest.approx(1)
     assert [(c.title, c.series[0].colour) for c in curves.loss_charts(run)] == [("grpo: loss", 0), ("sdpo: loss", 1)]
+    marked = [
+        s.model_copy(update={"terms": {**s.terms, "grpo": s.terms["grpo"].model_copy(update={"surrogate": True})}})
+        for s in run.steps
+    ]
+    shown = curves.loss_charts(replace(run, steps=tuple(marked)))
+    assert [c.title for c in shown] == ["sdpo: loss"], "the value of a surrogate means nothing"
+    speed = replace(run, steps=tuple(s.model_copy(update={"tokens": 700, "seconds": {"a": 1.0}}) for s in run.steps))
+    assert [p.pairs[0][1] for p in curves.metric_points(speed) if p.title == "tokens per second"] == [700.0]
     assert curves.share_chart(load(folders.make(tmp_path / "one", terms=1))) is None
 
 

@@ -52,8 +52,9 @@ def test_the_documented_examples_load_as_documented(tmp_path):
     assert (step.step, step.version, step.reward.mean, step.reward.sd, step.reward.n) == (1, 1, 0.41, 0.49, 64)
     assert (step.loss, step.grad_norm, step.update_norm, step.lr) == (0.0132, 0.82, 0.0061, 0.001)
     term = step.terms["grpo"]
-    assert (term.weight, term.loss, term.share, term.ran) == (1.0, 0.0132, 1.0, "grpo(clip=0.2, over=tokens)")
-    assert term.metrics == {"clip_fraction": 0.02, "ratio_max": 1.31}
+    assert (term.weight, term.loss, term.share, term.ran) == (1.0, 0.0132, 1.0, "grpo(clip=0.2, over=sequences)")
+    assert term.surrogate and term.metrics == {"clip_high": 0.02, "ratio_max": 1.31}
+    assert step.learned_nothing is None and step.tokens == 608
     assert step.metrics["entropy"] == 1.2
     assert step.seconds == {"sample": 0.8, "train": 0.6}
     (evaluation,) = run.evaluations

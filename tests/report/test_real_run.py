@@ -38,7 +38,7 @@ def test_a_real_run_has_no_gap(finished: Finished):
     assert run.gaps == ()
     assert [step.step for step in run.steps] == [1, 2, 3]
     assert [evaluation.step for evaluation in run.evaluations] == [0, 2, 3]
-    assert (run.header.status, run.header.steps_done, run.header.model.version) == ("finished", STEPS, "tiny-1")
+    assert (run.header.status, run.header.steps_done, run.header.model.version) == ("finished", STEPS, "local folder")
     assert run.verdict is not None
     assert [(check.subject, check.outcome, check.detail) for check in run.verdict.checks] == [
         ("term grpo", "holds", ""),

@@ -136,9 +136,10 @@ def test_an_out_folder_in_use_is_refused(folder: Path, tmp_path: Path, make_conf
 
 def test_a_dead_step_is_not_trained(tmp_path: Path, make_config: Make, quiet: Console) -> None:
     """With a learning rate of 0 every curve would look alive and nothing would be learned."""
-    with pytest.raises(RunStopped, match="0 changed their bits") as caught:
+    with pytest.raises(RunStopped, match=r"(?s)learning rate: 0, expected above 0.*0 changed their bits") as caught:
         start("test", make_config("optimizer.lr=0", f"out={tmp_path / 'run'}"), quiet)
     assert isinstance(caught.value.__cause__, LawBroken)
+    assert "No path leads" not in str(caught.value), "the learning rate is the reason, and the only one"
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert verdict["holds"] is False and any(c["outcome"] == "fails" and c["detail"] for c in verdict["checks"])
     header = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -183,7 +184,7 @@ def test_graders_that_raise_are_counted_and_stop_the_run_past_the_share(
 ) -> None:
     import earnest.runs.setup
 
-    monkeypatch.setattr(earnest.runs.setup, "get_task", lambda name: Moody(4))
+    monkeypatch.setattr(earnest.runs.setup, "get_task", lambda *_: Moody(4))
     folder = start("test", make_config("max_grader_errors=0.5", f"out={tmp_path / 'run'}"), quiet).folder
     steps = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "step"]
     assert all(line["metrics"]["grader_errors"] == 2 for line in steps)
@@ -203,14 +204,89 @@ def test_graders_that_raise_are_counted_and_stop_the_run_past_the_share(
         ("sampling.completions_per_prompt=1", "at least 2, got 1"),
         ("objective=[{kind: sft}]", "no right answers to demonstrate"),
         ("objective=[{kind: grpo, weight: 0}]", "no term has a weight other than 0"),
+        (
+            "sampling.max_new_tokens=500",
+            r"sampling.max_new_tokens: 500 tokens after the \d+ of prompt .* set at most \d+",
+        ),
+        ("task=reasoning_gym/knights_knaves", r"task: prompt .* has \d+ tokens, and the context of .* holds 128"),
     ],
 )
-def test_a_mistake_leaves_no_folder_or_a_whole_one(
-    override: str, says: str, tmp_path: Path, make_config: Make, quiet: Console
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_a_mistake_leaves_no_folder(
+    override: str, says: str, check: str, tmp_path: Path, make_config: Make, quiet: Console
 ) -> None:
-    with pytest.raises(EarnestError, match=says):
-        start("test", make_config(override, f"out={tmp_path / 'run'}"), quiet)
-    assert not (tmp_path / "run").exists() or json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
+    """Whatever can be checked is checked before the folder is made, so that the corrected command may use it."""
+    with pytest.raises(EarnestError, match=says) as caught:
+        start("test", make_config(override, f"check={check}", f"out={tmp_path / 'run'}"), quiet)
+    assert getattr(caught.value, "exit_code", 2) == 2 and not (tmp_path / "run").exists()
+
+
+def test_a_missing_chat_template_leaves_no_folder(
+    tiny: Path, tmp_path: Path, make_config: Make, quiet: Console
+) -> None:
+    import shutil
+
+    shutil.copytree(tiny, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    with pytest.raises(EarnestError, match="no chat template"):
+        start("test", make_config(f"model={tmp_path / 'base'}", f"out={tmp_path / 'run'}"), quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "says"), [("file", "is a file"), ("file/x", "is a file"), ("/proc/x", "cannot be made")]
+)
+def test_a_place_where_no_folder_can_be_made(
+    place: str, says: str, tmp_path: Path, make_config: Make, quiet: Console
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"out=.*{says}.*; choose"):
+        start("test", make_config(f"out={tmp_path / place}"), quiet)
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))  # no file may be larger
+from earnest import cli
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_disk_that_fills_up_at_a_checkpoint_ends_in_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: only the checkpoint of step 2 is larger."""
+    import subprocess
+    import sys
+
+    from tests.runs.tiny import recipe
+
+    words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), "adapter.rank=16", f"out={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL.format(limit=16_000), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "cannot write" in done.stderr and "File too large" in done.stderr
+    assert f"continue with: earnest run {tmp_path / 'run'} --resume" in done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    again = subprocess.run(
+        [sys.executable, "-m", "earnest", "run", str(tmp_path / "run"), "--resume"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+
+
+def test_other_users_can_read_the_weights(folder: Path) -> None:
+    """Files have the mode that the umask gives, not 0600."""
+    import os
+
+    umask = os.umask(0)
+    os.umask(umask)
+    files = [f for f in folder.rglob("*") if f.is_file() and f.name != ".lock"]
+    assert {f.suffix for f in files} >= {".safetensors", ".json", ".jsonl"}
+    assert {oct(f.stat().st_mode & 0o777) for f in files} == {oct(0o666 & ~umask)}
 
 
 # --- its parts --------------------------------------------------------------------------------------------------------
@@ -344,5 +420,6 @@ def test_bars_on_a_terminal(tmp_path: Path, make_config: Make) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=120)
     start("test", make_config("steps=2", f"out={tmp_path / 'run'}"), screen)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
-    assert "2/2" in shown and "held-out" in shown and "grpo" in shown
+    assert "2/2" in shown and "held-out" in shown and "gradient" in shown and "tokens/s" in shown
+    assert "grpo" not in shown, "the value of an on-policy surrogate means nothing"
     assert isinstance(Bars(screen), Bars)

@@ -73,3 +73,15 @@ def test_every_dataset_gives_prompts_and_grades(name: str) -> None:
         assert task.grade(prompt, "no idea").reward == float(prompt.data["answer"] == "False")
     else:
         assert task.grade(prompt, "no idea").reward < 1
+
+
+def test_settings_change_the_questions_and_the_grades_follow() -> None:
+    """chain_sum with exactly two terms asks for one operation, and its own answers are right."""
+    task = get_task("reasoning_gym/chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
+    prompts = task.prompts("train", 20, 0)
+    for prompt in prompts:
+        sum_ = str(prompt.messages[0]["content"]).split(":")[1].removesuffix("=").split()
+        assert len(sum_) == 3 and sum_[1] in "+-", sum_
+        assert task.grade(prompt, str(prompt.data["answer"])).correct
+    plain = get_task("reasoning_gym/chain_sum").prompts("train", 20, 0)
+    assert [p.data["question"] for p in plain] != [p.data["question"] for p in prompts]

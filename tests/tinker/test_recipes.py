@@ -83,6 +83,7 @@ def test_a_run_resumes_from_what_the_service_kept(served: Served, tmp_path: Path
 SDPOS = [SDPO, {**SDPO, "name": "two", "top_k": 5}]
 KEYS: dict[str, list[tuple[Any, ...]]] = {
     "description": [("a recipe",)],
+    "import": [(["json"],)],
     "model": [("nano",)],
     "device": [("cpu", "device: with engine.kind tinker")],
     "dtype": [("bfloat16", "dtype: with engine.kind tinker")],
@@ -94,7 +95,8 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "adapter.alpha": [(16.0, "alpha 32")],
     "adapter.rslora": [(True, "nothing else to set")],
     "adapter.freeze_a": [(True, "nothing else to set")],
-    "task": [("sort",)],
+    "chat_template": [("{{ messages }}", "chat_template: with engine.kind tinker")],
+    "task": [("sort",), ({"name": "sort"},)],
     "data": [("pairs.parquet", "would train nobody")],
     "objective": [([SDPO],), (SDPOS, "asked once"), ([{"kind": "dpo"}],)],
     "advantages": [("leave_one_out",)],
@@ -143,7 +145,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key by its path; those of a kinded mapping are the fields of the kind that a service has."""
-    whole = {"guard", "sampler", "sync"}  # refused as they are
+    whole = {"guard", "sampler", "sync", "task"}  # refused or obeyed as they are
     for name, field in model.model_fields.items():
         inner = field.annotation
         if name == "fields":
@@ -152,7 +154,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         elif name not in whole and isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _fields(inner, f"{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{field.alias or name}"
 
 
 def test_the_table_has_every_key() -> None:
@@ -163,7 +165,7 @@ def test_the_table_has_every_key() -> None:
 def test_every_key_is_obeyed_or_refused(served: Served, tmp_path: Path, key: str) -> None:
     for value, *rest in KEYS[key]:
         said, more = (rest[0] if rest else None), (rest[1] if len(rest) > 1 else {})
-        given = _config(served, tmp_path / "run", **more).model_dump(mode="python")
+        given = _config(served, tmp_path / "run", **more).model_dump(mode="python", by_alias=True)
         owner, _, name = key.rpartition(".")
         (given[owner] if owner else given)[name] = value
         if key == "adapter.kind" and value != "lora":

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from earnest.adapters.adapter import Adapter, check_keys
@@ -27,6 +27,7 @@ from earnest.adapters.fingerprint import check_fingerprint
 from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions
 from earnest.adapters.targets import Match, linears
 from earnest.adapters.variant import Variant, get_variant
+from earnest.disk import write_tensors
 
 OWN_CONFIG, OWN_MODEL = "earnest_adapter.json", "earnest_adapter.safetensors"
 FORMAT = 1
@@ -34,15 +35,6 @@ FORMAT = 1
 
 def _sha(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Atomically, contiguous and on the CPU."""
-    part = path.with_suffix(".part")
-    save_file(
-        {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, str(part), metadata={"format": "pt"}
-    )
-    os.replace(part, path)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -90,18 +82,17 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
 
     Where PEFT has no exact form, its pair is left out and the reason is in our JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    if base_model is None:
-        base_model = getattr(getattr(adapter.model, "config", None), "_name_or_path", None) or None
+    base_model = base_model or _loaded_from(adapter.model)
     shared = shared_tensors(adapter)
     own = {f"shared.{k}": v for k, v in shared.items()}
     own |= {k: v for k, v in adapter.named_tensors().items() if k.rsplit(".", 1)[-1] not in shared}
     for stale in (CONFIG, MODEL, OWN_CONFIG, OWN_MODEL):
         (folder / stale).unlink(missing_ok=True)
-    peft, why = peft_files(adapter, shared, base_model)
+    peft, why = peft_files(adapter, shared, _loadable(adapter.model, base_model))
     if peft is not None:
-        write_tensors(folder / MODEL, peft[1])
+        write_tensors(folder / MODEL, peft[1], {"format": "pt"})
         write_json(folder / CONFIG, peft[0])
-    write_tensors(folder / OWN_MODEL, own)
+    write_tensors(folder / OWN_MODEL, own, {"format": "pt"})
     meta = {
         "format": FORMAT,
         "variant": adapter.variant.name,
@@ -110,12 +101,46 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
         "modules": list(adapter.slots),
         "scale": adapter.scale,
         "base": adapter.base_fingerprint,
+        "base_model": base_model,
         "tensors_sha256": _sha(folder / OWN_MODEL),
         "peft_sha256": _sha(folder / MODEL) if peft is not None else None,
         "peft": why,
     }
     write_json(folder / OWN_CONFIG, meta)
     return folder
+
+
+def _loaded_from(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
+
+
+def _loadable(model: nn.Module, name: str | None) -> str | None:
+    """The base model's name as transformers and PEFT can load it: a hub id, else the folder that it came from."""
+    where = _loaded_from(model)
+    if where is None or not Path(where).is_dir() or (name and "/" in name and not Path(name).expanduser().exists()):
+        return name
+    return str(Path(where).absolute())
+
+
+def adapter_folder(place: str | Path) -> Path:
+    """The folder with an adapter's files: ``place`` itself, or the adapter of the run in ``place``."""
+    path = Path(place)
+    if not path.is_dir():
+        raise AdapterError(f"there is no folder {path}; give a run folder or its adapter/")
+    for folder in (path, path / "adapter"):
+        if (folder / OWN_CONFIG).is_file() or (folder / CONFIG).is_file():
+            return folder
+    unfinished = " The run has not finished; resume it first." if (path / "run.json").exists() else ""
+    raise AdapterError(f"{path} holds no {CONFIG}, nor does {path / 'adapter'}.{unfinished}")
+
+
+def base_model_of(place: str | Path) -> str | None:
+    """The model that an adapter was trained on, as its files name it."""
+    folder = adapter_folder(place)
+    for file, key in ((OWN_CONFIG, "base_model"), (CONFIG, "base_model_name_or_path")):
+        if (folder / file).is_file() and (name := read_json(folder / file).get(key)):
+            return str(name)
+    return None
 
 
 def load_adapter(
@@ -126,18 +151,15 @@ def load_adapter(
     name: str | None = None,
     expressions: bool = True,
 ) -> Adapter:
-    """Attach a saved adapter: ours exactly, or a folder that PEFT wrote. ``check_base=False`` skips the fingerprint.
+    """Attach a saved adapter: ours exactly, a folder that PEFT wrote, or the adapter of a run folder.
 
+    ``check_base=False`` skips the comparison of the base's fingerprint.
     ``expressions=False`` refuses a PEFT config whose module names are regular expressions. Use it for files from
     somebody else: Python's engine needs exponential time for some expressions.
     """
-    model, path = model_of(model_or_policy), Path(folder)
-    if not path.is_dir():
-        raise AdapterError(f"no adapter folder at {path}")
+    model, path = model_of(model_or_policy), adapter_folder(folder)
     if (path / OWN_CONFIG).exists():
         return _load_own(model, path, check_base, name)
-    if not (path / CONFIG).exists():
-        raise AdapterError(f"{path} has neither {OWN_CONFIG} nor {CONFIG}; it is not an adapter folder")
     config, tensors = read_json(path / CONFIG), read_tensors(path / MODEL)
     if not expressions:
         refuse_expressions(config)

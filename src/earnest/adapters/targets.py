@@ -123,7 +123,8 @@ def _no_match(
         kind = type(model.get_submodule(other[0])).__name__
         return f"target {pattern!r} is a {kind} ({other[0]}), not a linear layer; target the linears in it"
     tails = sorted({n.rsplit(".", 1)[-1] for n in names} | {".".join(n.split(".")[-2:]) for n in names})
-    near = difflib.get_close_matches(pattern, tails, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(pattern, tails, n=3, cutoff=0.6)
     short = sorted({n.rsplit(".", 1)[-1] for n in names})
-    hint = f"near misses: {', '.join(near)}" if near else f"the linear layers are: {', '.join(short)}"
-    return f"target {pattern!r} matches no linear layer of {type(model).__name__}; {hint}"
+    hint = f"near misses: {', '.join(near)}; " if near else ""
+    known = f"the linear layers are: {', '.join(short)}"
+    return f"target {pattern!r} matches no linear layer of {type(model).__name__}; {hint}{known}"

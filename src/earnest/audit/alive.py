@@ -29,6 +29,9 @@ from earnest.objectives.base import Objective, Term
 from earnest.signals.batch import Batch
 
 STEPS = 2
+NO_PATH = "No path leads from them to the loss (detached, bypassed, or 0 · 0)."
+NO_UPDATE = "Their update is 0 or rounds away (16-bit storage), or no optimizer owns them."
+NO_RATE = "The learning rate is 0."
 
 
 def prove_alive(
@@ -121,6 +124,12 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         for i, grad in enumerate(engine.gradients(batch, objective).values()):
             lively[i] |= bool(grad.any())
         judged.append(engine.step(batch, objective).update.guard)
+    rate = engine.learning_rate
+    if rate == 0:
+        yield Finding(
+            "GL", "learning rate", "0", "above 0", "fails",
+            "The learning rate is 0: no parameter moves, and one that waits for another to move gets no gradient.",
+        )  # fmt: skip
     names = dict(zip(engine.names, zip(engine.parameters, before, lively, strict=True), strict=True))
     dead = [n for n, (_, _, alive) in names.items() if not alive]
     still = [n for n, (p, was, _) in names.items() if _hash(p) == was]
@@ -131,9 +140,7 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         f"{total - len(dead)} got a gradient",
         f"all {total} within {STEPS} steps",
         "fails" if dead or not total else "holds",
-        f"Without a gradient: {_some(dead)}. No path leads from them to the loss (detached, bypassed, or 0 · 0)."
-        if dead
-        else "",
+        f"Without a gradient: {_some(dead)}. " + (NO_RATE if rate == 0 else NO_PATH) if dead else "",
     )
     yield Finding(
         "GL",
@@ -141,10 +148,7 @@ def _parameters(engine: LocalEngine, objective: Objective, batch: Batch) -> Iter
         f"{total - len(still)} changed their bits",
         f"all {total} within {STEPS} steps",
         "fails" if still or not total else "holds",
-        f"Unmoved: {_some(still)}. Their update is 0 or rounds away (learning rate, 16-bit storage), or no optimizer "
-        "owns them."
-        if still
-        else "",
+        f"Unmoved: {_some(still)}. " + (NO_RATE if rate == 0 else NO_UPDATE) if still else "",
     )
     if engine.guard is not None and all("removed" in found for found in judged):
         most = max(found["removed"] for found in judged)

@@ -20,8 +20,9 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
         if inner is not None:
             path = f"{prefix}{name}.{'0.' if listed else ''}"
             yield from keys(inner, path)
-            if issubclass(inner, Kinded):
-                yield f"{path}…", "the kind's own", "the fields of that kind"
+            if "fields" in inner.model_fields:
+                whose = "kind" if issubclass(inner, Kinded) else "task"
+                yield f"{path}…", f"the {whose}'s own", f"the fields of that {whose}"
             continue
         default = (
             "required"

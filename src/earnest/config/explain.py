@@ -34,9 +34,9 @@ _BOUNDS = {
 
 
 def sentence(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem, and how many more there are."""
+    """A sentence about the first problem, with the number of further ones."""
     problems = error.errors()
-    # An unknown key is the likeliest cause of the others (a misspelt one is also missing), so it is told first.
+    # An unknown key is the likeliest cause of the others (a misspelt one is also missing), so it is reported first.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
     return _one(first, model) + more

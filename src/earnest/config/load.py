@@ -17,7 +17,7 @@ from earnest.errors import ConfigError
 M = TypeVar("M", bound=BaseModel)
 
 NOT_OF_THE_RUN = ("out", "description")
-"""Keys that say nothing about what is computed: a moved folder is still the same run."""
+"""Keys that do not change what is computed: a moved folder is still the same run."""
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
@@ -49,14 +49,14 @@ def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[s
 
 
 def dump(config: RunConfig) -> str:
-    """The resolved config as YAML, every default spelt out; ``load_file`` reads it back as the same config."""
+    """The resolved config as YAML with every default; ``load_file`` reads it back as the same config."""
     data = config.model_dump(mode="python", by_alias=True)
     data.pop("out")
     return text.spell(data)
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Dotted keys whose values differ, apart from those that say nothing about the computation."""
+    """Dotted keys whose values differ, apart from those that do not change what is computed."""
     before, after = (_flatten(config.model_dump(mode="python", by_alias=True)) for config in (old, new))
     keys = [k for k in {**before, **after} if before.get(k, _ABSENT) != after.get(k, _ABSENT)]
     return [k for k in keys if k.split(".")[0] not in NOT_OF_THE_RUN]

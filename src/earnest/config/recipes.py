@@ -45,6 +45,7 @@ def list_recipes() -> list[Recipe]:
         data = text.parse_file(path)
         kinds = tuple(term["kind"] for term in data.get("objective", ()))
         task = data.get("task", "several") if "experiment" in data else data["task"]
+        task = task["name"] if isinstance(task, dict) else task
         found.append(Recipe(name, data["description"], data.get("model", "nano"), str(task), kinds, path))
     return found
 

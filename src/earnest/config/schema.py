@@ -7,9 +7,10 @@ adapters, optimizers, guards and sampling are the settings of their classes (``k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
 
 from earnest import plugins
 from earnest.adapters.variant import VARIANTS, Variant
@@ -22,6 +23,7 @@ from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.objectives.registry import OBJECTIVES
 from earnest.registry import Registry
+from earnest.tasks import Task, get_task
 
 Whole = Annotated[int, Field(ge=1)]
 
@@ -82,6 +84,35 @@ class OptimizerConfig(Kinded):
         return found
 
 
+class TaskConfig(Strict):
+    """What is learned; ``task: NAME`` is short for ``task: {name: NAME}``. ``fields`` holds the task's settings."""
+
+    hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
+
+    name: str = Field(min_length=1, description="`earnest tasks` lists them; `earnest tasks NAME` shows the settings")
+    fields: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            return {"name": data}
+        if isinstance(data, dict):
+            rest = {key: value for key, value in data.items() if key != "name"}
+            return {key: value for key, value in data.items() if key == "name"} | {"fields": rest}
+        if not isinstance(data, cls):
+            raise ConfigError(f"must be a text, got {data!r}.")
+        return data
+
+    def build(self) -> Task:
+        """The task; some are large, so it is loaded only here."""
+        return get_task(self.name, self.fields)
+
+    @model_serializer(mode="plain")
+    def _flat(self) -> Any:
+        return {"name": self.name, **self.fields} if self.fields else self.name
+
+
 class TeacherConfig(Strict):
     """The teacher of terms that read one: the policy, conditioned on a sibling's success and the grader's feedback."""
 
@@ -119,8 +150,8 @@ class TeacherConfig(Strict):
 class SamplingConfig(Strict):
     """Where the rows of a step come from."""
 
-    prompts_per_step: Whole = Field(8, description="training prompts a step")
-    completions_per_prompt: Whole = Field(8, description="completions of each prompt: a group")
+    prompts_per_step: Whole = Field(8, description="training prompts per step")
+    completions_per_prompt: Whole = Field(8, description="completions per prompt; together they are a group")
     max_new_tokens: int = key_of(SampleSpec, "max_new_tokens", default=16)
     temperature: float = Field(1.0, gt=0, description="the sampling temperature, also of the evaluation")
     workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the process that trains does it itself")
@@ -147,40 +178,40 @@ class SamplerConfig(Strict):
 class EvalConfig(Strict):
     """Held-out prompts, the same for every seed and at every evaluation."""
 
-    every: int = Field(20, ge=0, description="evaluate after every so many steps; 0: only before and after")
+    every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
     prompts: Whole = Field(64, description="held-out prompts")
-    samples: Whole = Field(4, description="completions of each, at the training temperature with fixed seeds")
+    samples: Whole = Field(4, description="completions per prompt, at the training temperature with fixed seeds")
 
 
 class CheckpointConfig(Strict):
-    """What a killed run continues from."""
+    """The checkpoints that a stopped run continues from."""
 
     every: Whole = Field(20, description="steps between checkpoints; there is always one at the end")
-    keep: Whole = Field(2, description="how many are kept; with 2, a torn one still leaves the previous")
+    keep: Whole = Field(2, description="checkpoints that are kept; with 2, a damaged one leaves the previous one")
 
 
 class SamplesConfig(Strict):
-    """What samples.jsonl gets to show."""
+    """What is written to samples.jsonl."""
 
     heldout: int = Field(8, ge=0, description="held-out completions shown before and after")
     train: int = Field(2, ge=0, description="training rollouts kept at each step")
 
 
 class SyncConfig(Strict):
-    """How replicas meet; see docs/diloco.md."""
+    """How replicas synchronize; see docs/diloco.md."""
 
     algorithm: Literal["diloco", "local_sgd"] = Field(
         "diloco", description="an outer optimizer on the average difference, or the average weights"
     )
-    every: Whole = Field(10, description="updates between two meetings about the same weights")
-    fragments: Whole = Field(1, description="the weights meet in so many parts, one after the other")
-    delay: int = Field(0, ge=0, description="updates that go on while a fragment is under way")
-    alpha: float = Field(0.0, ge=0, le=1, description="share of the local weights that is kept at a meeting")
+    every: Whole = Field(10, description="updates between two synchronizations of the same weights")
+    fragments: Whole = Field(1, description="parts of the weights that are synchronized one after the other")
+    delay: int = Field(0, ge=0, description="updates that are made while a fragment is being exchanged")
+    alpha: float = Field(0.0, ge=0, le=1, description="share of the local weights that is kept at a synchronization")
     lr: float = Field(0.7, gt=0, description="the outer optimizer's learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="the outer optimizer's momentum")
     nesterov: bool = Field(True, description="look ahead along the outer momentum")
     wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
-        None, description="how differences travel; none: bf16, and fp32 for local_sgd"
+        None, description="how differences are encoded; none: bf16, and fp32 for local_sgd"
     )
     density: float | None = Field(None, gt=0, le=1, description="the share of weights that topk sends; none: 1/64")
     quorum: int | None = Field(None, ge=1, description="replicas that a round needs; none: half of them, rounded up")
@@ -189,7 +220,9 @@ class SyncConfig(Strict):
     snapshot_every: Whole = Field(10, description="rounds between two whole states in the bucket")
     max_restarts: int = Field(3, ge=0, description="how often a replica that died is started again")
     lighthouse: str | None = Field(
-        None, min_length=1, description="address of a torchft Lighthouse: replicas then meet over the network instead"
+        None,
+        min_length=1,
+        description="address of a torchft Lighthouse: replicas then synchronize over the network instead",
     )
 
     @model_validator(mode="after")
@@ -274,7 +307,12 @@ class RunConfig(Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the base model")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's choice, which a resumed run keeps")
     adapter: AdapterConfig
-    task: str = Field(min_length=1, description="`earnest tasks` lists them")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="for a base model: a Jinja template, or a file with one; none: the tokenizer's own",
+    )
+    task: TaskConfig
     data: str | None = Field(
         None,
         min_length=1,
@@ -293,7 +331,9 @@ class RunConfig(Strict):
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
     micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
     steps: Whole = Field(description="batches to train on")
-    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's birth")
+    seed: int = Field(
+        0, ge=0, lt=2**31, description="decides the prompts, the samples and the adapter's initialization"
+    )
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
@@ -301,22 +341,28 @@ class RunConfig(Strict):
         0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
     )
     shares_every: int = Field(
-        1, ge=0, description="measure each term's share of the gradient every so many steps (a pass a term); 0: never"
+        1,
+        ge=0,
+        description="steps between measurements of each term's share of the gradient (one pass per term); 0: never",
     )
-    check: bool = Field(True, description="prove the step before training: every term and parameter is alive")
+    check: bool = Field(
+        True, description="prove the step before training: every term and every parameter gets a gradient"
+    )
     loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
         default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
     )
-    replicas: Whole = Field(1, description="so many processes sample and train, and meet every sync.every updates")
+    replicas: Whole = Field(1, description="processes that sample and train; they synchronize every sync.every updates")
     store: str | None = Field(
-        None, min_length=1, description="where replicas meet: s3://…, gs://…, az://… or file:///…; none: the run folder"
+        None,
+        min_length=1,
+        description="where replicas exchange weights: s3://…, gs://…, az://… or file:///…; none: the run folder",
     )
     sync: SyncConfig = Field(default_factory=SyncConfig)
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
 
     @property
     def replicated(self) -> bool:
-        """Whether this run lives in a bucket."""
+        """Whether this run is kept in a bucket."""
         return self.replicas > 1 or self.store is not None
 
     @field_validator("imports")
@@ -324,6 +370,17 @@ class RunConfig(Strict):
     def _import(cls, entries: list[str]) -> list[str]:
         """Import the user's own code before the kinds are looked up: fields are validated in their order."""
         return [plugins.load(entry) for entry in entries]
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, given: str | None) -> str | None:
+        """A file's name becomes its content, so that the run folder has the whole template."""
+        if given is None or "{" in given:
+            return given
+        try:
+            return Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{given!r} is neither a Jinja template nor a file that can be read ({error})") from None
 
     @field_validator("optimizer", mode="before")
     @classmethod
@@ -336,10 +393,16 @@ class RunConfig(Strict):
 
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
-        for weighted in self.build_objective().terms:
+        objective = self.build_objective()
+        if not any(True for _ in objective.live()):
+            raise ConfigError(
+                f"objective: no term has a weight other than 0 ({', '.join(objective.skipped)}), so nothing would be "
+                "trained; give one of them a weight"
+            )
+        for weighted in objective.terms:
             for name in weighted.term.of_rounds():
                 raise ConfigError(
-                    f"objective: {weighted.term.label}.{name} acts from round to round, and a run has one round; "
+                    f"objective: {weighted.term.label}.{name} acts over several rounds, and a run has one; "
                     "leave it out, or use `earnest run heal`, whose loop has rounds"
                 )
         if self.sampler is not None and self.sampling.workers:

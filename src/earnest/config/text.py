@@ -1,4 +1,4 @@
-"""YAML as people expect it: ``1e-4`` is a number, and a key that stands twice is an error, not a quiet last word."""
+"""YAML with YAML 1.2's floats (``1e-4`` is a number) in which a repeated key is an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise ConfigError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1}); keep one.")
+                raise ConfigError(f"the key {key!r} is given twice (line {key_node.start_mark.line + 1}); keep one.")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -26,7 +26,9 @@ from earnest.diloco.plan import Plan, plan
 from earnest.diloco.store import Bucket, Object, join
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
+from earnest.runs.learning import Learning
 from earnest.runs.loop import Loop
+from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.run import Finished, complete
 from earnest.runs.setup import Setup, build
@@ -64,6 +66,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
     url = address(config, place)
     setup = _build(config, console)
     try:
+        preflight(setup)
         header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
         run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
         try:
@@ -137,6 +140,7 @@ class Launcher(Loop):
         self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer)
         known = self.run.metrics.read()
         self.evaluations = [line for line in known if line["kind"] == "eval"]
+        self.learning = Learning(known)
         self.seen = max([line["version"] for line in known if line["kind"] == "step"], default=0) // self.plan.interval
         self.step = self.plan.steps_at(self.seen)
 
@@ -216,10 +220,7 @@ class Launcher(Loop):
         self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])
         line |= _merged([d.meta["line"] for d in deltas if "line" in d.meta])
         line |= {"micro_batches": None, "metrics": numbers, "seconds": {}}
-        self.run.metrics.append(line)
-        for logger in self.loggers:
-            logger.log(line)
-        self.progress.step(line)
+        self._record_step(line)
         every = self.setup.config.eval.every
         if every and self.step < self.setup.config.steps and self.step // every > self._last_measured() // every:
             self._adopt()
@@ -251,7 +252,8 @@ def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     terms = {label: dict(term) for line in reversed(lines) for label, term in line["terms"].items()}
     for label, term in terms.items():
         term["loss"] = _mean([line["terms"][label]["loss"] for line in lines if label in line["terms"]])
-    return merged | {"terms": terms}
+    reasons = [line.get("learned_nothing") for line in lines]
+    return merged | {"terms": terms, "learned_nothing": reasons[0] if reasons and None not in reasons else None}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -122,7 +122,8 @@ class ReplicaLoop(Loop):
 
     def _one_step(self, step: int) -> None:
         super()._one_step(step)
-        told = {k: self.line.get(k) for k in ("loss", "skipped", "idle", "grad_norm", "update_norm", "lr", "passes")}
+        names = ("loss", "skipped", "idle", "learned_nothing", "grad_norm", "update_norm", "lr", "passes")
+        told = {name: self.line.get(name) for name in names}
         told["terms"] = {n: {**t, "metrics": {}} for n, t in self.line["terms"].items()}
         self.outer.meta.update(seconds=round(self.seconds, 3), line=clean(told))
 

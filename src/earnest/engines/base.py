@@ -95,7 +95,10 @@ class TermReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step taken."""
+    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step taken.
+
+    ``learning_rate`` is the optimizer's at this update.
+    """
 
     gradient_norm: float
     clip_factor: float
@@ -103,6 +106,7 @@ class UpdateReport:
     version: int
     guard: Mapping[str, float] = field(default_factory=dict)
     outer: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,22 @@ class StepReport:
     micro_batches: int
     tokens: int
     padded_tokens: int
+
+    @property
+    def learned_nothing(self) -> str | None:
+        """Why this step had nothing to learn from, or None where it had."""
+        update = self.update
+        if update.learning_rate == 0:
+            return "the learning rate is 0"
+        if update.gradient_norm > 0:
+            rounded = "no weight changed although the gradient is not 0: the update is below the weights' precision"
+            return f"{rounded}, or the guard removed all of it" if update.update_norm == 0 else None
+        flat = bool(self.terms) and all(t.metrics.get("advantage_zero") == 1 for t in self.terms.values())
+        why = "every advantage is 0 (no two completions of a prompt differ in their reward)" if flat else None
+        if update.gradient_norm != 0:  # not a number: a service does not report it
+            return why
+        moved = f"; momentum still moved the weights by {update.update_norm:.3g}" if update.update_norm > 0 else ""
+        return (why or "the gradient is exactly 0") + moved
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, for metrics.jsonl."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from earnest.disk import sync
+from earnest.disk import sync, write_tensors
 from earnest.errors import CheckpointError
 
 TENSORS, META, MANIFEST = "tensors.safetensors", "meta.json", "manifest.json"
@@ -24,13 +24,11 @@ TENSORS, META, MANIFEST = "tensors.safetensors", "meta.json", "manifest.json"
 
 def write(folder: Path | str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
     """Write a checkpoint at ``folder``, replacing one that is there only once the new one is complete."""
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file({k: v.detach().contiguous().cpu().clone() for k, v in tensors.items()}, fresh / TENSORS)
+    write_tensors(fresh / TENSORS, tensors)
     (fresh / META).write_text(json.dumps(meta, indent=1, sort_keys=True))
     hashes = {name: file_hash(fresh / name) for name in (TENSORS, META)}
     (fresh / MANIFEST).write_text(json.dumps(hashes, indent=1, sort_keys=True))

@@ -208,7 +208,8 @@ class LocalEngine:
         self.version += 1
         outer = self.outer.after_update(self) if self.outer else {}
         factor = min(1.0, bound / norm) if norm > 0 else 1.0
-        return UpdateReport(norm, factor, float(moved.sum().sqrt()), self.version, dict(guard), dict(outer))
+        length, lr = float(moved.sum().sqrt()), self.learning_rate
+        return UpdateReport(norm, factor, length, self.version, dict(guard), dict(outer), lr)
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Scalars, objective, backward and update in a row. ``shares`` also measures each term's own gradient, at the

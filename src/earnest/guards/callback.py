@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback
 
 from earnest.adapters import Adapter
+from earnest.disk import write_tensors
 from earnest.guards.errors import GuardError
 from earnest.guards.guard import DirectionGuard
 
@@ -62,7 +63,7 @@ class GuardCallback(TrainerCallback):
         if state.is_world_process_zero:
             parts = {"adapter": self.adapter.state_dict(), "guard": self.guard.state_dict()}
             tensors = {f"{owner}.{k}": v for owner, part in parts.items() for k, v in part.items()}
-            save_file({k: v.cpu().contiguous().clone() for k, v in tensors.items()}, _checkpoint(args, state) / STATE)
+            write_tensors(_checkpoint(args, state) / STATE, tensors)
 
     def _restore(self, folder: Path) -> None:
         """Neither is in the trainer's own files: without these the run would go on from a newborn adapter."""

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.disk import write_tensors
 from earnest.guards.errors import GuardError
 
 FORMAT = "earnest-directions-1"
@@ -96,11 +97,9 @@ class Directions:
 
     def save(self, path: Path | str) -> Path:
         """Write a safetensors file."""
-        from safetensors.torch import save_file
-
         path = Path(path)
         meta = {"format": FORMAT, "source": self.source, "facts": json.dumps(dict(self.facts))}
-        save_file({k: v.detach().contiguous().cpu() for k, v in self.tensors().items()}, path, metadata=meta)
+        write_tensors(path, self.tensors(), meta)
         return path
 
     @classmethod

@@ -45,15 +45,19 @@ def load(
     return _open(folder, label, version, (why, *notes), where, precision)
 
 
-def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str | None, tuple[str, ...]]:
-    """(folder, name, version or None for the config's own, notes)."""
+def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[str, ...]]:
+    """(folder, name, version, notes).
+
+    The config of a folder may be copied from other weights (a merged model keeps its base's), so it names no version.
+    """
     if name == "nano":
-        return places.nano_folder(), "nano", None, ()
+        folder = places.nano_folder()
+        return folder, "nano", str(places.read_config(folder)["earnest_version"]), ()
     if name == "smollm2":
         return smollm2.fetch(say), "smollm2", smollm2.VERSION, ()
     path = Path(name).expanduser()
     if path.is_dir():
-        return path, str(path), None, ()
+        return path, str(path), "local folder", ()
     if path.is_file():
         raise UnknownModel(f"{name} is a file; give the folder with config.json, the weights and the tokenizer.")
     if not hub.looks_like_id(name):
@@ -69,7 +73,7 @@ def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str | None,
 def _open(
     folder: Path,
     name: str,
-    version: str | None,
+    version: str,
     notes: tuple[str, ...],
     device: torch.device,
     dtype: torch.dtype | None,
@@ -99,9 +103,7 @@ def _open(
         ) from error
     notes += _require_whole(info, folder)
     _require_fit(model, tokenizer, folder)
-    policy = Policy.of(
-        model.to(device), tokenizer, name=name, version=version or str(raw.get("earnest_version") or "local folder")
-    )
+    policy = Policy.of(model.to(device), tokenizer, name=name, version=version)
     policy.notes = notes
     return policy
 

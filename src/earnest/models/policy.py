@@ -79,6 +79,12 @@ class Policy(Speech):
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else min(self.eos_ids, default=0)
 
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence in tokens that the model reads; None where it declares no limit."""
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return int(limit) if limit else None
+
     # --- the model ----------------------------------------------------------------------------------------------------
 
     @property

@@ -28,8 +28,8 @@ class Speech:
             )
         if self.tokenizer.chat_template is None:
             raise EarnestError(
-                f"The tokenizer of {self.name} has no chat template. Use policy.encode(text) for plain text, or set "
-                "policy.tokenizer.chat_template."
+                f"The tokenizer of {self.name} has no chat template. Give one: chat_template: in a recipe, or "
+                "policy.tokenizer.chat_template in Python; policy.encode(text) takes plain text without one."
             )
         return list(
             self.tokenizer.apply_chat_template(

@@ -96,9 +96,13 @@ class RatioGradient(PolicyGradient):
         """One number from the tokens: the objective's own normaliser."""
         raise NotImplementedError  # abstract: every registered term defines it
 
+    def described(self) -> str:
+        """Its kind with the settings that decided the loss, for reports."""
+        return self.kind
+
     def evaluate(self, view: View) -> Value:
         loss, metrics = self.per_token(view)
-        ran = self.kind
+        ran = self.described()
         if self.correction is not None:
             weight, cut = self.correction.weights(view)
             loss = loss * weight
@@ -123,6 +127,14 @@ class Clipped(RatioGradient):
     )
     clip_high: float | None = setting(None, "ε_high: the ratio is clipped above at 1+ε_high; none: ε", above=0.0)
     dual_clip: float | None = setting(None, "δ: bound on the ratio where the advantage is negative", above=1.0)
+
+    over: ClassVar[str]
+    """What the sum of the tokens' losses is divided by."""
+
+    def described(self) -> str:
+        bounds = {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip}
+        given = ", ".join(f"{name}={value:g}" for name, value in bounds.items() if value is not None)
+        return f"{self.kind}({given}, over={self.over})"
 
     @property
     def ceiling(self) -> float:
@@ -165,6 +177,7 @@ class GRPO(Clipped):
     kind: ClassVar[str] = "grpo"
     paper: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300"
     equation: ClassVar[str] = "1/S Σ_i 1/|y_i| Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
+    over: ClassVar[str] = "sequences"
 
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         return view.sequence_mean(values)
@@ -178,6 +191,7 @@ class DAPO(Clipped):
     kind: ClassVar[str] = "dapo"
     paper: ClassVar[str] = "DAPO, arXiv 2503.14476"
     equation: ClassVar[str] = "1/(Σ_i |y_i|) Σ_i Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
+    over: ClassVar[str] = "tokens"
 
     clip_high: float | None = setting(0.28, "ε_high: the ratio is clipped above at 1+ε_high", above=0.0)
 
@@ -193,6 +207,7 @@ class DrGRPO(Clipped):
     kind: ClassVar[str] = "dr_grpo"
     paper: ClassVar[str] = "Understanding R1-Zero-like training, arXiv 2503.20783"
     equation: ClassVar[str] = "1/(S·L_max) Σ_i Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
+    over: ClassVar[str] = "max_length"
 
     max_length: int | None = setting(
         None, "L_max, the longest completion that sampling allows; none: the batch's", at_least=1
@@ -223,6 +238,7 @@ class BNPO(Clipped):
     kind: ClassVar[str] = "bnpo"
     paper: ClassVar[str] = "TRL's loss_type 'bnpo' (batch-normalised), docs of GRPOTrainer"
     equation: ClassVar[str] = "Σ_parts (S_part/S) · 1/(Σ_part |y_i|) Σ_part Σ_t -min(ρA, clip(ρ)A)"
+    over: ClassVar[str] = "micro-batch tokens"
     laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy", "batch_local"})
 
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:

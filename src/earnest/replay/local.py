@@ -50,13 +50,9 @@ class LocalPolicy:
 
     def __init__(self, model: str, adapter: str | None) -> None:
         from earnest.models import load
+        from earnest.runs.trained import load_trained
 
-        self.policy = load(model)
-        if adapter is not None:
-            from earnest.adapters import load_adapter
-            from earnest.chat import adapter_folder
-
-            load_adapter(self.policy, adapter_folder(Path(adapter)))
+        self.policy = load(model) if adapter is None else load_trained(Path(adapter), model)[0]
         self.context = int(getattr(self.policy.model.config, "max_position_embeddings", 0) or 2**31)
 
     def prompt(self, turn: Turn, with_hindsight: bool, room: int) -> list[int]:

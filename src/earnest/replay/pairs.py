@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,17 +111,41 @@ def about(path: Path) -> dict[str, Any]:
 
 def _pair(number: int, row: dict[str, Any]) -> Pair:
     for name in _JSON:
-        row[name] = json.loads(row[name]) if isinstance(row.get(name), str) else row.get(name) or ()
+        row[name] = _messages(name, row.get(name))
     given: dict[str, Any] = {"trace": f"row-{number}", "turn": 0, "teacher": "given", "sample": 0, "margin": 1.0}
     made = Pair(**given | {"judge": "given", "winner": "teacher"} | row)
     for name in ("chosen", "rejected"):
-        if getattr(made, name).get("role") != "assistant":
-            raise ValueError(f"{name} must be one assistant message, got {getattr(made, name)!r}")
+        message = getattr(made, name)
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            raise ValueError(f"{name} must be one assistant message (with role and content) or a text, got {message!r}")
     if not made.prompt:
         raise ValueError("the prompt has no message")
     if meaning(made.chosen) == meaning(made.rejected):
         raise ValueError("chosen and rejected are the same answer, which is no preference")
     return replace(made, prompt=tuple(made.prompt), tools=tuple(made.tools))
+
+
+def _messages(name: str, value: Any) -> Any:
+    """A column as messages. They may be JSON; any other text is what the user (``prompt``) or the assistant wrote.
+
+    ``chosen`` and ``rejected`` may also be a list of one message.
+    """
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            parsed = json.loads(value)
+            if name == "tools" or _are_messages(parsed):
+                value = parsed
+    if isinstance(value, str) and name != "tools":
+        return [{"role": "user", "content": value}] if name == "prompt" else {"role": "assistant", "content": value}
+    if name in ("chosen", "rejected") and isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return value or ()
+
+
+def _are_messages(value: Any) -> bool:
+    """Whether JSON holds a message or a list of them, and is not just the text of an answer."""
+    several = value if isinstance(value, list) else [value]
+    return all(isinstance(message, dict) and "role" in message for message in several)
 
 
 def _pyarrow() -> tuple[Any, Any]:

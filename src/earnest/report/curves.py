@@ -205,7 +205,7 @@ def _share(step: StepRecord, label: str) -> float:
 
 
 def loss_charts(run: Run) -> list[Chart]:
-    """One small chart a term: its loss before the weight."""
+    """One small chart per term: its loss before the weight. The value of a surrogate has no meaning and no chart."""
     return [
         chart
         for colour, label in enumerate(term_labels(run))
@@ -214,7 +214,11 @@ def loss_charts(run: Run) -> list[Chart]:
 
 
 def _loss(label: str) -> Callable[[StepRecord], float | None]:
-    return lambda step: step.terms[label].loss if label in step.terms else None
+    def read(step: StepRecord) -> float | None:
+        term = step.terms.get(label)
+        return None if term is None or term.surrogate else term.loss
+
+    return read
 
 
 @dataclass
@@ -248,6 +252,8 @@ def metric_points(run: Run) -> list[Named]:
         for name, value in step.seconds.items():
             add("seconds", name, step, value)
         add("", "micro-batches", step, step.micro_batches)
+        if step.tokens and (seconds := sum(value or 0.0 for value in step.seconds.values())):
+            add("", "tokens per second", step, step.tokens / seconds)
     return list(found.values())
 
 

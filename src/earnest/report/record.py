@@ -79,11 +79,15 @@ class RunRecord(Record):
 
 
 class TermRecord(Record):
-    """One term on one step; ``loss`` is before the weight, ``share`` is the term's part of the gradient."""
+    """One term on one step; ``loss`` is before the weight, ``share`` is the term's part of the gradient.
+
+    The loss of a ``surrogate`` (a term that reads advantages) has no meaning as a value.
+    """
 
     kind: str | None = None
     weight: float
     loss: Number = None
+    surrogate: bool = False
     share: Number = None
     ran: str
     metrics: Numbers = {}
@@ -108,6 +112,10 @@ class StepRecord(Record):
     terms: Mapping[str, TermRecord]
     skipped: Annotated[tuple[str, ...], Field(strict=False)] = ()
     idle: Mapping[str, str] = {}
+    learned_nothing: str | None = None
+    """Why the step had nothing to learn from; None where it had."""
+    tokens: NonNegativeInt | None = None
+    """Tokens that were trained on."""
     grad_norm: Number = None
     update_norm: Number = None
     lr: Number = None

@@ -68,8 +68,8 @@ def _term_row(run: Run, label: str, colour: int) -> Html:
         el("th", el("span", class_=f"key c{colour % 6}", aria_hidden="true"), label, scope="row"),
         el("td", weight),
         el("td", *(el("code", one) for one in ran), class_="ran"),
-        el("td", number(values[0].loss)),
-        el("td", number(values[-1].loss)),
+        el("td", "surrogate" if values[0].surrogate else number(values[0].loss)),
+        el("td", "surrogate" if values[-1].surrogate else number(values[-1].loss)),
         el("td", f"{100 * sum(shares) / len(shares):.0f} %" if shares else "not measured"),
     )
 

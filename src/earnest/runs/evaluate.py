@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+
 from earnest.errors import ConfigError
 from earnest.runs.collect import Attempt, attempt, describe
 from earnest.runs.setup import Setup
+from earnest.tasks import Prompt
 
 # Not the run's seed: every seed of a recipe is measured on the same questions with the same random numbers.
 HELDOUT_SEED = 20_240
@@ -58,12 +61,17 @@ class Evaluation:
         }
 
 
-def evaluate(setup: Setup, step: int) -> Evaluation:
-    """Measure the policy that would be deployed: the live one, without a guard's quarantine."""
-    wanted = setup.config.eval
-    prompts = setup.task.prompts("heldout", wanted.prompts, HELDOUT_SEED)
+def heldout(setup: Setup) -> list[Prompt]:
+    """The prompts of every evaluation, the same for every seed."""
+    prompts = setup.task.prompts("heldout", setup.config.eval.prompts, HELDOUT_SEED)
     if not prompts:
         raise ConfigError(f"task: {setup.task.name} has no held-out prompts; take another task.")
+    return prompts
+
+
+def evaluate(setup: Setup, step: int) -> Evaluation:
+    """Measure the policy that would be deployed: the live one, without a guard's quarantine."""
+    wanted, prompts = setup.config.eval, heldout(setup)
     with setup.deployed():
         attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
         pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
@@ -82,6 +90,44 @@ def standard_error(values: Sequence[float]) -> float | None:
         return None
     mean = sum(values) / n
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two measurements on the same prompts. Standard errors are None where there is only one prompt."""
+
+    before: float
+    after: float
+    before_se: float | None
+    after_se: float | None
+    gain: float
+    gain_se: float | None
+    prompts: int
+    samples: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield f"held-out reward  {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
+        size = f"standard errors over {self.prompts} prompts, {self.samples} completions"
+        yield f"gain             {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
+
+
+def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ``Comparison`` from two evaluation lines of metrics.jsonl."""
+    gained, gained_se = gain(before["means"], after["means"])
+    return {
+        "before": before["reward"],
+        "after": after["reward"],
+        "before_se": before["se"],
+        "after_se": after["se"],
+        "gain": gained,
+        "gain_se": gained_se,
+        "prompts": after["prompts"],
+        "samples": after["n"],
+    }
+
+
+def _pm(value: float, se: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
 
 
 def gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float | None]:

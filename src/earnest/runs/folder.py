@@ -20,7 +20,7 @@ def now() -> str:
 
 
 def default_place(recipe: str) -> Path:
-    """runs/<recipe>-<time>, with a number behind it where that is taken."""
+    """runs/<recipe>-<time>, with a number after it where that is taken."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     place = Path("runs") / f"{recipe}-{stamp}"
     number = 2
@@ -31,9 +31,11 @@ def default_place(recipe: str) -> Path:
 
 
 def require_free(place: Path) -> None:
-    """Refuse a place in which something is already."""
-    if place.is_file():
-        raise CheckpointError(f"out={place} is a file; choose a new folder.")
+    """Refuse a place that is not empty, or in which no folder can be made."""
+    for part in (place, *place.parents):
+        if part.exists() and not part.is_dir():
+            what = "is a file" if part == place else f"cannot be made, because {part} is a file"
+            raise CheckpointError(f"out={place} {what}; choose a new folder.")
     if place.is_dir() and any(place.iterdir()):
         if (place / "run.json").exists():
             raise CheckpointError(
@@ -63,8 +65,11 @@ class RunFolder:
     def create(cls, path: Path, config: str, environment: Mapping[str, Any], header: Mapping[str, Any]) -> RunFolder:
         """A new folder; ``run.json`` comes last, so that a folder that has one has all of these."""
         require_free(path)
-        path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path)
+        except OSError as error:
+            raise CheckpointError(f"out={path} cannot be made ({error.strerror}); choose another out=DIR.") from None
         write_text(path / "config.yaml", config)
         write_json(path / "environment.json", environment)
         folder.header = {"format": FORMAT, **header, "status": "running", "reason": None, "started": now()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from earnest.engines import StepReport
 from earnest.objectives import Objective
-from earnest.runs.collect import Collected, reward_summary
+from earnest.runs.collect import Attempt, Collected, reward_summary
 from earnest.signals import Batch
 
 
@@ -15,17 +17,35 @@ def step_line(step: int, version: int, collected: Collected, seconds: dict[str, 
     line: dict[str, Any] = {"kind": "step", "step": step, "version": version}
     if collected.attempts:
         line["reward"] = reward_summary(collected.attempts)
-    return line | {"metrics": dict(collected.metrics), "seconds": seconds}
+    return line | {"metrics": collected.metrics | _sampled(collected.attempts), "seconds": seconds}
 
 
-def trained(line: dict[str, Any], report: StepReport, lr: float) -> dict[str, Any]:
-    """The line of a step that updated; a term that is alone has the whole gradient, if there is one."""
+def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """``entropy``: minus the mean log-prob of the sampled tokens, an estimate of the sampling distribution's entropy in
+    nats per token. ``groups_without_spread``: the share of prompts whose completions all have the same reward."""
+    if not attempts:
+        return {}
+    logprobs = [lp for a in attempts for lp in a.rollout.logprobs]
+    rewards: dict[int, set[float]] = defaultdict(set)
+    for a in attempts:
+        rewards[a.rollout.prompt_index].add(a.grade.reward)
+    spread = sum(len(r) == 1 for r in rewards.values()) / len(rewards)
+    return {"groups_without_spread": spread} | ({"entropy": -sum(logprobs) / len(logprobs)} if logprobs else {})
+
+
+def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: float) -> dict[str, Any]:
+    """The line of a step that updated; a term that is alone has the whole gradient, if there is one.
+
+    ``surrogate`` terms read advantages: the value of their loss means nothing, only its gradient does.
+    """
     alone = len(report.terms) == 1 and report.update.gradient_norm > 0
+    surrogates = {w.term.label for w in objective.live() if "advantages" in w.term.signals()}
     terms = {
         label: {
             "kind": term.kind,
             "weight": term.weight,
             "loss": term.value,
+            "surrogate": label in surrogates,
             "share": 1.0 if alone else term.share,
             "ran": term.ran,
             "metrics": dict(term.metrics),
@@ -40,16 +60,20 @@ def trained(line: dict[str, Any], report: StepReport, lr: float) -> dict[str, An
         "terms": terms,
         "skipped": list(report.skipped),
         "idle": dict(report.idle),
+        "learned_nothing": report.learned_nothing,
         "grad_norm": report.update.gradient_norm,
         "update_norm": report.update.update_norm,
         "lr": lr,
         "passes": report.passes,
         "micro_batches": report.micro_batches,
+        "tokens": report.tokens,
         "metrics": line["metrics"] | more,
     }
 
 
 def untrained(line: dict[str, Any], objective: Objective, batch: Batch) -> dict[str, Any]:
-    """The line of a step on whose batch every live term was lawfully idle: nothing was updated, and it says why."""
+    """The line of a step on whose batch no live term had anything to do: nothing was updated, with the reasons."""
     nothing: dict[str, Any] = {"loss": None, "terms": {}, "grad_norm": None, "update_norm": None, "lr": None}
-    return line | nothing | {"skipped": list(objective.skipped), "idle": objective.idle(batch)}
+    idle = objective.idle(batch)
+    reason = "no term had anything to do (" + "; ".join(f"{label}: {why}" for label, why in idle.items()) + ")"
+    return line | nothing | {"skipped": list(objective.skipped), "idle": idle, "learned_nothing": reason}

@@ -48,6 +48,12 @@ def open_loggers(names: Sequence[str], run: Path, config: Mapping[str, Any], aft
     return made
 
 
+def require_installed(names: Sequence[str]) -> None:
+    """Raise where a logger's package is missing."""
+    for name in names:
+        _need(name, name)
+
+
 def _need(package: str, extra: str) -> Any:
     try:
         return importlib.import_module(package)

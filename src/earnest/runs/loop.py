@@ -7,8 +7,11 @@ Every random number is a function of (seed, purpose, step), so the loop's state 
 
 from __future__ import annotations
 
+import errno
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ from earnest.runs.enrich import with_signals
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import evaluate
 from earnest.runs.folder import RunFolder
+from earnest.runs.learning import WAY_OUT, Learning
 from earnest.runs.lines import step_line, trained, untrained
 from earnest.runs.loggers import Logger
 from earnest.runs.progress import ProgressReporter
@@ -31,6 +35,7 @@ from earnest.seeds import derive
 from earnest.signals import Batch
 
 PROBE_TRIES = 8
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Loop:
         self.saved_at = -1
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
+        self.learning = Learning()
 
     # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
 
@@ -68,7 +74,9 @@ class Loop:
         self.source = Source(self.setup, position=state["stream"]["position"])
         self.step = self.saved_at = int(state["step"])
         self.seconds = float(state["seconds"])
-        self.evaluations = [line for line in self.run.metrics.read() if line["kind"] == "eval"]
+        earlier = self.run.metrics.read()
+        self.evaluations = [line for line in earlier if line["kind"] == "eval"]
+        self.learning = Learning(earlier)
         self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
 
     def save(self) -> None:
@@ -84,7 +92,7 @@ class Loop:
     def train(self) -> None:
         """All steps that are left, between the check and the evaluations."""
         config = self.setup.config
-        with Stopper(self.progress.note) as stopper:
+        with Stopper(self.progress.note) as stopper, self.writing():
             try:
                 self._train(stopper)
             except Interrupted:
@@ -97,9 +105,29 @@ class Loop:
                     f"the run stopped in step {self.step + 1} of {config.steps}: {error}\n"
                     f"Its folder is whole: {self.run.path}"
                 ) from error
+            except OSError:
+                raise
             except Exception as error:
                 self._end("failed", f"{type(error).__name__}: {error}")
                 raise
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside the block a file that cannot be written (a full disk) ends the run with one sentence."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                self._end("failed", f"{type(error).__name__}: {error}")
+                raise
+            reason = f"{error.filename or self.run.path}: {error.strerror or error}"
+            with suppress(OSError):  # the same disk
+                self._end("failed", reason)
+            raise RunStopped(
+                f"the run stopped in step {min(self.step + 1, self.setup.config.steps)} of {self.setup.config.steps}, "
+                f"because it cannot write {reason}. Its last checkpoint is whole: make room, then continue with: "
+                f"{self.again()}"
+            ) from error
 
     def _train(self, stopper: Stopper) -> None:
         config = self.setup.config
@@ -137,14 +165,22 @@ class Loop:
         if report is None:
             line = untrained(line, objective, batch)
         else:
-            line = trained(line, report, engine.learning_rate)
+            line = trained(line, report, objective, engine.learning_rate)
         self.line = line
-        self.run.metrics.append(line)
+        self._record_step(line)
         for a in collected.attempts[: config.samples.train]:
             self.run.samples.append(sample_record(a, "train", step))
+
+    def _record_step(self, line: dict[str, Any]) -> None:
+        """Write a step's line, show it, and warn where the last steps learned nothing."""
+        self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
         self.progress.step(line)
+        warning = self.learning.add(line)
+        if warning is not None:
+            self.run.event("warning", warning)
+            self.progress.warn(warning)
 
     def _collect(self, step: int) -> Collected:
         return self.source.next(step)
@@ -158,7 +194,14 @@ class Loop:
             return
         started = time.perf_counter()
         self.progress.note("checking the training step")
-        verdict = prove_alive(self.setup.engine, self.setup.objective, probe_batch(self.setup))
+        batch, objective = probe_batch(self.setup), self.setup.objective
+        flat = batch.advantages is not None and not bool(batch.advantages.any())
+        if flat and all("advantages" in w.term.signals() for w in objective.live()):
+            raise EarnestError(
+                f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, so there is nothing "
+                f"to learn from. {WAY_OUT} With check=false the run trains without this check."
+            )
+        verdict = prove_alive(self.setup.engine, objective, batch)
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere."""
+"""How a run shows its progress: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class ProgressReporter(Protocol):
 
     def evaluation(self, line: dict[str, Any]) -> None: ...
 
+    def warn(self, text: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -37,9 +39,23 @@ def note_on(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def loss_text(line: dict[str, Any]) -> str:
-    """Each term's loss, or why there is none."""
-    return " ".join(f"{label} {_number(term['loss'])}" for label, term in line["terms"].items()) or "no update (idle)"
+def facts(line: dict[str, Any]) -> str:
+    """Losses that mean something (a policy gradient's does not), the gradient norm, the share of groups without spread,
+    entropy in nats per token, and trained tokens per second; what a step does not have is left out."""
+    if not line["terms"]:
+        return "no update (idle)"
+    losses = [f"{label} {_number(t['loss'])}" for label, t in line["terms"].items() if not t.get("surrogate")]
+    metrics, seconds = line["metrics"], sum(line["seconds"].values())
+    gradient, flat, entropy = line["grad_norm"], metrics.get("groups_without_spread"), metrics.get("entropy")
+    return "  ".join(
+        [
+            *losses,
+            *([] if gradient is None else [f"gradient {gradient:.3g}"]),
+            *([] if flat is None else [f"no spread {flat:.0%}"]),
+            *([] if entropy is None else [f"entropy {entropy:.2f}"]),
+            *([f"{line['tokens'] / seconds:,.0f} tokens/s"] if line.get("tokens") and seconds else []),
+        ]
+    )
 
 
 def reward_text(line: dict[str, Any]) -> str:
@@ -56,7 +72,7 @@ def _number(value: float | None) -> str:
 
 
 class Bars:
-    """Live bars with the reward, each term's loss, and the last held-out reward."""
+    """Live bars with the reward, the facts of the step, and each held-out reward above them."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -82,40 +98,46 @@ class Bars:
             self.progress.update(self.bar, facts=f"[dim]{escape(text)} …[/]")
 
     def step(self, line: dict[str, Any]) -> None:
-        facts = f"[green]{reward_text(line)}[/]  [dim]{escape(loss_text(line))}[/]"
-        # a step faster than the next refresh is still seen once
-        self.progress.update(self.bar, completed=line["step"], facts=facts, refresh=True)
+        shown = f"[green]{reward_text(line)}[/]  [dim]{escape(facts(line))}[/]"
+        # refresh at once, so that a step faster than the refresh rate is still seen
+        self.progress.update(self.bar, completed=line["step"], facts=shown, refresh=True)
 
     def evaluation(self, line: dict[str, Any]) -> None:
         self.progress.console.print(f"  step {line['step']:>4}  [bold green]{heldout_text(line)}[/]")
+
+    def warn(self, text: str) -> None:
+        self.progress.console.print(f"warning: {text}", style="bold yellow", markup=False, highlight=False)
 
     def close(self) -> None:
         self.progress.stop()
 
 
 class Plain:
-    """A line now and then, for logs and pipes."""
+    """About ``LINES`` lines for the whole run, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.steps = 0
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, steps: int, done: int) -> None:
         self.steps = steps
 
     def note(self, text: str) -> None:
-        self._say(f"{text} …")
+        self._print(f"{text} …")
 
     def step(self, line: dict[str, Any]) -> None:
         every = max(1, self.steps // LINES)
         if line["step"] % every == 0 or line["step"] in (1, self.steps):
-            self._say(f"step {line['step']}/{self.steps}  {reward_text(line)}  {loss_text(line)}".rstrip())
+            self._print(f"step {line['step']}/{self.steps}  {reward_text(line)}  {facts(line)}".rstrip())
 
     def evaluation(self, line: dict[str, Any]) -> None:
-        self._say(f"step {line['step']}/{self.steps}  {heldout_text(line)}")
+        self._print(f"step {line['step']}/{self.steps}  {heldout_text(line)}")
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}")
 
     def close(self) -> None:
-        """Nothing to take down."""
+        """There is nothing to stop."""

@@ -53,6 +53,7 @@ def check(config: RunConfig, objective: Objective) -> None:
         "dtype": "the service chooses its own",
         "micro_tokens": "the service cuts batches itself",
         "guard": "a guard judges weights, which are elsewhere",
+        "chat_template": "the service's tokenizer has its own",
     }
     for key, why in reasons.items():
         if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True):

@@ -15,46 +15,36 @@ from earnest.audit import Verdict, prove
 from earnest.audit.progress import shown
 from earnest.config import RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
-from earnest.runs import environment
-from earnest.runs.evaluate import gain
+from earnest.runs import environment, verdicts
+from earnest.runs.evaluate import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
 from earnest.runs.loop import Loop, probe_batch
+from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
+from earnest.runs.trained import TEMPLATE
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The result of a run. Standard errors are None where there is only one prompt. ``seconds`` is training time."""
+@dataclass(frozen=True, kw_only=True)
+class Finished(Comparison):
+    """The result of a run: the policy before and after it. ``seconds`` is training time."""
 
     folder: Path
-    before: float
-    after: float
-    before_se: float | None
-    after_se: float | None
-    gain: float
-    gain_se: float | None
-    prompts: int
-    samples: int
     seconds: float
     adapter: Path
     report: Path
+    problem: str | None = None
+    """Why the run learned little or nothing, where three steps in a row (or all) had nothing to learn from."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield ""
-        yield (f"held-out reward  {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]")
-        yield (
-            f"gain             {_pm(self.gain, self.gain_se, '+')}  "
-            f"[dim](standard errors over {self.prompts} prompts, {self.samples} completions)[/]"
-        )
+        yield from super().__rich_console__(console, options)
         yield f"training took    {self.seconds:.0f} s"
+        if self.problem is not None:
+            yield Text(f"warning          {self.problem}", style="bold yellow")
         yield Text(f"{'report':<16} {self.report}", no_wrap=True, overflow="ignore")
         yield Text(f"{'chat with it':<16} earnest chat --adapter {self.folder}", no_wrap=True, overflow="ignore")
-
-
-def _pm(value: float, se: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
 
 
 def start(recipe: str, config: RunConfig, console: Console | None = None, *, on: str = "local") -> Finished:
@@ -67,8 +57,13 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
     place = Path(config.out) if config.out is not None else default_place(recipe)
     require_free(place)
     setup = build(config, note_on(console))
-    header = {"recipe": recipe, **setup.describe()}
-    run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+    try:
+        preflight(setup)
+        header = {"recipe": recipe, **setup.describe()}
+        run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+    except BaseException:
+        setup.close()
+        raise
     return _go(setup, run, console, resumed=False)
 
 
@@ -133,25 +128,22 @@ def complete(loop: Loop, console: Console, introduction: Sequence[str]) -> Finis
         loop.progress.close()
         for logger in loop.loggers:
             logger.close()
-    with setup.deployed():
-        adapter = setup.adapter.save(run.path / "adapter", base_model=config.model)
-    run.update(status="finished", steps_done=config.steps, seconds=round(loop.seconds, 3))
-    run.event("info", "finished")
-    before, after = loop.evaluations[0], loop.evaluations[-1]
-    gained, gained_se = gain(before["means"], after["means"])
+    with loop.writing():
+        with setup.deployed():
+            adapter = setup.adapter.save(run.path / "adapter", base_model=config.model)
+        if config.chat_template is not None:
+            (adapter / TEMPLATE).write_text(config.chat_template, encoding="utf-8")
+        verdicts.add(run.path, loop.learning.check())
+        run.update(status="finished", steps_done=config.steps, seconds=round(loop.seconds, 3))
+        run.event("info", "finished")
+        page = report.write(run.path)
     return Finished(
+        **compared(loop.evaluations[0], loop.evaluations[-1]),
         folder=run.path,
-        before=before["reward"],
-        after=after["reward"],
-        before_se=before["se"],
-        after_se=after["se"],
-        gain=gained,
-        gain_se=gained_se,
-        prompts=after["prompts"],
-        samples=after["n"],
         seconds=loop.seconds,
         adapter=Path(adapter),
-        report=Path(report.write(run.path)),
+        report=Path(page),
+        problem=loop.learning.problem(),
     )
 
 

@@ -45,11 +45,10 @@ class Sampler:
         from earnest.config import from_mapping
         from earnest.config.text import parse
         from earnest.runs.setup import adapted
-        from earnest.tasks import get_task
 
         made = from_mapping(parse(config, "the run's config"))
         torch.set_num_threads(made.threads or 1)
-        policy, adapter = adapted(made, get_task(made.task), lambda _: None)
+        policy, adapter = adapted(made, made.task.build(), lambda _: None)
         self.engine = LocalEngine(policy, adapter)
 
     def become(self, version: int, state: dict[str, Tensor], probe: Batch) -> Tensor:

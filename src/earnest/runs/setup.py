@@ -78,7 +78,7 @@ class Setup:
 
 def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
     """Make the parts; what is cheap to get wrong is looked up before the model is loaded."""
-    task = get_task(config.task)
+    task = get_task(config.task.name, config.task.fields)
     objective = config.build_objective()
     roles = {role for w in objective.live() for role in w.term.roles}
     if "rollout" in roles and config.sampling.completions_per_prompt < 2:
@@ -124,9 +124,11 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
 
 
 def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
-    """The policy and its newborn adapter: the same wherever this config is built."""
+    """The policy and its untrained adapter: the same wherever this config is built."""
     say(f"loading {config.model}")
     policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
+    if config.chat_template is not None:
+        policy.tokenizer.chat_template = config.chat_template
     variant = config.adapter.build()
     calibration = None
     if variant.wants_calibration():

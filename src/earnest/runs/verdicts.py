@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from earnest.audit import Verdict
 from earnest.disk import write_json
@@ -14,6 +15,20 @@ NAME = "verdict.json"
 def holds(run: Path) -> bool:
     """Whether this run's step was checked already, and passed."""
     return (run / NAME).exists() and read_json(run / NAME).get("holds") is True
+
+
+def add(run: Path, check: dict[str, Any]) -> None:
+    """Append a row to the checks; where nothing was checked before training, only a failure makes the file."""
+    path = run / NAME
+    if path.exists():
+        found = read_json(path)
+    elif check["outcome"] == "fails":
+        found = {"holds": True, "step": 0, "seconds": 0.0, "not_applicable": 0, "checks": []}
+    else:
+        return
+    kept = [c for c in found["checks"] if c["subject"] != check["subject"]]
+    held = bool(found["holds"]) and check["outcome"] != "fails"
+    write_json(path, found | {"holds": held, "checks": [*kept, check]})
 
 
 def write(run: Path, verdict: Verdict, step: int, seconds: float) -> None:

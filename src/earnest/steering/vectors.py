@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.merging import merged_weight
 from earnest.adapters.runtime import layer_of
+from earnest.disk import write_tensors
 from earnest.models.policy import Policy
 from earnest.steering.errors import SteeringError
 from earnest.steering.sites import Change, block_paths, changed, module_at, tag_states, writer_paths
@@ -121,8 +121,8 @@ class Vector:
         """One safetensors file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {k: v.detach().float().cpu().contiguous().clone() for k, v in self.shifts.items()}
-        save_file(tensors, str(path), metadata={"made": self.made, "base": self.base, "format": "earnest-vector-1"})
+        tensors = {k: v.detach().float() for k, v in self.shifts.items()}
+        write_tensors(path, tensors, {"made": self.made, "base": self.base, "format": "earnest-vector-1"})
         return path
 
     @classmethod

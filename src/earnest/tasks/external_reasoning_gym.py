@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from earnest.errors import MissingExtra, nearest
@@ -38,17 +40,18 @@ def _datasets() -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset(name: str, seed: int) -> Any:
+def _dataset(name: str, seed: int, settings: str) -> Any:
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE)
+    return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **json.loads(settings))
 
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """One dataset in its default configuration; the split is by the hash of the question."""
+    """One dataset; the split is by the hash of the question. ``settings`` are its configuration as JSON."""
 
     dataset: str
+    settings: str = "{}"
 
     @property
     def name(self) -> str:
@@ -56,7 +59,11 @@ class ReasoningGym:
 
     @property
     def description(self) -> str:
-        return f"reasoning-gym's dataset {self.dataset}"
+        return _about(self.dataset)
+
+    def options(self) -> dict[str, Any]:
+        """The settings that a recipe may give, with the values that they have here."""
+        return _defaults(self.dataset) | json.loads(self.settings)
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         check_request(split, count)
@@ -67,7 +74,7 @@ class ReasoningGym:
             if len(found) == count:
                 break
             block_seed = stable_rng(self.name, split, seed, block).randrange(2**31)
-            entry = _dataset(self.dataset, block_seed)[index]
+            entry = _dataset(self.dataset, block_seed, self.settings)[index]
             question = str(entry["question"])
             if split_of(f"{self.name}|{question}") == split and question not in seen:
                 payload = {"seed": block_seed, "index": index, "question": question, "answer": _text(entry["answer"])}
@@ -85,7 +92,7 @@ class ReasoningGym:
         return found
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
-        dataset = _dataset(self.dataset, int(prompt.data["seed"]))
+        dataset = _dataset(self.dataset, int(prompt.data["seed"]), self.settings)
         entry = dataset[int(prompt.data["index"])]
         if str(entry["question"]) != prompt.data["question"]:
             raise TaskError(
@@ -102,12 +109,36 @@ def _text(answer: Any) -> str | None:
     return None if answer is None else str(answer)
 
 
-def load(dataset: str) -> ReasoningGym:
-    """The task of a dataset's name."""
+def _about(dataset: str) -> str:
+    """The first line of the dataset's docstring, or its name where it has none."""
+    lines = (_datasets()[dataset][0].__doc__ or "").strip().splitlines()
+    return lines[0] if lines else f"reasoning-gym's dataset {dataset}"
+
+
+def _defaults(dataset: str) -> dict[str, Any]:
+    """The dataset's settings with their defaults; seed and size are the task's own."""
+    config = _datasets()[dataset][1]()
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("seed", "size")}
+
+
+def load(dataset: str, settings: Mapping[str, Any] | None = None) -> ReasoningGym:
+    """The task of a dataset's name, with these of its settings changed."""
     known = _datasets()
     if dataset not in known:
         raise UnknownTask(f"reasoning-gym has no dataset {dataset!r}: {nearest(dataset, known)}")
-    return ReasoningGym(dataset)
+    given = dict(settings or {})
+    allowed = _defaults(dataset)
+    for key in given:
+        if key not in allowed:
+            raise TaskError(f"task.{key}: {_PREFIX}{dataset} has no such setting; {nearest(key, allowed)}")
+    try:
+        config = known[dataset][1](**given)
+        if given and hasattr(config, "validate"):  # a few have none
+            config.validate()
+    except (AssertionError, TypeError, ValueError) as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise TaskError(f"task: {_PREFIX}{dataset} refuses {shown}: {error or 'out of range'}.") from None
+    return ReasoningGym(dataset, json.dumps(given, sort_keys=True))
 
 
 def infos() -> list[TaskInfo]:
@@ -116,6 +147,4 @@ def infos() -> list[TaskInfo]:
         return [
             TaskInfo(_PREFIX + "<dataset>", 'pip install "earnest[reasoning-gym]"', "reasoning-gym", available=False)
         ]
-    return [
-        TaskInfo(_PREFIX + name, f"reasoning-gym's dataset {name}", "reasoning-gym") for name in sorted(_datasets())
-    ]
+    return [TaskInfo(_PREFIX + name, _about(name), "reasoning-gym") for name in sorted(_datasets())]

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,8 @@ def _is_there(environment: str) -> bool:
     return module.isidentifier() and (any(p.is_dir() for p in own) or importlib.util.find_spec(module) is not None)
 
 
-def load(environment: str) -> Verifiers:
-    """The task of an installed environment's name."""
+def load(environment: str, settings: Mapping[str, Any] | None = None) -> Verifiers:
+    """The task of an installed environment's name, with these settings of its taskset."""
     if not installed():
         raise MissingExtra("verifiers", "verifiers", "a task verifiers/<environment>")
     if not _is_there(environment):
@@ -163,7 +163,10 @@ def load(environment: str) -> Verifiers:
         kind = taskset_class(environment)
     except (ModuleNotFoundError, AttributeError, TypeError) as error:
         raise UnknownTask(f"{environment!r} is no environment of verifiers, which says: {error}") from error
-    config = taskset_config_type(environment)(id=environment)
+    try:
+        config = taskset_config_type(environment)(id=environment, **(settings or {}))
+    except ValueError as error:  # pydantic's
+        raise TaskError(f"task: the environment {environment!r} refuses its settings: {error}") from None
     taskset = load_taskset(config)
     tasks = list(itertools.islice(taskset, _MOST))
     if not tasks:

@@ -1,0 +1,39 @@
+"""Everything about a run that can be checked before its folder is made: a mistake then leaves nothing behind."""
+
+from __future__ import annotations
+
+from earnest.errors import ConfigError
+from earnest.runs.collect import Source, demonstrate
+from earnest.runs.evaluate import heldout
+from earnest.runs.loggers import require_installed
+from earnest.runs.setup import Setup
+
+PROMPTS = 256
+"""The number of training prompts that are rendered and measured, at most."""
+
+
+def preflight(setup: Setup) -> None:
+    """Render the held-out and the first training prompts, hold them against the context, look for their answers where
+    the objective demonstrates them, and for the loggers' packages."""
+    config, policy, task = setup.config, setup.policy, setup.task
+    require_installed(config.loggers)
+    source = Source(setup)
+    training = source.stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
+    context = getattr(policy, "positions", None)
+    longest = config.sampling.max_new_tokens
+    for prompt in [*heldout(setup), *training]:
+        length = len(policy.render(prompt.messages))
+        if context is None or length + longest - 1 <= context:
+            continue
+        if length >= context:
+            raise ConfigError(
+                f"task: prompt {prompt.id} has {length} tokens, and the context of {policy.name} holds {context}; take "
+                "a task with shorter prompts, or a model with a longer context."
+            )
+        raise ConfigError(
+            f"sampling.max_new_tokens: {longest} tokens after the {length} of prompt {prompt.id} exceed the context of "
+            f"{policy.name} ({context} tokens); set at most {context - length + 1}."
+        )
+    if "demonstration" in source.roles:
+        for prompt in training[: config.sampling.prompts_per_step]:
+            demonstrate(policy, task, prompt)

@@ -1,0 +1,25 @@
+"""What a run trained, loaded again: its base model with the saved adapter on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from earnest.adapters import Adapter, load_adapter
+from earnest.adapters.files import adapter_folder, base_model_of
+from earnest.errors import EarnestError
+from earnest.models import Policy, load
+
+TEMPLATE = "chat_template.jinja"
+"""Beside the adapter's files, where the recipe gave a chat template."""
+
+
+def load_trained(place: Path, model: str | None = None) -> tuple[Policy, Adapter]:
+    """The policy and the adapter of a run folder or an adapter folder; ``model`` replaces the base that it names."""
+    base = model or base_model_of(place)
+    if base is None:
+        raise EarnestError(f"{place} does not name its base model; give --model.")
+    policy = load(base)
+    template = adapter_folder(place) / TEMPLATE
+    if template.is_file():
+        policy.tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return policy, load_adapter(policy, place)

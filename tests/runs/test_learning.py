@@ -1,0 +1,118 @@
+"""A run that learns nothing says so: in the step's report, on the console, in events.log and in the verdict."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import earnest as en
+from earnest import report
+from earnest.config import RunConfig
+from earnest.runs import start
+from earnest.runs.errors import RunStopped
+from earnest.runs.learning import Learning
+from tests.runs.compare import lines
+
+Make = Callable[..., RunConfig]
+FLAT = "every advantage is 0 (no two completions of a prompt differ in their reward)"
+
+
+def batch(rewards: list[float]) -> en.Batch:
+    made = en.Batch.from_rows(
+        [(6, 7)] * 4, [(8, 9, 10)] * 4, group=[0, 0, 1, 1], behaviour=[[-1.0] * 3] * 4, role=["rollout"] * 4
+    )
+    return en.signals.with_advantages(made, rewards)
+
+
+def engine(tiny: Path, lr: float = 1e-2) -> en.LocalEngine:
+    policy = en.load(tiny)
+    return en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2)), en.AdamW(lr=lr))
+
+
+def test_a_step_reports_why_it_had_nothing_to_learn_from(tiny: Path) -> None:
+    """The first step has a gradient; the second has none, and AdamW's momentum still moves the weights."""
+    trainer = engine(tiny)
+    first = trainer.step(batch([1.0, 0.0, 1.0, 0.0]), en.GRPO())
+    assert first.learned_nothing is None and first.update.gradient_norm > 0
+    second = trainer.step(batch([1.0, 1.0, 0.0, 0.0]), en.GRPO())
+    assert second.update.gradient_norm == 0 < second.update.update_norm
+    assert second.learned_nothing == f"{FLAT}; momentum still moved the weights by {second.update.update_norm:.3g}"
+    fresh = engine(tiny).step(batch([1.0, 1.0, 0.0, 0.0]), en.GRPO())
+    assert fresh.learned_nothing == FLAT and fresh.update.update_norm == 0
+
+
+def test_a_learning_rate_of_0_is_the_reason(tiny: Path) -> None:
+    found = engine(tiny, lr=0.0).step(batch([1.0, 0.0, 1.0, 0.0]), en.GRPO())
+    assert found.update.gradient_norm > 0 and found.learned_nothing == "the learning rate is 0"
+
+
+def test_a_gradient_of_0_without_a_known_reason_is_reported(tiny: Path) -> None:
+    """A clip that every ratio is beyond leaves no gradient although advantages differ."""
+    far = batch([1.0, 0.0, 1.0, 0.0])
+    assert far.advantages is not None and far.behaviour is not None
+    sign = torch.where(far.advantages > 0, -30.0, -1e-3)  # ratios far above 1 where A > 0, far below where A < 0
+    found = engine(tiny).step(far.with_signals(behaviour=sign), en.GRPO())
+    assert found.update.gradient_norm == 0 and found.learned_nothing == "the gradient is exactly 0"
+
+
+def test_a_run_without_any_reward_warns_everywhere(tmp_path: Path, make_config: Make) -> None:
+    """A random model never sorts: every reward is 0, on every step."""
+    shown = io.StringIO()
+    config = make_config("task=sort", "check=false", "steps=4", "eval.every=0", f"out={tmp_path / 'run'}")
+    finished = start("test", config, Console(file=shown, width=400))
+    warning = f"steps 1 to 3 learned nothing, because {FLAT}"
+    assert f"warning: {warning}" in shown.getvalue()
+    assert (tmp_path / "run" / "events.log").read_text().count(f"warning {warning}") == 1
+    assert finished.problem == f"4 of 4 steps learned nothing, 4 of them in a row, because {FLAT}"
+    steps = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["learned_nothing"] for line in steps] == [FLAT] * 4
+    read = report.load(tmp_path / "run")
+    assert read.verdict is not None and not read.verdict.holds
+    (failed,) = [check for check in read.verdict.checks if check.outcome == "fails"]
+    assert failed.measured == "4 of 4 had nothing to learn from" and FLAT in failed.detail
+    assert "steps during training" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_check_without_any_spread_of_rewards_is_a_sentence_about_rewards(
+    tmp_path: Path, make_config: Make, quiet: Console
+) -> None:
+    with pytest.raises(RunStopped, match="in 8 batches no two completions of a prompt differ in their reward"):
+        start("test", make_config("task=sort", f"out={tmp_path / 'run'}"), quiet)
+
+
+def test_a_run_that_learns_has_the_same_row_and_it_holds(tmp_path: Path, make_config: Make, quiet: Console) -> None:
+    finished = start("test", make_config("sampling.prompts_per_step=8", f"out={tmp_path / 'run'}"), quiet)
+    found = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert finished.problem is None and found["holds"] is True
+    assert [c["outcome"] for c in found["checks"] if c["subject"] == "steps during training"] == ["holds"]
+
+
+def step(number: int, reason: str | None, correct: float = 0.5) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "learned_nothing": reason, "metrics": {"correct": correct}}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "warned", "problem"),
+    [
+        ([None, "x", "x", None, "x"], [], False),
+        (["x", "x", "x", "x", None, "x", "x", "x"], [3, 8], True),
+        (["x"], [], True),
+        ([None, None], [], False),
+    ],
+)
+def test_three_steps_in_a_row_or_all_of_them(reasons: list[str | None], warned: list[int], problem: bool) -> None:
+    found = Learning()
+    said = [number for number, why in enumerate(reasons, 1) if found.add(step(number, why)) is not None]
+    assert said == warned and (found.problem() is not None) is problem
+    assert Learning([step(n, why) for n, why in enumerate(reasons, 1)]).problem() == found.problem(), "resumed"
+
+
+def test_a_solved_task_is_not_a_problem() -> None:
+    assert Learning([step(n, "x", correct=1.0) for n in range(1, 6)]).problem() is None
