@@ -31,7 +31,7 @@ class Chat:
 
             self.policy = load(model or "nano")
         else:
-            from earnest.runs.trained import load_trained
+            from earnest.adapters.trained import load_trained
 
             self.policy, self.adapter = load_trained(adapter, model)
         self.adapted = self.adapter is not None

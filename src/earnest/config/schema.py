@@ -331,9 +331,7 @@ class RunConfig(Strict):
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
     micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
     steps: Whole = Field(description="batches to train on")
-    seed: int = Field(
-        0, ge=0, lt=2**31, description="decides the prompts, the samples and the adapter's initialization"
-    )
+    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
@@ -345,9 +343,7 @@ class RunConfig(Strict):
         ge=0,
         description="steps between measurements of each term's share of the gradient (one pass per term); 0: never",
     )
-    check: bool = Field(
-        True, description="prove the step before training: every term and every parameter gets a gradient"
-    )
+    check: bool = Field(True, description="prove the step before training: every term and parameter gets a gradient")
     loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
         default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
     )
@@ -355,7 +351,7 @@ class RunConfig(Strict):
     store: str | None = Field(
         None,
         min_length=1,
-        description="where replicas exchange weights: s3://…, gs://…, az://… or file:///…; none: the run folder",
+        description="shared by the replicas: s3://…, gs://…, az://… or file:///…; none: the run folder",
     )
     sync: SyncConfig = Field(default_factory=SyncConfig)
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")

@@ -49,8 +49,8 @@ class LocalPolicy:
     """A loaded policy, with or without an adapter."""
 
     def __init__(self, model: str, adapter: str | None) -> None:
+        from earnest.adapters.trained import load_trained
         from earnest.models import load
-        from earnest.runs.trained import load_trained
 
         self.policy = load(model) if adapter is None else load_trained(Path(adapter), model)[0]
         self.context = int(getattr(self.policy.model.config, "max_position_embeddings", 0) or 2**31)

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from earnest.adapters.trained import load_trained
 from earnest.config import RunConfig, load_file
 from earnest.config.load import check_mapping
 from earnest.config.schema import Strict, TaskConfig, Whole
@@ -20,7 +21,6 @@ from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
 from earnest.runs.evaluate import HELDOUT_SEED, Comparison, compared, standard_error
-from earnest.runs.trained import load_trained
 from earnest.tasks import Task, grade_all
 
 

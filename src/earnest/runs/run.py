@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from earnest import report
+from earnest.adapters.trained import TEMPLATE
 from earnest.audit import Verdict, prove
 from earnest.audit.progress import shown
 from earnest.config import RunConfig, changed_keys, dump, load_file
@@ -23,7 +24,6 @@ from earnest.runs.loop import Loop, probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
-from earnest.runs.trained import TEMPLATE
 
 
 @dataclass(frozen=True, kw_only=True)

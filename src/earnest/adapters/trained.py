@@ -1,11 +1,11 @@
-"""What a run trained, loaded again: its base model with the saved adapter on it."""
+"""A saved adapter on its base model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from earnest.adapters import Adapter, load_adapter
-from earnest.adapters.files import adapter_folder, base_model_of
+from earnest.adapters.adapter import Adapter
+from earnest.adapters.files import adapter_folder, base_model_of, load_adapter
 from earnest.errors import EarnestError
 from earnest.models import Policy, load
 
