@@ -273,3 +273,11 @@ def test_the_list_of_variants_has_every_declaration() -> None:
     wanted = {"lora", "pissa", "dora", "delora", "ia3", "ia3_ff", "hra", "eva", "antipasto", "road", "oft", "vera"}
     assert wanted <= set(names)
     assert all(r["paper"].startswith("arXiv 2") and r["equation"] and r["reference"] and r["lr_source"] for r in rows)
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "pissa", "delora", "hra", "eva"])
+def test_a_rank_above_the_width_of_a_layer_is_refused(name: str) -> None:
+    """Such a rank adds parameters and no maps; it is nearly always a typing error."""
+    variant = get_variant(name, rank=1000)
+    with pytest.raises(AdapterError, match=rf"{name}: rank 1000 exceeds .* choose rank ≤ "):
+        attach(tiny_llama(), variant, calibration=[IDS] if variant.wants_calibration() else None)

@@ -29,6 +29,12 @@ _UNREAD = (
     "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
 )  # fmt: skip
 
+_CONV1D_TYPES = {"LORA", "IA3", "VERA"}  # the types whose PEFT layers accept GPT-2's Conv1D
+
+
+def _has_conv1d(adapter: Adapter) -> bool:
+    return any(slot.layer.kind == "conv1d" for slot in adapter.slots.values())
+
 
 def target_modules(model: nn.Module, modules: Mapping[str, Any]) -> list[str]:
     """The shortest list of names that means exactly these modules under PEFT's rule (a path or its tail)."""
@@ -74,7 +80,8 @@ def peft_files(
     if adapter.scale == 0.0:
         return None, "the gate is at 0, where the adapter is the base: set its scale, and save again"
     config, own = common_config(adapter, base_model), adapter.variant.peft_config()
-    if own is not None and adapter.scale == 1.0:
+    refused = own is not None and own["peft_type"] not in _CONV1D_TYPES and _has_conv1d(adapter)
+    if own is not None and adapter.scale == 1.0 and not refused:
         tensors = {f"base_model.{k}": v for k, v in adapter.variant.shared_to_peft(shared).items()}
         for path, slot in adapter.slots.items():
             for suffix, value in adapter.variant.to_peft(slot.tensors, slot.layer).items():
@@ -85,6 +92,7 @@ def peft_files(
     factors = lora_factors(adapter)
     if factors is None:
         gated = "" if adapter.scale == 1.0 else f" at scale {adapter.scale:g}"
+        gated += " for Conv1D layers (GPT-2)" if refused else ""
         return None, f"{adapter.variant.export_note()}: PEFT has no exact form{gated}; merge it instead"
     return lora_files(config, factors, max(a.shape[0] for a, _ in factors.values())), "as an exact LoRA"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
-from earnest.adapters.variants.lora import kaiming
+from earnest.adapters.variants.lora import check_fits, kaiming
 from earnest.settings import setting
 
 EPS = 1e-4  # PEFT's clamp of the norms
@@ -53,6 +53,9 @@ class DeLoRA(Variant):
     @property
     def copies(self) -> bool:
         return self.init == "frozen_copy"
+
+    def check(self, layer: Layer) -> None:
+        check_fits(self.rank, self.name, layer)
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         a, b = (self.rank, layer.n), (layer.m, self.rank)

@@ -24,6 +24,7 @@ from torch import Tensor
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variants.lora import check_fits
 from earnest.settings import setting
 
 
@@ -51,6 +52,9 @@ class HRA(Variant):
     lr = 1e-3
     lr_source = "an angle: ‖u‖ = 1 at birth, so one AdamW step turns u by about lr·√n"
     examples: ClassVar = {"hra": {"rank": 4}}
+
+    def check(self, layer: Layer) -> None:
+        check_fits(self.rank, self.name, layer)
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
         u = (self.rank, layer.n)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
 from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
@@ -22,6 +23,13 @@ from earnest.settings import setting
 def kaiming(shape: tuple[int, int], rng: torch.Generator) -> Tensor:
     """U(±1/√fan_in), fan_in = the last dimension: PyTorch's default for a linear weight (kaiming with a = √5)."""
     return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(shape[-1])
+
+
+def check_fits(rank: int, name: str, layer: Layer) -> None:
+    """A rank above both sides of a layer is refused; between them it is wasteful and usual where keys are narrow."""
+    most = max(layer.m, layer.n)
+    if rank > most:
+        raise AdapterError(f"{name}: rank {rank} exceeds {layer.name}'s {most}; choose rank ≤ {most}")
 
 
 @register
@@ -46,6 +54,9 @@ class LoRA(Variant):
         "lora (rs)": {"rank": 4, "rslora": True},
         "lora (frozen A)": {"rank": 4, "freeze_a": True},
     }
+
+    def check(self, layer: Layer) -> None:
+        check_fits(self.rank, self.name, layer)
 
     @property
     def s(self) -> float:

@@ -1,4 +1,4 @@
-"""OFT, arXiv 2306.07280 (input-side as in OFTv2, arXiv 2506.19847):  y = W R x + b,  R block-diagonal orthogonal.
+"""OFT, arXiv 2306.07280 (input-side as in OFTv2, arXiv 2506.19847):  y = W Rᵀ x + b,  R block-diagonal orthogonal.
 
 R = (I − Q)⁻¹(I + Q) with Q skew in blocks, Q = 0 at birth. x' = x + x (R − I) with R − I = (I − Q)⁻¹ 2Q solved
 exactly, so the identity is exact and R is orthogonal at any size (PEFT's default is a truncated series of this R; its
@@ -46,7 +46,7 @@ class OFT(Variant):
     name = "oft"
     paper = "2306.07280"
     reference = "peft OFTConfig(use_cayley_neumann=False)"
-    equation = "y = W R x + b,  R = (I−Q)⁻¹(I+Q) in blocks"
+    equation = "y = W Rᵀ x + b,  R = (I−Q)⁻¹(I+Q) in blocks"
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (49.1 % at 1e-4)"
     examples: ClassVar = {"oft": {"block": 8}}
