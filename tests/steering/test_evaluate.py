@@ -10,7 +10,7 @@ import torch
 import earnest as en
 from earnest import data
 from earnest.steering import SteeringError, Vector, Yardstick
-from earnest.steering.evaluate import Evaluation
+from earnest.steering.evaluate import TraitEvaluation
 from earnest.steering.sites import block_paths
 from earnest.tasks.base import Task
 from tests.steering.conftest import logits
@@ -60,7 +60,7 @@ def test_a_broken_model_never_scores_well(nano: en.Policy, yardstick: Yardstick)
 
 
 def test_the_floor_is_absolute_and_coherence_the_least_of_three() -> None:
-    good = Evaluation(1.0, 1.0, 0.9, 0.8, 3.0, 0.95, 0.85, 0.5, ())
+    good = TraitEvaluation(1.0, 1.0, 0.9, 0.8, 3.0, 0.95, 0.85, 0.5, ())
     assert good.coherence == 0.85 and good.score == pytest.approx(0.85)
     for weak in ("mass", "fluency", "sense"):
         broken = replace(good, **{weak: 0.49})

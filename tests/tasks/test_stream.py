@@ -23,7 +23,7 @@ def test_portions_and_resuming_change_nothing(seed: int, portions: list[int], cu
     parts = []
     for i, count in enumerate(portions):
         if i == cut:
-            stream = PromptStream.from_state(json.loads(json.dumps(stream.state())))
+            stream = PromptStream(task, seed, position=json.loads(json.dumps(stream.state()))["position"])
         parts += stream.next(count)
     assert parts == whole
 
@@ -47,10 +47,6 @@ def test_no_two_seeds_share_a_block(a: tuple[int, int], b: tuple[int, int]) -> N
     assert (_block_seed(*a) == _block_seed(*b)) == (a == b)
 
 
-def test_bad_states() -> None:
-    with pytest.raises(TaskError, match="lacks position, split"):
-        PromptStream.from_state({"task": "sort", "seed": 0})
-    with pytest.raises(TaskError, match="is of task 'add', not of 'sort'"):
-        PromptStream.from_state({"task": "add", "seed": 0, "split": "train", "position": 0}, get_task("sort"))
+def test_a_negative_count_is_refused() -> None:
     with pytest.raises(TaskError, match="count=-1"):
         PromptStream(get_task("sort"), 0).next(-1)

@@ -318,7 +318,7 @@ SLOW_CHECKS: dict[str, Callable[[Case], None]] = {"compiling": compiling}  # sec
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Row:
+class ConformanceRow:
     """One variant's line."""
 
     variant: str
@@ -342,7 +342,7 @@ def _forward(variant: Variant) -> str:
 
 def check_subject(
     label: str, models: Iterable[str], dtypes: Iterable[str], checks: dict[str, Callable[[Case], None]], slow: bool
-) -> Row:
+) -> ConformanceRow:
     name, settings = SUBJECTS[label]
     variant = get_variant(name, **settings)
     faults, passed, parameters, exact = [], [], 0, True
@@ -361,7 +361,7 @@ def check_subject(
                     exact = exact and check_name != "identity"
         passed += [dtype] if clean else []
     silent = ", ".join(sorted(variant.dormant()))
-    return Row(
+    return ConformanceRow(
         label, variant.reference, parameters, "bit-exact" if exact else "NOT the base",
         f"all but {silent}" if silent else "all", " ".join(passed), _forward(variant), tuple(faults),
     )  # fmt: skip
@@ -372,7 +372,7 @@ def run(
     models: Iterable[str] = ("llama", "gpt2", "nano"),
     dtypes: Iterable[str] = ("fp32", "bf16", "fp16"),
     compile: bool = False,
-) -> Iterator[Row]:
+) -> Iterator[ConformanceRow]:
     """Check variants one after the other; yields a row each (so that a progress bar can follow). ``compile`` adds the
     slow check of torch.compile."""
     for label in labels if labels is not None else SUBJECTS:
@@ -384,14 +384,14 @@ def run(
 COLUMNS = ("variant", "reference", "parameters", "init", "step-1 gradient", "dtypes", "forward", "verdict")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: ConformanceRow) -> tuple[str, ...]:
     """A row's cells, in the order of COLUMNS."""
     return (
         row.variant, row.reference, f"{row.parameters:,}", row.init, row.step1, row.dtypes, row.forward, row.verdict,
     )  # fmt: skip
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[ConformanceRow]) -> str:
     """The rows as a Markdown table."""
     lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
     lines += [" | ".join(cells(row)) for row in rows]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,7 +12,7 @@ from torch import Tensor
 from earnest.errors import ObjectiveError
 from earnest.objectives.base import Signal, Term
 from earnest.objectives.metrics import Metric
-from earnest.objectives.needs import Divergence, Need
+from earnest.objectives.needs import Divergence
 from earnest.objectives.view import View
 from earnest.settings import setting
 from earnest.signals.batch import Batch
@@ -29,14 +28,6 @@ class PerToken:
     values: Float[Tensor, " n"]
     ran: str
     metrics: dict[str, Metric] = field(default_factory=dict)
-
-
-class Wrapper(Protocol):
-    """Changes a distillation channel from inside: what is asked of the engine, and what each token costs."""
-
-    def wrap_needs(self, divergence: Divergence, state: Mapping[str, Any]) -> tuple[Need, ...]: ...
-
-    def wrap_values(self, divergence: Divergence, view: View) -> PerToken: ...
 
 
 def plain(divergence: Divergence, view: View) -> PerToken:

@@ -6,7 +6,7 @@ from earnest.steering.errors import Collapsed as Collapsed
 from earnest.steering.errors import Starved as Starved
 from earnest.steering.errors import SteeringError as SteeringError
 from earnest.steering.errors import SteeringWarning as SteeringWarning
-from earnest.steering.evaluate import Evaluation as Evaluation
+from earnest.steering.evaluate import TraitEvaluation as TraitEvaluation
 from earnest.steering.evaluate import Yardstick as Yardstick
 from earnest.steering.filter import Filter as Filter
 from earnest.steering.filter import read as read

@@ -42,7 +42,7 @@ LIMITS = Filter()
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TraitEvaluation:
     """One policy, measured. ``answers`` are its own, to look at."""
 
     trait: float
@@ -98,7 +98,7 @@ class Yardstick:
             self.base_perplexity = self.perplexity()
             self.base_answers = self._answer_perplexity(self._answers())
 
-    def measure(self, system: str | None = None, *, within: Callable[[], Within] = nullcontext) -> Evaluation:
+    def measure(self, system: str | None = None, *, within: Callable[[], Within] = nullcontext) -> TraitEvaluation:
         """The policy as it is now: with its open adapters, and told a ``system`` prompt where one is given.
 
         within: makes the block in which the policy acts, such as ``lambda: vector.applied(policy, dose)``. What the
@@ -110,7 +110,7 @@ class Yardstick:
             perplexity = self.perplexity()
         answers = [self.policy.decode(t) for t in tokens]
         grades = [self.task.grade(p, a) for p, a in zip(self.prompts, answers, strict=True)]
-        return Evaluation(
+        return TraitEvaluation(
             trait=sum(g.reward for g in grades) / len(grades),
             on_topic=sum(float(g.extras.get("on_topic", 0.0)) for g in grades) / len(grades),
             mass=mass,

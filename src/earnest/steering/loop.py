@@ -27,7 +27,7 @@ from earnest.settings import Checked, setting
 from earnest.steering.controller import Harvest, walk_down
 from earnest.steering.dose import Dose, calibrate_dose, states
 from earnest.steering.errors import Collapsed, SteeringError, SteeringWarning
-from earnest.steering.evaluate import Evaluation, Yardstick
+from earnest.steering.evaluate import TraitEvaluation, Yardstick
 from earnest.steering.filter import Filter, Sample, Separation, read, separation
 from earnest.steering.heal import Healing, demonstrations, heal
 from earnest.steering.records import finished_rounds
@@ -90,7 +90,7 @@ class Steering(Checked):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SteeringResult:
     """Every finished round's record, the first look at the base, and why the loop ended before its time, if it did."""
 
     records: tuple[dict[str, Any], ...]
@@ -137,7 +137,7 @@ class Loop:
             self.vectors.append(Vector.load(folder / f"round-{number}" / "vector.safetensors"))
             self.records.append(record)
 
-    def run(self, rounds: int, before: Evaluation) -> Outcome:
+    def run(self, rounds: int, before: TraitEvaluation) -> SteeringResult:
         """All rounds that are missing, or until the coherence floor."""
         if before.coherence < before.floor:
             raise Collapsed(
@@ -150,7 +150,7 @@ class Loop:
             stopped = self._stopped()
         if self.policy.fingerprint(fresh=True) != self._base:
             raise SteeringError("the base's weights have changed during the loop, which only adapters may learn from.")
-        return Outcome(tuple(self.records), before.to_dict(), stopped)
+        return SteeringResult(tuple(self.records), before.to_dict(), stopped)
 
     def _stopped(self) -> str | None:
         if not self.records:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from earnest.tasks.base import Prompt, Split, Task, TaskError
-from earnest.tasks.registry import get_task
 from earnest.tasks.split import check_request
 
 _BLOCK = 256
@@ -41,19 +39,8 @@ class PromptStream:
         return block[offset % len(block)]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON-able data."""
+        """The stream's position and what it is a position of, as JSON-able data."""
         return {"task": self.task.name, "seed": self.seed, "split": self.split, "position": self.position}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], task: Task | None = None) -> PromptStream:
-        """The stream that ``state`` describes; ``task`` where its name alone does not find it."""
-        missing = {"task", "seed", "split", "position"} - set(state)
-        if missing:
-            raise TaskError(f"the stream's state lacks {', '.join(sorted(missing))}; it has {sorted(state)}.")
-        task = task or get_task(state["task"])
-        if task.name != state["task"]:
-            raise TaskError(f"the stream's state is of task {state['task']!r}, not of {task.name!r}.")
-        return cls(task, state["seed"], state["split"], state["position"])
 
 
 def _block_seed(seed: int, number: int) -> int:
