@@ -13,7 +13,7 @@ from rich.text import Text
 from earnest.errors import EarnestError, nearest
 
 if TYPE_CHECKING:
-    from earnest.adapters.conformance import Row
+    from earnest.adapters.conformance import ConformanceRow
     from earnest.objectives.registry import TermInfo
 
 
@@ -86,7 +86,7 @@ def adapters() -> Table:
     return table
 
 
-def checked_adapters(rows: Iterable[Row]) -> tuple[Table, list[str]]:
+def checked_adapters(rows: Iterable[ConformanceRow]) -> tuple[Table, list[str]]:
     """The results of the conformance checks, and a line for each failure."""
     from earnest.adapters import conformance
 
