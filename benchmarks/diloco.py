@@ -43,8 +43,8 @@ from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
 from earnest.diloco.outer import ReplicaOuter, Schedule
 from earnest.diloco.protocol import Rules
-from earnest.diloco.store import Bucket
 from earnest.diloco.wire import KINDS, Wire
+from earnest.store import Bucket
 
 RESULTS = Path("benchmarks/results/diloco.json")
 ARMS: dict[str, tuple[int, str, float | None]] = {

@@ -129,6 +129,19 @@ def worker(
 
 
 @app.command()
+def sampler(
+    url: Annotated[str, typer.Argument(help="The bucket that the run names with sampler=URL (s3://…, file:///…).")],
+    number: Annotated[int, typer.Option(min=0, help="Which of the run's sampler.count samplers to be.")] = 0,
+) -> None:
+    """Sample for a training run through a bucket, until the run ends."""
+    from rich.console import Console
+
+    from earnest.runs.sampling import follow
+
+    follow(url, number, Console())
+
+
+@app.command()
 def audit(
     recipe: Annotated[
         str | None, typer.Argument(help="A name from `earnest recipes`, a YAML file, or a training script (.py).")

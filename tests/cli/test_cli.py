@@ -217,6 +217,7 @@ def test_every_command_is_documented_and_works(capsys: pytest.CaptureFixture[str
         "replay",
         "serve",
         "worker",
+        "sampler",
     }
     page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
     for name in names:

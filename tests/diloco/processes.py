@@ -96,7 +96,7 @@ def die(point: str, times: int) -> None:
 
 def _in_a_download(now: Callable[[], None]) -> None:
     """Between the store's answer to the request for a delta and its bytes."""
-    from earnest.diloco.store import ObjectStore
+    from earnest.store import ObjectStore
 
     old = ObjectStore.get
 
@@ -173,7 +173,7 @@ def junk(at: int) -> None:
 
 def tear() -> None:
     """The first delta of this process arrives cut off, though the store says that all is well."""
-    from earnest.diloco.store import ObjectStore
+    from earnest.store import ObjectStore
 
     old, left = ObjectStore.create, [1]
 

@@ -20,8 +20,8 @@ from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
 from earnest.diloco.outer import ReplicaOuter, Schedule
 from earnest.diloco.protocol import Rules
-from earnest.diloco.store import AlreadyThere, Bucket, Unavailable, unseal
 from earnest.diloco.wire import Wire
+from earnest.store import AlreadyThere, Bucket, Unavailable, unseal
 from tests.diloco.toy import ToyEngine
 
 Order = Literal["go", "die before", "die after", "lose the answer", "fail", "tear"]

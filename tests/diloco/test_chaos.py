@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.store import Bucket
+from earnest.store import Bucket
 from tests.diloco.processes import POINTS, Troupe, commits, events, put_run, weights
 from tests.diloco.servers import BUCKET, Seaweed
 from tests.diloco.toy_process import toy_main

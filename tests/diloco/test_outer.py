@@ -18,9 +18,9 @@ from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import Mirror, ReplicaOuter, Schedule
 from earnest.diloco.protocol import Rules
-from earnest.diloco.store import Bucket
 from earnest.diloco.wire import Wire
 from earnest.errors import CheckpointError, ConfigError
+from earnest.store import Bucket
 from tests.diloco.test_store import Memory
 from tests.diloco.toy import ToyEngine
 

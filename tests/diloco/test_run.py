@@ -21,12 +21,12 @@ from earnest.config import RunConfig, load_file
 from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.run import resume, start
-from earnest.diloco.store import Bucket
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.runs import setup
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
+from earnest.store import Bucket
 from tests.diloco.forked import ForkExecutor
 from tests.diloco.processes import commits, events
 from tests.runs.tiny import recipe

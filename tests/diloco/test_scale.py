@@ -8,9 +8,9 @@ import torch
 from benchmarks.diloco_scale import Fleet, simulate, table
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.protocol import Mine, Rules, meet
-from earnest.diloco.store import Bucket
 from earnest.diloco.wire import Wire
 from earnest.errors import ConfigError
+from earnest.store import Bucket
 
 
 def test_the_plan_for_many_replicas_counts_right() -> None:

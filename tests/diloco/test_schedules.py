@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from earnest.diloco.globals import OuterSGD
 from earnest.diloco.outer import Schedule
-from earnest.diloco.store import unseal
 from earnest.diloco.wire import Wire, decode
 from earnest.errors import EarnestError
+from earnest.store import unseal
 from tests.diloco.simulation import Job, Order, Replica, World
 
 ORDERS: tuple[Order, ...] = ("die before", "die after", "lose the answer", "fail", "tear")

@@ -18,9 +18,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from earnest.diloco.errors import Damaged, RoundStuck, StoreError
+from earnest.diloco.errors import RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
-from earnest.diloco.store import AlreadyThere, Bucket, Object, Unavailable, open_store, seal, unseal
+from earnest.store import AlreadyThere, Bucket, Damaged, Object, StoreError, Unavailable, open_store, seal, unseal
 
 S3 = {
     "AWS_ACCESS_KEY_ID": "x",

@@ -44,8 +44,8 @@ def replica(url: str, number: int, replicas: int, case: str, lighthouse: str | N
     from earnest.diloco.lighthouse import LighthouseOuter
     from earnest.diloco.outer import ReplicaOuter
     from earnest.diloco.protocol import Rules
-    from earnest.diloco.store import Bucket
     from earnest.diloco.wire import Wire
+    from earnest.store import Bucket
     from tests.diloco.toy import ToyEngine
 
     engine, ledger = ToyEngine(number, sizes=WIDE if replicas > 2 else (7, 5)), Ledger(Bucket.open(url))
@@ -115,7 +115,7 @@ def late(url: str, address: str, out: str) -> None:
 
     from earnest.diloco.ledger import Ledger
     from earnest.diloco.lighthouse import LighthouseOuter
-    from earnest.diloco.store import Bucket
+    from earnest.store import Bucket
     from tests.diloco.toy import ToyEngine
 
     def made(number: int) -> tuple[ToyEngine, Any]:
@@ -173,7 +173,7 @@ def test_who_is_healed_before_the_end_of_a_round_trains_on_from_there(ctx: Any, 
 def test_a_lighthouse_that_is_not_there_is_said(tmp_path: Path) -> None:
     from earnest.diloco.ledger import Ledger
     from earnest.diloco.lighthouse import LighthouseOuter
-    from earnest.diloco.store import Bucket
+    from earnest.store import Bucket
     from tests.diloco.toy import ToyEngine
 
     ledger = Ledger(Bucket.open(f"file://{tmp_path}/bucket"))

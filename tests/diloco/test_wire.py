@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from earnest.diloco.errors import Damaged
 from earnest.diloco.protocol import average
 from earnest.diloco.wire import (
     KINDS,
@@ -24,6 +23,7 @@ from earnest.diloco.wire import (
     visible,
 )
 from earnest.errors import ConfigError
+from earnest.store import Damaged
 
 numbers = st.floats(-1e3, 1e3, width=32)
 vectors = st.lists(numbers, min_size=1, max_size=700).map(lambda x: torch.tensor(x, dtype=torch.float32))

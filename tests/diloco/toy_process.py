@@ -22,8 +22,8 @@ def toy_main(url: str, replica: int, folder: str, environment: Mapping[str, str]
     from earnest.diloco.ledger import Ledger
     from earnest.diloco.outer import ReplicaOuter, Schedule
     from earnest.diloco.protocol import Rules
-    from earnest.diloco.store import Bucket
     from earnest.diloco.wire import Wire
+    from earnest.store import Bucket
     from tests.diloco.processes import die
     from tests.diloco.toy import ToyEngine
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from earnest.http import wait
 from earnest.replay.endpoint import Endpoint, Exhausted, Reply, Usage
 from earnest.replay.errors import EndpointError
 from earnest.replay.judges import add
@@ -61,13 +62,13 @@ def test_a_refusal_stops_at_once_and_says_where_the_key_comes_from() -> None:
         with pytest.raises(EndpointError, match=r"HTTP 401: bad key\. Is \$REPLAY_TEST_KEY set"):
             ask(server.url)
         assert len(server.bodies) == 1
-    with pytest.raises(EndpointError, match="is no http"):
+    with pytest.raises(EndpointError, match="is not an http"):
         ask("ftp://nowhere")
 
 
 def test_all_tries_failing_is_said_with_the_last_reason() -> None:
     with serving(lambda *_: Answer(status=500, raw="broken")) as server:
-        with pytest.raises(Exhausted, match=r"failed 5 times on t#0\|x\|0; the last time: HTTP 500 broken"):
+        with pytest.raises(Exhausted, match=r"failed 5 times on t#0\|x\|0; the last time: HTTP 500: broken"):
             ask(server.url)
         assert len(server.bodies) == 5
     with pytest.raises(Exhausted, match="refused"):  # nobody listens any more
@@ -75,12 +76,11 @@ def test_all_tries_failing_is_said_with_the_last_reason() -> None:
 
 
 def test_waits_double_are_bounded_and_repeat_themselves() -> None:
-    endpoint = Endpoint("http://x/v1", "m", backoff=1.0)
     for attempt in range(1, 12):
         longest = min(60.0, 2.0 ** (attempt - 1))
-        assert longest / 2 <= endpoint.wait("a", attempt) < longest
-        assert endpoint.wait("a", attempt) == endpoint.wait("a", attempt)
-    assert endpoint.wait("a", 3) != endpoint.wait("b", 3), "requests that failed together do not come back together"
+        assert longest / 2 <= wait("a", attempt, 1.0) < longest
+        assert wait("a", attempt, 1.0) == wait("a", attempt, 1.0)
+    assert wait("a", 3, 1.0) != wait("b", 3, 1.0), "requests that failed together do not come back together"
 
 
 def test_usage_adds_up_and_stays_unknown() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from earnest.errors import ConfigError
 from earnest.serve.eval import preferences
-from earnest.serve.eval.client import Client, EvalError
+from earnest.serve.eval.client import EvalClient, EvalError
 from earnest.serve.eval.loop import Round, evaluate, summarise, table
 from earnest.serve.eval.preferences import EvalConfig
 from earnest.serve.eval.run import run
@@ -59,7 +59,7 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="warm"):
         preferences.read(None, {}, ["wram"])
     with pytest.raises(EvalError, match="is `earnest serve` running there"):
-        Client("http://127.0.0.1:9").chat("base", "hi")
+        EvalClient("http://127.0.0.1:9").chat("base", "hi")
 
 
 def test_the_loop(live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_the_loop(live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     # The margin is what the base's own numbers say, pair by pair.
     config = preferences.read(None, {})
     warm = config.preferences[0]
-    client = Client(live.url)
+    client = EvalClient(live.url)
     want = [client.score("base", p.prompt, p.chosen) - client.score("base", p.prompt, p.rejected) for p in warm.pairs]
     assert before["margin"] == pytest.approx(sum(want) / len(want), abs=1e-3)
     assert after["margin"] > before["margin"]
@@ -86,7 +86,7 @@ def test_capability_counts_right_answers(live: Live, tmp_path: Path) -> None:
     question = {"prompt": "Answer yes or no. Is 87 larger than 60?", "allowed": ["yes", "zebra no no"], "answer": "yes"}
     data = preferences.read(None, {"rounds": 1, "per_round": 1}).model_dump(mode="python")
     data |= {"preferences": data["preferences"][:1], "capability": [question, {**question, "answer": "zebra no no"}]}
-    rounds = evaluate(Client(live.url), EvalConfig.model_validate(data), tmp_path, lambda _: None)
+    rounds = evaluate(EvalClient(live.url), EvalConfig.model_validate(data), tmp_path, lambda _: None)
     assert rounds[0].capability == 0.5
 
 

@@ -158,9 +158,14 @@ class SamplingConfig(Strict):
 
 
 class SamplerConfig(Strict):
-    """A server that samples instead of this process; ``sampler: http://…`` is short for its ``url``."""
+    """What samples instead of this process; ``sampler: http://…`` is short for its ``url``."""
 
-    url: str = Field(pattern=r"^https?://[^\s@]+$", description="of an `earnest serve`, vLLM or SGLang server")
+    url: str = Field(
+        pattern=r"^((https?|s3|gs|az)://[^\s@]+|file:///[^\s]+)$",
+        description="of an `earnest serve`, vLLM or SGLang server; or a bucket (s3://…, gs://…, az://…, file:///…) "
+        "that `earnest sampler` processes read",
+    )
+    count: Whole = Field(1, description="`earnest sampler` processes of a bucket; a server counts as one")
     folder: str | None = Field(
         None, min_length=1, description="a folder that vLLM or SGLang sees under the same path; earnest needs none"
     )

@@ -5,14 +5,6 @@ from __future__ import annotations
 from earnest.errors import EarnestError
 
 
-class StoreError(EarnestError):
-    """A bucket cannot be used: it overwrites, it is not there, or it did not answer for too long."""
-
-
-class Damaged(EarnestError):
-    """An object is not the one that was written."""
-
-
 class RoundStuck(EarnestError):
     """A round cannot be finished: too few replicas came, or a committed object is damaged and no later state exists."""
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from earnest.diloco.errors import Damaged, RoundStuck
+from earnest.diloco.errors import RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.protocol import average, digest
 from earnest.diloco.wire import Vector, decode
+from earnest.store import Damaged
 
 
 @dataclass(frozen=True)

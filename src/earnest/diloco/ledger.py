@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from earnest.diloco.errors import Damaged, RoundStuck
-from earnest.diloco.store import Bucket, Object
+from earnest.diloco.errors import RoundStuck
+from earnest.store import Bucket, Damaged, Object
 
 CONFIG = "config.yaml"
 PARALLEL = 8

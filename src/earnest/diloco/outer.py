@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.diloco.errors import Behind, Damaged, Heal
+from earnest.diloco.errors import Behind, Heal
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
 from earnest.diloco.protocol import Rules, beginning
 from earnest.diloco.wire import Wire
 from earnest.errors import CheckpointError, ConfigError, MissingExtra
+from earnest.store import Damaged
 
 
 @dataclass(frozen=True)

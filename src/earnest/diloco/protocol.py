@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest.diloco.errors import Behind, Damaged, Junk, RoundStuck
+from earnest.diloco.errors import Behind, Junk, RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.wire import Vector, decode
+from earnest.store import Damaged
 
 ATTEMPTS = 3
 """How often a delta that did not arrive whole is written again."""

@@ -17,13 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from earnest.config import RunConfig, dump
-from earnest.diloco.errors import Damaged, StoreError
 from earnest.diloco.executors.base import STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import Mirror
 from earnest.diloco.plan import Plan, plan
-from earnest.diloco.store import Bucket, Object, join
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.learning import Learning
@@ -33,6 +31,7 @@ from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.run import Finished, complete
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
+from earnest.store import Bucket, Damaged, Object, StoreError, join
 
 
 def address(config: RunConfig, place: Path) -> str:

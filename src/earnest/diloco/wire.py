@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from earnest.diloco.errors import Damaged
 from earnest.errors import ConfigError
+from earnest.store import Damaged
 
 Kind = Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"]
 KINDS: tuple[Kind, ...] = ("fp32", "bf16", "int8", "int4", "topk", "pulse")

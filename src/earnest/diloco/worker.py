@@ -18,12 +18,10 @@ from torch import Tensor
 from earnest.config import RunConfig, dump
 from earnest.config.load import from_mapping
 from earnest.config.text import parse
-from earnest.diloco.errors import StoreError
 from earnest.diloco.ledger import CONFIG, Ledger
 from earnest.diloco.lighthouse import LighthouseOuter
 from earnest.diloco.outer import ReplicaOuter
 from earnest.diloco.plan import Plan, plan
-from earnest.diloco.store import Bucket
 from earnest.disk import clean
 from earnest.errors import CheckpointError
 from earnest.runs import checkpoints, environment
@@ -34,6 +32,7 @@ from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
 from earnest.seeds import derive
+from earnest.store import Bucket, StoreError
 
 Outer = ReplicaOuter | LighthouseOuter
 

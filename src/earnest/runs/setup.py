@@ -18,13 +18,13 @@ from earnest.errors import ConfigError
 from earnest.guards import DirectionGuard
 from earnest.models import Policy, SampleSpec, load
 from earnest.objectives import Objective
-from earnest.runs.elsewhere import ServerSampler
 from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
-from earnest.runs.samplers import RaySamplers
+from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
 from earnest.signals import ROLES, EMATeacher, LiveTeacher, Role, TeacherPolicy
 from earnest.signals.reference import wanted_signals
+from earnest.sync.pool import Samplers
 from earnest.tasks import PromptStream, Task, get_task
 
 CALIBRATION_PROMPTS = 64
@@ -42,13 +42,11 @@ class Setup:
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
     preferences: Preferences | None = None
-    samplers: RaySamplers | ServerSampler | None = None
+    samplers: Samplers | None = None
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the policy as it is now: sampled here, or by samplers that get it."""
-        if self.samplers is None:
-            return self.engine.sample(prompts, n, spec)
-        return self.samplers.sample(self, prompts, n, spec)
+        return (self.samplers or self.engine).sample(prompts, n, spec)
 
     def close(self) -> None:
         """End what was started with it."""
@@ -117,9 +115,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         micro_tokens=config.micro_tokens,
         estimator=config.engine.estimator,
     )
-    samplers: RaySamplers | ServerSampler | None = RaySamplers(config, say) if config.sampling.workers else None
-    if config.sampler is not None:
-        samplers = ServerSampler(config, say)
+    samplers = samplers_of(config, task, engine, say)
     return Setup(config, task, policy, adapter, engine, objective, teacher, preferences, samplers)
 
 

@@ -9,55 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
 from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
 from earnest.diloco.executors.runner import Runner
-from earnest.errors import MissingExtra
+from earnest.sync.cluster import ClusterError, connect, first_line
 
 LOST = -9
 """The exit code of a replica whose actor is gone."""
 WAIT = 60.0
 OPTIONS = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
 """Of an actor. No restarts by Ray: ``supervise`` starts replicas again, the same way everywhere."""
-
-
-def connect(address: str, cpus: int) -> tuple[Any, bool]:
-    """(ray, whether it was connected here): to ``address`` or $RAY_ADDRESS, or a Ray of this machine with room for
-    ``cpus`` actors."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = address or os.environ.get("RAY_ADDRESS", "")
-    if address and _has_token():  # Ray shows its token to a cluster only where it is told to
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    try:
-        import ray
-    except ImportError:
-        raise MissingExtra("ray", "ray", "running on Ray") from None
-    if ray.is_initialized():
-        return ray, False
-    try:
-        if address:
-            ray.init(address=address, log_to_driver=False)
-        else:
-            # Every actor takes a CPU of Ray's book-keeping; a small machine may hold more of them than it has cores.
-            # Nor shall Ray kill ours because others' processes fill the memory: the kernel knows better whom to.
-            os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-            # "local": without it Ray would look for a cluster that somebody left running here, and refuse num_cpus.
-            room = max(cpus + 1, os.cpu_count() or 1)
-            ray.init("local", num_cpus=room, include_dashboard=False, log_to_driver=False)
-    except Exception as error:  # Ray says some of its failures as bare Exceptions
-        what = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
-        token = " (where it wants a token, set RAY_AUTH_TOKEN)" if address and not _has_token() else ""
-        raise ExecutorError(f"--on ray: {what} ({_first(error)}); try again{token}, or --on local.") from None
-    return ray, True
-
-
-def _has_token() -> bool:
-    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    return named or (Path.home() / ".ray" / "auth_token").exists()
 
 
 class RayRunner(Runner):
@@ -98,7 +61,10 @@ class RayExecutor:
     def start(self, job: Job, replica: int, attempt: int) -> None:
         job = self._job(job)
         if self._ray is None:
-            self._ray, self._own = connect(self.address, _actors(job))
+            try:
+                self._ray, self._own = connect(self.address, _actors(job))
+            except ClusterError as error:
+                raise ExecutorError(f"--on ray: {error} --on local needs no cluster.") from None
         actor = self._ray.remote(RayRunner).options(**OPTIONS).remote()
         try:
             self._ray.get(actor.start.remote(job.words(replica), dict(job.env)), timeout=WAIT)
@@ -106,7 +72,7 @@ class RayExecutor:
             self._ray.kill(actor)
             raise ExecutorError(
                 f"--on ray: replica {replica} was not started within {WAIT:.0f} s ({type(error).__name__}); has the "
-                f"cluster a free CPU, and is earnest installed on its nodes? {_first(error)}"
+                f"cluster a free CPU, and is earnest installed on its nodes? {first_line(error)}"
             ) from None
         self._actors[replica] = (attempt, actor)
 
@@ -116,7 +82,7 @@ class RayExecutor:
             try:
                 found = self._ray.get(actor.poll.remote(), timeout=WAIT)
             except self._ray.exceptions.RayError as error:
-                found = (LOST, f"its actor is gone: {_first(error)}")
+                found = (LOST, f"its actor is gone: {first_line(error)}")
             if found is not None:
                 del self._actors[replica]
                 self._ray.kill(actor)
@@ -147,7 +113,3 @@ class RayExecutor:
 def _actors(job: Job) -> int:
     """All that run at once: a runner for each replica, and the samplers that its worker starts."""
     return job.replicas * (1 + job.samplers)
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

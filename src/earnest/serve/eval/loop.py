@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from earnest.disk import write_json, write_text
-from earnest.serve.eval.client import Client
+from earnest.serve.eval.client import EvalClient
 from earnest.serve.eval.preferences import EvalConfig, Preference, Question
 
 COLLAPSE = ("entropy_ratio", "self_similarity", "drift")
@@ -40,7 +40,7 @@ class Round:
     answers: tuple[str, ...] = ()
 
 
-def evaluate(client: Client, config: EvalConfig, out: Path, say: Callable[[str], None]) -> list[Round]:
+def evaluate(client: EvalClient, config: EvalConfig, out: Path, say: Callable[[str], None]) -> list[Round]:
     """Every preference on an adapter of its own; ``steps.jsonl``, ``summary.json`` and ``summary.md`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     client.wait()
@@ -62,7 +62,7 @@ def evaluate(client: Client, config: EvalConfig, out: Path, say: Callable[[str],
     return found
 
 
-def _loop(client: Client, config: EvalConfig, preference: Preference, name: str, say: Callable[[str], None]) -> Any:
+def _loop(client: EvalClient, config: EvalConfig, preference: Preference, name: str, say: Callable[[str], None]) -> Any:
     questions = config.asked()
     row = _measure(client, config, preference, name, questions, 0)
     say(_line(row))
@@ -86,7 +86,7 @@ def _loop(client: Client, config: EvalConfig, preference: Preference, name: str,
 
 
 def _measure(
-    client: Client,
+    client: EvalClient,
     config: EvalConfig,
     preference: Preference,
     name: str,

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from earnest.serve.eval.client import Client, own_server
+from earnest.serve.eval.client import EvalClient, own_server
 from earnest.serve.eval.figure import draw
 from earnest.serve.eval.loop import evaluate, summarise, table
 from earnest.serve.eval.preferences import EvalConfig
@@ -22,7 +22,7 @@ def run(config: EvalConfig, out: Path, *, url: str | None = None, model: str = "
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="earnest-eval-")))
             url = stack.enter_context(own_server(folder / "data", model))
             print(f"serving {model} at {url} for this evaluation", flush=True)
-        client = Client(url, os.environ.get(KEY))
+        client = EvalClient(url, os.environ.get(KEY))
         rounds = evaluate(client, config, out, lambda line: print(line, flush=True))
     picture = draw(rounds, out / "eval.png")
     print(f"\n{table(summarise(rounds))}\nfigure  {picture}\nrounds  {out / 'steps.jsonl'}")

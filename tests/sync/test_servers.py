@@ -16,12 +16,15 @@ import torch
 from earnest.config import dump, from_mapping
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
-from earnest.runs import endpoint, start
-from earnest.runs.elsewhere import ServerSampler
+from earnest.runs import start
 from earnest.runs.errors import RunStopped
-from earnest.runs.samplers import TOLERANCE
+from earnest.runs.sampling import samplers_of
 from earnest.runs.setup import Setup, build
-from tests.serve.elsewhere import proxied, served, speak, swallow_pushes
+from earnest.sync.base import Weights
+from earnest.sync.pool import Samplers
+from earnest.sync.probe import TOLERANCE
+from earnest.sync.servers import ServerSampler, already_gone, already_loaded
+from tests.sync.served import proxied, served, speak, swallow_pushes
 
 RECIPE: dict[str, Any] = {
     "model": "nano",
@@ -48,8 +51,11 @@ def local() -> Setup:
     return build(from_mapping(RECIPE), lambda _: None)
 
 
-def sampler(setup: Setup, url: str, **more: Any) -> ServerSampler:
-    return ServerSampler(from_mapping({**RECIPE, "sampler": {"url": url, **more}}), lambda _: None)
+def sampler(setup: Setup, url: str, **more: Any) -> Samplers:
+    config = from_mapping({**RECIPE, "sampler": {"url": url, **more}})
+    made = samplers_of(config, setup.task, setup.engine, lambda _: None)
+    assert made is not None
+    return made
 
 
 def train(setup: Setup, size: float) -> None:
@@ -75,7 +81,7 @@ def test_rollouts_are_the_trainers_own(server: str, local: Setup) -> None:
     remote = sampler(local, server)
     asked = prompts(local, 3)
     for step in range(2):
-        found = remote.sample(local, asked, 3, SPEC)
+        found = remote.sample(asked, 3, SPEC)
         assert [(r.prompt_index, r.sample_index) for r in found] == [(i, k) for i in range(3) for k in range(3)]
         assert {r.policy_version for r in found} == {local.engine.version}
         for r in found:
@@ -90,7 +96,7 @@ def test_rollouts_are_the_trainers_own(server: str, local: Setup) -> None:
         assert remote.metrics["sampler/probe"] < 1e-5 and remote.metrics["sampler/behaviour"] < 1e-5
         assert (remote.metrics["sampler/moved"] > 1e-3) == (step == 1)
         train(local, 0.02)
-    drawn = remote.sample(local, [asked[0]] * 2, 8, replace(SPEC, temperature=2.0))
+    drawn = remote.sample([asked[0]] * 2, 8, replace(SPEC, temperature=2.0))
     assert [r.tokens for r in drawn[:8]] != [r.tokens for r in drawn[8:]], "one seed for all would give these twice"
     remote.close()
     assert names(server) == []
@@ -112,12 +118,12 @@ def test_a_sampler_that_ignores_the_push_stops_the_run(server: str, local: Setup
     with proxied(server) as proxy:
         swallow_pushes(proxy, rename=True)
         remote = sampler(local, proxy.url)
-        remote.sample(local, prompts(local), 1, SPEC)
+        remote.sample(prompts(local), 1, SPEC)
         held = names(server)
         train(local, size)
         with pytest.raises(SamplingError, match="still runs old weights: after the push of version") as error:
-            remote.sample(local, prompts(local), 1, SPEC)
-        moved = float(str(error.value).split(" nats a token")[0].rsplit(" ", 1)[1])
+            remote.sample(prompts(local), 1, SPEC)
+        moved = float(str(error.value).split(" nats per token")[0].rsplit(" ", 1)[1])
         assert (moved < TOLERANCE[torch.float32]) == (size < 1e-3)
         assert names(server) == held
         proxy.before = lambda path, body: (path, body)
@@ -147,10 +153,10 @@ def test_a_push_that_went_nowhere_is_not_taken_for_one(server: str, local: Setup
     with proxied(server) as proxy:
         swallow_pushes(proxy, rename=False)
         remote = sampler(local, proxy.url)
-        remote.sample(local, prompts(local), 1, SPEC)
+        remote.sample(prompts(local), 1, SPEC)
         train(local, 0.02)
         with pytest.raises(SamplingError, match="HTTP 404: there is no adapter 'earnest-"):
-            remote.sample(local, prompts(local), 1, SPEC)
+            remote.sample(prompts(local), 1, SPEC)
         proxy.before = lambda path, body: (path, body)
         remote.close()
 
@@ -161,7 +167,7 @@ def test_a_push_and_an_unload_whose_answers_get_lost_are_done(
 ) -> None:
     """They were carried out; sent again, the server says that the name is there, or gone. The run goes on, and the
     probe has seen the weights."""
-    monkeypatch.setattr(endpoint, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr("earnest.http.time", SimpleNamespace(sleep=lambda _: None))
     with proxied(server) as proxy:
         if kind != "earnest":
             speak(proxy, kind)
@@ -177,7 +183,7 @@ def test_a_push_and_an_unload_whose_answers_get_lost_are_done(
         proxy.lose = lose
         for _ in range(2):
             train(local, 0.02)
-            assert len(remote.sample(local, prompts(local), 1, SPEC)) == 2
+            assert len(remote.sample(prompts(local), 1, SPEC)) == 2
             (name,) = names(server)
             assert f"-v{local.engine.version}-" in name and remote.metrics["sampler/probe"] < 1e-5
         remote.close()
@@ -186,26 +192,26 @@ def test_a_push_and_an_unload_whose_answers_get_lost_are_done(
         assert (sent.count(push), sent.count("unload_lora_adapter")) == (4, 4)
 
 
-def test_a_name_that_is_taken_before_the_first_push_is_refused(server: str, local: Setup, tmp_path: Path) -> None:
+def test_a_name_that_is_taken_before_the_first_push_is_refused(server: str, local: Setup) -> None:
     """Somebody else's: only a push that was sent before can find its own name there."""
-    remote = sampler(local, server)
-    remote.endpoint.load("earnest-twice", local.adapter, local.policy.name, tmp_path)
+    remote, weights = ServerSampler(server), Weights.of(local.engine)
+    remote.load("earnest-twice", weights)
     with pytest.raises(SamplingError, match="HTTP 409: there is an adapter 'earnest-twice' already"):
-        remote.endpoint.load("earnest-twice", local.adapter, local.policy.name, tmp_path)
-    remote.endpoint.unload("earnest-twice")
-    remote.endpoint.unload("earnest-twice")  # gone is gone
+        remote.load("earnest-twice", weights)
+    remote.unload("earnest-twice")
+    remote.unload("earnest-twice")  # one that is gone already is not an error
     assert names(server) == []
 
 
 @pytest.mark.parametrize(
     ("says", "done"),
     [
-        (lambda: endpoint._gone(400, "LoRA with name x does not exist. Loaded LoRAs: dict_keys([])", True), True),
-        (lambda: endpoint._gone(400, "LoRA with name x does not exist. Loaded LoRAs: dict_keys([])", False), False),
-        (lambda: endpoint._gone(400, "LoRA is not enabled.", True), False),
-        (lambda: endpoint._there(400, "The lora adapter 'x' has already been loaded.", True), True),
-        (lambda: endpoint._there(400, "rank 64 is greater than max_lora_rank 16", True), False),
-        (lambda: endpoint._there(500, "already out of memory", True), False),
+        (lambda: already_gone(400, "LoRA with name x does not exist. Loaded LoRAs: dict_keys([])", True), True),
+        (lambda: already_gone(400, "LoRA with name x does not exist. Loaded LoRAs: dict_keys([])", False), False),
+        (lambda: already_gone(400, "LoRA is not enabled.", True), False),
+        (lambda: already_loaded(400, "The lora adapter 'x' has already been loaded.", True), True),
+        (lambda: already_loaded(400, "rank 64 is greater than max_lora_rank 16", True), False),
+        (lambda: already_loaded(500, "already out of memory", True), False),
     ],
 )
 def test_their_own_words_for_there_and_gone(says: Any, done: bool) -> None:
@@ -243,7 +249,7 @@ def test_what_is_not_exact_is_refused(server: str, local: Setup, change: Any, se
         proxy.after = _choices(change)
         remote = sampler(local, proxy.url)
         with pytest.raises(SamplingError, match=sentence):
-            remote.sample(local, prompts(local), 2, SPEC)
+            remote.sample(prompts(local), 2, SPEC)
         remote.close()
 
 
@@ -253,7 +259,8 @@ def test_other_base_weights_are_found_at_the_first_push(server: str) -> None:
         setup.policy.model.model.embed_tokens.weight.mul_(1.1)
     remote = sampler(setup, server)
     with pytest.raises(SamplingError, match=r"off the trainer on the probe of version 0 .*; it runs other weights"):
-        remote.sample(setup, prompts(setup), 1, SPEC)
+        remote.sample(prompts(setup), 1, SPEC)
+    remote.close()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -264,7 +271,7 @@ def test_it_speaks_their_words(kind: str, server: str, local: Setup, tmp_path: P
         with pytest.raises(ConfigError, match=rf"sampler\.folder: {kind} reads adapters from a folder"):
             sampler(local, proxy.url)
         remote = sampler(local, f"{proxy.url}/v1/", folder=str(tmp_path))
-        assert len(remote.sample(local, prompts(local), 2, SPEC)) == 4
+        assert len(remote.sample(prompts(local), 2, SPEC)) == 4
         assert remote.metrics["sampler/probe"] < 1e-5
         push, *_ = bodies
         assert set(push) == {"lora_name", "lora_path"} and Path(push["lora_path"]).parent == tmp_path
@@ -281,7 +288,7 @@ def test_the_key_is_sent_and_kept_nowhere(
     monkeypatch.setenv("MY_KEY", "tml-secret")
     with proxied(server) as proxy:
         remote = sampler(local, proxy.url, key="MY_KEY")
-        remote.sample(local, prompts(local), 1, SPEC)
+        remote.sample(prompts(local), 1, SPEC)
         remote.close()
         assert {key for _, key in proxy.seen} == {"Bearer tml-secret"}
     config = from_mapping({**RECIPE, "sampler": {"url": proxy.url, "key": "MY_KEY"}})
@@ -289,7 +296,7 @@ def test_the_key_is_sent_and_kept_nowhere(
 
 
 def test_who_is_no_sampler_is_named(server: str, local: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 1)
+    monkeypatch.setattr("earnest.http.time", SimpleNamespace(sleep=lambda _: None))
     with proxied(server) as proxy:
         proxy.after = lambda _, found: {"data": [{**found["data"][0], "owned_by": "somebody"}]}
         with pytest.raises(SamplingError, match="belong to 'somebody'; adapters can be pushed to earnest, vllm,"):

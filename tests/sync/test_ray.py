@@ -13,8 +13,9 @@ import torch
 from earnest.config import RunConfig, load_file
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
-from earnest.runs.samplers import RaySamplers
 from earnest.runs.setup import Setup, build
+from earnest.sync.pool import Samplers
+from earnest.sync.ray import RaySampler
 from tests.runs.tiny import recipe, tiny_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]  # a Ray, and actors that import torch each
@@ -32,9 +33,14 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     made.close()
 
 
-def samplers(setup: Setup) -> RaySamplers:
+def samplers(setup: Setup) -> Samplers:
     assert setup.samplers is not None
     return setup.samplers
+
+
+def processes(setup: Setup) -> list[int]:
+    members = [link.sampler for link in samplers(setup).links]
+    return [member.process() for member in members if isinstance(member, RaySampler)]
 
 
 def move(setup: Setup, by: float) -> None:
@@ -86,11 +92,11 @@ def test_weights_that_changed_under_one_version_are_sent_again(setup: Setup) -> 
 def test_a_sampler_that_is_killed_is_replaced_and_synced(setup: Setup) -> None:
     prompts = [setup.policy.render(p.messages) for p in setup.task.prompts("train", 4, 2)]
     expected = [r.tokens for r in setup.engine.sample(prompts, 1, SPEC)]
-    victim = samplers(setup).processes()[0]
+    victim = processes(setup)[0]
     os.kill(victim, signal.SIGKILL)
     assert [r.tokens for r in setup.sample(prompts, 1, SPEC)] == expected
     assert samplers(setup).metrics["sampler/restarts"] >= 1
-    assert victim not in samplers(setup).processes()
+    assert victim not in processes(setup)
 
 
 def test_the_probe_finds_a_sampler_with_other_base_weights(setup: Setup) -> None:
@@ -101,7 +107,7 @@ def test_the_probe_finds_a_sampler_with_other_base_weights(setup: Setup) -> None
     with torch.no_grad():
         weight.mul_(1.05)
     move(setup, 0.01)
-    with pytest.raises(SamplingError, match=r"sampler 0 is .* nats off the trainer on the probe of version"):
+    with pytest.raises(SamplingError, match=r"sampler 0 on Ray is .* nats per token off the trainer on the probe"):
         setup.sample(prompts, 1, SPEC)
     with torch.no_grad():
         weight.copy_(kept)

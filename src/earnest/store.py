@@ -21,13 +21,20 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlparse
 
-from earnest.diloco.errors import Damaged, StoreError
-from earnest.errors import MissingExtra
+from earnest.errors import EarnestError, MissingExtra
 
 T = TypeVar("T")
 Keys = list[str]  # inside classes, `list` is a method
 FORMAT = 1
 MARK = b"# "  # so that config.yaml is YAML, header and all
+
+
+class StoreError(EarnestError):
+    """A bucket cannot be used: it overwrites, it is not there, or it did not answer for too long."""
+
+
+class Damaged(EarnestError):
+    """An object is not the one that was written."""
 
 
 class AlreadyThere(Exception):

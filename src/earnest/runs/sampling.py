@@ -1,0 +1,84 @@
+"""The samplers that a config asks for: Ray actors, a server, or processes that see only a bucket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from earnest.config import RunConfig, dump, from_mapping
+from earnest.config.text import parse
+from earnest.engines import LocalEngine
+from earnest.errors import SamplingError
+from earnest.store import Bucket
+from earnest.sync import bucket as buckets
+from earnest.sync.pool import Samplers
+from earnest.tasks import Task, get_task
+
+if TYPE_CHECKING:
+    from earnest.sync.base import Sampler
+
+PROBES = 4
+"""Held-out prompts whose tokens are the probe."""
+
+
+def sampling_engine(config: str) -> LocalEngine:
+    """What a sampler's process needs of a run: its policy and its adapter at initialization."""
+    from earnest.runs.setup import adapted
+
+    made = from_mapping(parse(config, "the run's config"))
+    torch.set_num_threads(made.threads or 1)
+    return LocalEngine(*adapted(made, get_task(made.task), lambda _: None))
+
+
+def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> Samplers | None:
+    """The samplers of this run, which follow ``engine``; None: the engine samples."""
+    policy, wanted = engine.policy, config.sampler
+    rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
+    if config.sampling.workers:
+        from earnest.sync import ray
+
+        count = config.sampling.workers
+        say(f"starting {count} samplers on Ray")
+        gpus = 1.0 if policy.device.type == "cuda" else 0.0
+        members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
+        return Samplers(engine, rows, members, close)
+    if wanted is None:
+        return None
+    say(f"looking for the sampler at {wanted.url}")
+    if wanted.url.startswith(("http://", "https://")):
+        from earnest.sync.servers import ServerSampler
+
+        secret = os.environ.get(wanted.key, "").strip()
+        server = ServerSampler(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
+        return Samplers(engine, rows, [server])
+    bucket = Bucket.open(wanted.url, writer="trainer")
+    bucket.probe()
+    put_config(bucket, dump(config))
+    processes: list[Sampler] = [buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)]
+    return Samplers(engine, rows, processes)
+
+
+def put_config(bucket: Bucket, text: str) -> None:
+    """Write the run's settings for its samplers. A prefix that has another run's settings is refused: its samplers
+    would load another model."""
+    if bucket.create(buckets.CONFIG, "config", text.encode()):
+        return
+    found = bucket.get(buckets.CONFIG)
+    if found is None or found.payload != text.encode():
+        raise SamplingError(f"sampler.url: {bucket.url} has the settings of another run; use a prefix of its own.")
+
+
+def follow(url: str, number: int, console: Console) -> None:
+    """`earnest sampler URL`: sample for the run whose trainer uses this bucket, until it ends."""
+    bucket = Bucket.open(url, writer=f"sampler-{number}")
+    found = bucket.get(buckets.CONFIG)
+    if found is None:
+        raise SamplingError(f"there is no run at {url} (no {buckets.CONFIG}); start it with sampler={url} first.")
+    engine = sampling_engine(found.payload.decode())
+    console.print(f"sampler {number} of {url}: {engine.policy.describe()}", markup=False, highlight=False)
+    buckets.serve(bucket, number, engine)

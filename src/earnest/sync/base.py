@@ -1,0 +1,112 @@
+"""One protocol for samplers outside the training process: push the weights, probe them, sample.
+
+    push(weights)      the sampler holds this version from now on
+    score(rows)        its log-probs of fixed tokens, which the trainer compares with its own
+    sample(prompts)    completions, each with the version that gave it
+
+A transport (Ray actors, HTTP servers, a bucket) implements ``Sampler``; ``earnest.sync.pool`` does the rest once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from earnest.adapters import Adapter
+from earnest.engines.base import LogProbsWanted, Rollout, Who
+from earnest.engines.local import LocalEngine
+from earnest.errors import SamplingError
+from earnest.models import Policy, SampleSpec
+from earnest.signals import Batch
+
+
+class SamplerLost(SamplingError):
+    """A sampler's process ended; ``restart`` may bring it back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """One version of the trained weights. ``digest`` is of the version and of every byte: inside a guard's
+    ``ablated()`` the weights differ under one version."""
+
+    version: int
+    digest: str
+    state: Mapping[str, Tensor]
+    policy: Policy
+    adapter: Adapter
+
+    @classmethod
+    def of(cls, engine: LocalEngine) -> Weights:
+        """The engine's weights as they are now, copied to the CPU."""
+        state = {name: tensor.detach().cpu() for name, tensor in engine.adapter.state_dict().items()}
+        return cls(engine.version, digest(engine.version, state), state, engine.policy, engine.adapter)
+
+
+class Sampler(Protocol):
+    """One process that samples with the weights that were pushed last.
+
+    ``place`` names it in messages. Every call may raise ``SamplerLost``; then nothing that it held counts any more.
+    """
+
+    place: str
+
+    def push(self, weights: Weights) -> None: ...
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """log π(token_t | token_<t) for t ≥ 1 at temperature 1, row after row."""
+        ...
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt, prompt by prompt."""
+        ...
+
+    def restart(self) -> None:
+        """Start the process again where this side can; else raise ``SamplingError``."""
+        ...
+
+    def close(self) -> None:
+        """End the process, or remove what was pushed to it."""
+        ...
+
+
+class Held:
+    """A sampler's own side, in its process: an engine that takes pushed weights, scores rows and samples."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+
+    def push(self, version: int, state: Mapping[str, Tensor]) -> None:
+        self.engine.adapter.load_state_dict(dict(state))
+        self.engine.version = version
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        return [float(x) for x in logprobs(self.engine, rows_batch(rows, self.engine.policy.pad_id))]
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        return self.engine.sample(prompts, n, spec)
+
+
+def rows_batch(rows: Sequence[Sequence[int]], pad: int) -> Batch:
+    """Each row as a completion of its own first token."""
+    return Batch.from_rows([list(r[:1]) for r in rows], [list(r[1:]) for r in rows], pad=pad)
+
+
+def logprobs(engine: LocalEngine, batch: Batch, who: Who = "live", temperature: float = 1.0) -> Tensor:
+    """The engine's log-probs of the batch's active tokens, float64 on the CPU."""
+    found = engine.score(batch, LogProbsWanted(temperature), who)
+    assert isinstance(found, Tensor)
+    return found.detach().cpu().double()
+
+
+def digest(version: int, state: Mapping[str, Tensor]) -> str:
+    """sha256 of a version and its weights."""
+    total = hashlib.sha256(str(version).encode())
+    for name in sorted(state):
+        total.update(name.encode())
+        total.update(state[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,137 @@
+"""The trainer's side of every transport: who samples what, push and probe before it, checks after it.
+
+The first completions of every version are scored here as well, at the sampling temperature: log-probs that mean
+something else (before temperature, with a penalty) are found before they are used as the behaviour policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from earnest.engines.base import Rollout
+from earnest.engines.local import LocalEngine
+from earnest.errors import SamplingError
+from earnest.models import SampleSpec
+from earnest.signals import Batch
+from earnest.sync.base import Sampler, SamplerLost, Weights, logprobs, rows_batch
+from earnest.sync.probe import Link, Target, apart, tolerance
+
+TRIES = 3
+CHECKED = 16
+"""Completions of every version that the trainer scores as well."""
+
+
+class Samplers:
+    """Samplers that follow one engine; ``sample`` is what ``engine.sample`` is.
+
+    ``rows`` are the probe's tokens. ``metrics``: the largest difference on the last probe, how far the weights had
+    moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        rows: Sequence[Sequence[int]],
+        members: Sequence[Sampler],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.rows = engine, [list(r) for r in rows]
+        self.links = [Link(m) for m in members]
+        self.metrics: dict[str, float] = {"sampler/restarts": 0.0}
+        self._target: Target | None = None
+        self._close = close
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt, prompt by prompt, all by the engine's present version. Equal prompts go
+        to one sampler, so that their draws differ."""
+        shares = share([tuple(p) for p in prompts], len(self.links))
+        target = self._wanted()
+        found: dict[int, list[Rollout]] = {}
+        fresh: list[Rollout] = []
+
+        def one(a: int) -> tuple[bool, list[Rollout]] | SamplerLost:
+            link, own = self.links[a], [prompts[i] for i in shares[a]]
+            try:
+                return link.sync(target), link.sampler.sample(own, n, spec)
+            except SamplerLost as lost:
+                return lost
+
+        for _ in range(TRIES):
+            todo = [a for a, places in enumerate(shares) if places and places[0] not in found]
+            if not todo:
+                break
+            with ThreadPoolExecutor(len(todo)) as pool:
+                answers = dict(zip(todo, pool.map(one, todo), strict=True))
+            for a, answer in answers.items():
+                if isinstance(answer, SamplerLost):
+                    self.links[a].sampler.restart()
+                    self.links[a].forget()
+                    self.metrics["sampler/restarts"] += 1
+                    continue
+                new, rollouts = answer
+                fresh += rollouts[:CHECKED] if new else []
+                for place, i in enumerate(shares[a]):
+                    found[i] = [replace(r, prompt_index=i) for r in rollouts if r.prompt_index == place]
+        missing = [i for i in range(len(prompts)) if i not in found]
+        if missing:
+            raise SamplingError(f"samplers died {TRIES} times on {len(missing)} prompts; look at their logs.")
+        flat = [r for i in range(len(prompts)) for r in found[i]]
+        self._refuse_stale(flat)
+        if fresh and spec.top_p == 1.0 and spec.top_k == 0:
+            self._check_behaviour(fresh)
+        self.metrics |= {
+            "sampler/probe": max(link.off for link in self.links),
+            "sampler/moved": max(link.moved for link in self.links),
+            "sampler/version": float(self.engine.version),
+        }
+        return flat
+
+    def close(self) -> None:
+        for link in self.links:
+            link.sampler.close()
+        self._close()
+
+    def _wanted(self) -> Target:
+        """The engine's weights with its own log-probs of the probe, computed once for each content."""
+        weights = Weights.of(self.engine)
+        old = self._target
+        if old is None or old.weights.digest != weights.digest:
+            batch = rows_batch(self.rows, self.engine.policy.pad_id)
+            base = logprobs(self.engine, batch, "base") if old is None else old.base
+            self._target = Target(weights, self.rows, logprobs(self.engine, batch), base)
+        assert self._target is not None
+        return self._target
+
+    def _refuse_stale(self, rollouts: Sequence[Rollout]) -> None:
+        stale = sorted({r.policy_version for r in rollouts} - {self.engine.version})
+        if stale:
+            raise SamplingError(
+                f"a sampler answered with version {', '.join(map(str, stale))}; the trainer has {self.engine.version}."
+            )
+
+    def _check_behaviour(self, rollouts: Sequence[Rollout]) -> None:
+        """The log-probs that samplers report are those that the trainer computes for the same tokens."""
+        policy, temperature = self.engine.policy, rollouts[0].temperature
+        batch = Batch.from_rows([r.prompt for r in rollouts], [r.tokens for r in rollouts], pad=policy.pad_id)
+        theirs = torch.tensor([v for r in rollouts for v in r.logprobs], dtype=torch.float64)
+        off, allowed = apart(theirs, logprobs(self.engine, batch, "live", temperature)), tolerance(policy.dtype)
+        if not off <= allowed:
+            raise SamplingError(
+                f"{self.links[0].sampler.place} reports log-probs of what it sampled that are {off:.3g} nats per token "
+                f"off those of version {self.engine.version} at temperature {temperature:g} (allowed: {allowed:g}). "
+                "vLLM reports them before temperature unless it is started with --logprobs-mode processed_logprobs."
+            )
+        self.metrics |= {"sampler/behaviour": off}
+
+
+def share(prompts: Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
+    """Places of the prompts for each of ``count`` samplers: distinct ones in turn, equal ones together."""
+    owner: dict[tuple[int, ...], int] = {}
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for place, prompt in enumerate(prompts):
+        shares[owner.setdefault(prompt, len(owner) % count)].append(place)
+    return shares
