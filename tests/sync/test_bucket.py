@@ -40,7 +40,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def told(setup: Setup, url: str, **more: Any) -> RunConfig:
-    data = setup.config.model_dump(mode="json", exclude_none=True)
+    data = setup.config.model_dump(mode="json", by_alias=True, exclude_none=True)
     return from_mapping({**data, "sampler": {"url": url, **more}})
 
 
