@@ -17,7 +17,7 @@ from earnest.errors import SamplingError
 from earnest.store import Bucket
 from earnest.sync import bucket as buckets
 from earnest.sync.pool import Samplers
-from earnest.tasks import Task, get_task
+from earnest.tasks import Task
 
 if TYPE_CHECKING:
     from earnest.sync.base import Sampler
@@ -32,7 +32,7 @@ def sampling_engine(config: str) -> LocalEngine:
 
     made = from_mapping(parse(config, "the run's config"))
     torch.set_num_threads(made.threads or 1)
-    return LocalEngine(*adapted(made, get_task(made.task), lambda _: None))
+    return LocalEngine(*adapted(made, made.task.build(), lambda _: None))
 
 
 def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> Samplers | None:
