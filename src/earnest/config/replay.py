@@ -1,4 +1,4 @@
-"""The words of `earnest replay`: who teaches, who judges, what is kept."""
+"""The keys of `earnest replay`: teachers, judge and filters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PriceConfig(Strict):
 
 
 class SpeakerConfig(Strict):
-    """Somebody who is asked: an endpoint, or a policy on this machine."""
+    """A model that answers: an endpoint, or a policy on this machine."""
 
     model: str = Field("nano", min_length=1, description="the endpoint's name for it; or what `earnest models` loads")
     base_url: str | None = Field(None, min_length=1, description="an OpenAI-compatible endpoint, up to and with /v1")
@@ -32,7 +32,7 @@ class SpeakerConfig(Strict):
     adapter: str | None = Field(None, min_length=1, description="a run folder or adapter on a local policy")
 
     def agree(self, where: str, endpoint: bool) -> None:
-        """Fields of the other sort of speaker would be ignored, so they are refused."""
+        """Refuse the fields of the other sort, which would be ignored."""
         if endpoint and self.base_url is None:
             raise ConfigError(f"{where}.base_url: an endpoint needs its address, e.g. http://127.0.0.1:8000/v1.")
         if endpoint and self.adapter is not None:
@@ -48,7 +48,7 @@ class TeacherEntry(SpeakerConfig):
 
     kind: Literal["endpoint", "policy", "hindsight", "user"] = Field(
         "hindsight",
-        description="an endpoint, a local policy, a local policy told what the user said afterwards, or the user who "
+        description="an endpoint, a local policy, one that is shown what the user wrote afterwards, or the user who "
         "typed a better answer (the trace's meta.better)",
     )
     name: str | None = Field(
@@ -75,7 +75,7 @@ class TeacherEntry(SpeakerConfig):
 
 
 class JudgeConfig(SpeakerConfig):
-    """Who says which of two answers is better."""
+    """The judge of which of two answers is better."""
 
     kind: Literal["likelihood", "endpoint", "task", "teacher"] = Field(
         "likelihood",

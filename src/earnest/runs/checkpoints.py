@@ -4,7 +4,7 @@
     checkpoints/step-000020/loop.json       where the data streams and the JSONL files stood
     checkpoints/step-000020/manifest.json   hashes of loop.json and of the engine's manifest
 
-A checkpoint of which one byte is missing or changed is set aside, said so, and the one before it is used.
+A checkpoint with a missing or changed byte is set aside, reported in events.log, and the one before it is used.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def evaluate(setup: Setup, step: int) -> Evaluation:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """sd/√n with n - 1; None for a single value, which says nothing about its spread."""
+    """sd/√n with n - 1; None for a single value, whose spread is unknown."""
     n = len(values)
     if n < 2:
         return None

@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked before its folder is made: a mistake then leaves nothing behind."""
+"""Everything about a run that can be checked before its folder is made, so that a mistake leaves no folder."""
 
 from __future__ import annotations
 

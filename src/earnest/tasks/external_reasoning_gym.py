@@ -1,8 +1,7 @@
 """Every dataset of ``reasoning-gym`` as the task ``reasoning_gym/<dataset>`` (extra ``earnest[reasoning-gym]``).
 
-A dataset is a function of (seed, index), so a prompt's data holds these two and the entry is made again for grading:
-JSON-able, and checked, since a dataset that made another question this time would be graded against a wrong
-answer without a word.
+A dataset is a function of (seed, index), so a prompt's data holds these two, and the entry is made again for grading.
+The question is compared: a dataset that makes another one this time would grade against a wrong answer.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def load(dataset: str, settings: Mapping[str, Any] | None = None) -> ReasoningGy
 
 
 def infos() -> list[TaskInfo]:
-    """Every dataset, or one line that says how to get them."""
+    """Every dataset, or one line with the way to install them."""
     if not installed():
         return [
             TaskInfo(_PREFIX + "<dataset>", 'pip install "earnest[reasoning-gym]"', "reasoning-gym", available=False)
