@@ -131,7 +131,9 @@ def adapter_folder(place: str | Path) -> Path:
         if (folder / OWN_CONFIG).is_file() or (folder / CONFIG).is_file():
             return folder
     unfinished = " The run has not finished; resume it first." if (path / "run.json").exists() else ""
-    raise AdapterError(f"{path} holds no {CONFIG}, nor does {path / 'adapter'}.{unfinished}")
+    raise AdapterError(
+        f"{path} holds no {CONFIG}, nor does {path / 'adapter'}: it is not an adapter folder.{unfinished}"
+    )
 
 
 def base_model_of(place: str | Path) -> str | None:
