@@ -30,8 +30,8 @@ from rich.progress import Progress
 from earnest.config import RunConfig
 from earnest.objectives import KLBarrier
 from earnest.objectives.needs import Divergence
-from earnest.runs.collect import Attempt, Source
-from earnest.runs.enrich import with_signals
+from earnest.rollouts import Attempt
+from earnest.runs.collect import Source
 from earnest.runs.evaluate import evaluate
 from earnest.runs.setup import Setup, build
 from earnest.signals import Batch, with_reference
@@ -110,7 +110,7 @@ def run(arm: str, seed: int, args: argparse.Namespace, tick: Any) -> Result:
     idle: dict[str, int] = {}
     last = first
     for step in range(1, args.steps + 1):
-        batch = with_signals(setup, source.next(step))
+        batch = source.next(step).batch
         live = len(list(setup.objective.live()))
         if len(setup.objective.idle(batch)) < live:
             report = setup.engine.step(batch, setup.objective)

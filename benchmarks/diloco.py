@@ -160,7 +160,7 @@ class Learner:
         self.stream = PromptStream(self.task, derive(seed, "demonstrations", replica) % 2**31)
 
     def batch(self, count: int, prompts: Sequence[Any] | None = None) -> Any:
-        from earnest.runs.collect import demonstrate
+        from earnest.rollouts import demonstrate
         from earnest.signals import Batch
 
         chosen = self.stream.next(count) if prompts is None else prompts

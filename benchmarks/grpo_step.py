@@ -32,7 +32,8 @@ def run_earnest(steps: int) -> dict[str, Any]:
     import torch
 
     import earnest as en
-    from earnest.signals import batch_of, with_advantages
+    from earnest.rollouts import batch_of
+    from earnest.signals import with_advantages
     from earnest.tasks import get_task
 
     torch.set_num_threads(threads())

@@ -40,6 +40,9 @@ class Panel:
     def ablated(self) -> AbstractContextManager[None]:
         return next(iter(self.routes.values())).ablated()
 
+    def describe(self) -> str:
+        return "; ".join(f"{name}: {route.describe()}" for name, route in self.routes.items())
+
     def state_dict(self) -> dict[str, Tensor]:
         return {f"{name}/{k}": v for name, route in self.routes.items() for k, v in route.state_dict().items()}
 

@@ -32,11 +32,11 @@ from earnest.guards import (
 )
 from earnest.models import SampleSpec, load
 from earnest.objectives import GRPO, Objective
+from earnest.rollouts import batch_of
 from earnest.runs.evaluate import HELDOUT_SEED
 from earnest.seeds import derive
 from earnest.signals import Batch
 from earnest.signals.advantages import with_advantages
-from earnest.signals.rollouts import batch_of
 from earnest.tasks import Grade, Prompt, PromptStream, get_task, grade_all
 from experiments.hacking.config import Config
 from experiments.hacking.contrasts import clean_triples, hacking_triples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class EarnestError(ValueError):
@@ -16,6 +16,17 @@ class SignalError(EarnestError):
 
 class ObjectiveError(EarnestError):
     """An objective cannot be computed as asked."""
+
+
+class NothingToTrain(ObjectiveError):
+    """Every live term is idle on this batch; ``idle`` has each one's reason."""
+
+    def __init__(self, idle: Mapping[str, str]) -> None:
+        self.idle = dict(idle)
+        reasons = "; ".join(f"{label}: {why}" for label, why in idle.items())
+        super().__init__(
+            f"no term has a token in this batch ({reasons}): nothing would be trained. Leave this batch out."
+        )
 
 
 class ConfigError(EarnestError):

@@ -20,6 +20,7 @@ from earnest.objectives import (
     TAID,
     DrGRPO,
     EntropyAware,
+    EntropyBonus,
     KLBarrier,
     Objective,
     SimPO,
@@ -386,7 +387,7 @@ def test_signals_are_checked_where_the_batch_is_made() -> None:
         ("behaviour", torch.full((1,), -1.0), "shape|Type-check"),
         ("proximal", torch.full((N,), 0.5), "at most 0"),
         ("advantages", torch.full((N,), float("inf")), "not finite"),
-        ("advantages", torch.zeros(len(batch)), "one value an active token|Type-check"),
+        ("advantages", torch.zeros(len(batch)), "one value per active token|Type-check"),
     ]:
         with pytest.raises((SignalError, TypeError), match=words):
             batch.with_signals(**{name: value})
@@ -438,7 +439,7 @@ def test_several_targets_a_position_are_only_for_sft() -> None:
     Objective.of(SFT()).check(wide)
     for kind, term in examples().items():
         if kind != "sft":
-            with pytest.raises(SignalError, match=f"{kind}: reads one target a position"):
+            with pytest.raises(SignalError, match=f"{kind}: reads one target per position"):
                 Objective.of(term).check(wide)
 
 
@@ -454,6 +455,22 @@ def test_weight_zero_is_not_computed_and_said() -> None:
     assert not any(isinstance(n, Divergence) for n in objective.needs(bare, {}))
     with pytest.raises(ObjectiveError, match="nothing would be trained"):
         (0.0 * GRPO()).check(batch)
+
+
+def test_objectives_add_up_as_numbers_do() -> None:
+    """``a - b``, ``sum([a, b])``, ``-a`` and ``a / 2`` weigh the terms; what is no objective is refused by Python."""
+    a, b = GRPO(), SFT()
+
+    def weights(objective: Objective) -> dict[str, float]:
+        return {w.term.kind: w.weight for w in objective.terms}
+
+    assert weights(a - 0.5 * b) == {"grpo": 1.0, "sft": -0.5}
+    assert weights((a + b) - EntropyBonus()) == {"grpo": 1.0, "sft": 1.0, "entropy": -1.0}
+    assert weights(sum([a, 2 * b])) == {"grpo": 1.0, "sft": 2.0}  # type: ignore[arg-type]
+    assert weights(-(a + b) / 4) == {"grpo": -0.25, "sft": -0.25}
+    for wrong in (lambda: a + 1, lambda: 1 + a, lambda: a - 1, lambda: a * "2", lambda: sum([a, 1])):  # type: ignore[operator, list-item]
+        with pytest.raises(TypeError):
+            wrong()
 
 
 def test_a_lawfully_idle_term_is_named_with_its_reason() -> None:

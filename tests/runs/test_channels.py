@@ -11,10 +11,11 @@ from rich.console import Console
 
 from earnest.config import from_mapping, load_file
 from earnest.errors import ConfigError
+from earnest.rollouts import teacher_prompts
 from earnest.runs import resume, start
 from earnest.runs.collect import Source
-from earnest.runs.enrich import told_prompts, with_signals
 from earnest.runs.setup import build
+from earnest.signals import with_teacher
 from tests.runs.tiny import recipe, tiny_folder
 
 
@@ -62,15 +63,14 @@ def test_a_teacher_is_told_what_the_grader_said_of_this_very_attempt() -> None:
     setup = build(from_mapping({**settings, "sampling": sampling}), lambda _: None)
     collected = Source(setup).next(0)
     alone = [replace(a, grade=replace(a.grade, correct=False)) for a in collected.attempts]
-    collected = replace(collected, attempts=tuple(alone))  # nobody succeeded
     failed = [i for i, a in enumerate(alone) if a.grade.feedback]
-    told = told_prompts(setup, collected)
-    texts = [None if t is None else setup.policy.tokenizer.decode(t) for t in told]
+    prompts = teacher_prompts(setup.policy, alone, len(collected.batch))  # no attempt succeeded
+    texts = [None if t is None else setup.policy.decode(t) for t in prompts]
     assert failed and [i for i, t in enumerate(texts) if t is not None] == failed
     for i in failed:
         assert alone[i].grade.feedback in (texts[i] or "") and "correct solution" not in (texts[i] or "")
-    assert len({alone[i].grade.feedback for i in failed}) > 1, "all were told the same"
-    batch = with_signals(setup, collected)
+    assert len({alone[i].grade.feedback for i in failed}) > 1, "all got the same feedback"
+    batch = with_teacher(setup.engine, collected.batch, prompts)
     report = setup.engine.step(batch, setup.objective)
     assert report.terms["sdpo"].value > 0 and report.update.gradient_norm > 0
     assert report.terms["sdpo"].metrics["rows_left_out"] == len(alone) - len(failed)

@@ -12,9 +12,10 @@ from rich.console import Console
 from earnest.config import RunConfig
 from earnest.errors import CheckpointError, ConfigError
 from earnest.replay import pairs as files
+from earnest.rollouts import PairTokens
 from earnest.runs import resume, start
 from earnest.runs.collect import Source
-from earnest.runs.preferences import Preferences, Tokens, held_out
+from earnest.runs.preferences import Preferences, held_out
 from earnest.runs.setup import Setup, build
 from tests.replay.records import call, pair
 
@@ -133,7 +134,7 @@ def test_tool_calls_are_rendered_and_pairs_beside_rollouts_work(make_config: Mak
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {"city": {}}}}}
     files.write(data, [replace(pair("x", trace="t9"), chosen=call("clock", city="Paris"), tools=(tool,))], {})
     (found,) = Preferences.load(data, policy, lambda _: None).train
-    assert isinstance(found, Tokens)
+    assert isinstance(found, PairTokens)
     assert policy.decode(found.chosen) == '<tool_call>{"name": "clock", "arguments": {"city": "Paris"}}</tool_call>'
     assert "Tools: clock(city)" in policy.decode(found.prompt)
 

@@ -18,8 +18,9 @@ from earnest.audit.alive import prove_alive
 from earnest.config import RunConfig
 from earnest.config.schema import Strict
 from earnest.errors import CheckpointError, EarnestError
+from earnest.rollouts import demonstrate
 from earnest.runs import check, start
-from earnest.runs.collect import Source, demonstrate
+from earnest.runs.collect import Source
 from earnest.runs.errors import RunStopped
 from earnest.runs.evaluate import evaluate, gain, standard_error
 from earnest.runs.loop import probe_batch

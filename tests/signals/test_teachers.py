@@ -134,7 +134,7 @@ def test_wrong_lessons_are_refused() -> None:
     engine = engine_with()
     with pytest.raises(SignalError, match="each of 3 rows"):
         with_teacher(engine, rollouts(), [None])
-    with pytest.raises(SignalError, match="row 1: its told prompt is empty"):
+    with pytest.raises(SignalError, match="row 1: its feedback-conditioned prompt is empty"):
         with_teacher(engine, rollouts(), [None, [], None])
 
 

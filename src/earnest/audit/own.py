@@ -148,7 +148,7 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         needs = now.needs(rows, state)
         if model is not engine.policy.model and any(isinstance(n, SpectralNorm) for n in needs):
             raise ValueError("a spectral norm is read from the engine's own adapter")
-        fields = engine._parameter_fields(needs) | _fields(engine, model, rows, needs)
+        fields = engine.parameter_fields(needs) | _fields(engine, model, rows, needs)
         result = now.evaluate(rows, fields, state)
         losses = {label: value.loss for label, value in result.values.items()}
         return result.loss, {**losses, **own_metrics.read(result.values, prefixes)}
@@ -170,7 +170,7 @@ def step_of(engine: LocalEngine, objective: Objective | Term, batch: Batch) -> S
         return _policy(engine, model).head.logits(states) if isinstance(form, FullLogits) else states
 
     with torch.no_grad():
-        fields = engine._parameter_fields(objective.needs(batch, state))
+        fields = engine.parameter_fields(objective.needs(batch, state))
         fields |= _fields(engine, engine.policy.model, batch, objective.needs(batch, state))
         values = objective.evaluate(batch, fields, state).values
     ranged = own_metrics.ranges(live, values, prefixes)

@@ -9,4 +9,5 @@ from earnest.config.load import load as load
 from earnest.config.load import load_file as load_file
 from earnest.config.recipes import Recipe as Recipe
 from earnest.config.recipes import list_recipes as list_recipes
+from earnest.config.schema import LoopConfig as LoopConfig
 from earnest.config.schema import RunConfig as RunConfig

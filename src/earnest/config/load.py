@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from earnest.config import recipes, text
 from earnest.config.explain import sentence
-from earnest.config.schema import RunConfig
+from earnest.config.schema import LoopConfig, RunConfig
 from earnest.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
@@ -48,14 +48,14 @@ def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[s
         raise ConfigError(sentence(error, model)) from None
 
 
-def dump(config: RunConfig) -> str:
+def dump(config: LoopConfig) -> str:
     """The resolved config as YAML with every default; ``load_file`` reads it back as the same config."""
     data = config.model_dump(mode="python", by_alias=True)
     data.pop("out")
     return text.spell(data)
 
 
-def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+def changed_keys(old: LoopConfig, new: LoopConfig) -> list[str]:
     """Dotted keys whose values differ, apart from those that do not change what is computed."""
     before, after = (_flatten(config.model_dump(mode="python", by_alias=True)) for config in (old, new))
     keys = [k for k in {**before, **after} if before.get(k, _ABSENT) != after.get(k, _ABSENT)]

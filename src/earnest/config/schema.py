@@ -298,7 +298,35 @@ def _empty() -> Any:
     return {}
 
 
-class RunConfig(Strict):
+class LoopConfig(Strict):
+    """The settings of the training loop: the same for a recipe and for ``en.train``."""
+
+    steps: Whole = Field(description="batches to train on")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    advantages: Literal["group", "batch", "none", "leave_one_out"] | None = Field(
+        None, description="how rewards become advantages; none: as the terms are defined, `group` where any will do"
+    )
+    updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
+    max_grader_errors: float = Field(
+        0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
+    )
+    shares_every: int = Field(
+        1,
+        ge=0,
+        description="steps between measurements of each term's share of the gradient (one pass per term); 0: never",
+    )
+    check: bool = Field(True, description="prove the step before training: every term and parameter gets a gradient")
+    loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
+    )
+    out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
+
+
+class RunConfig(LoopConfig):
     """A whole run."""
 
     description: str = Field("", description="what the recipe is, in a sentence; shown by `earnest recipes`")
@@ -324,34 +352,12 @@ class RunConfig(Strict):
         description="a file of preference pairs (`earnest replay`); none: pairs among rollouts",
     )
     objective: list[TermConfig] = Field(min_length=1, description="the terms whose weighted sum is the loss")
-    advantages: Literal["group", "batch", "none", "leave_one_out"] = Field(
-        "group", description="how rewards become advantages"
-    )
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     guard: GuardConfig | None = Field(None, description="what may not be learned; none: no guard")
     engine: EngineConfig = Field(default_factory=EngineConfig)
     optimizer: OptimizerConfig = Field(default_factory=_empty, validate_default=True)
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     sampler: SamplerConfig | None = Field(None, description="the URL of a server that samples; none: sampled here")
-    updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
     micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
-    steps: Whole = Field(description="batches to train on")
-    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    samples: SamplesConfig = Field(default_factory=SamplesConfig)
-    max_grader_errors: float = Field(
-        0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
-    )
-    shares_every: int = Field(
-        1,
-        ge=0,
-        description="steps between measurements of each term's share of the gradient (one pass per term); 0: never",
-    )
-    check: bool = Field(True, description="prove the step before training: every term and parameter gets a gradient")
-    loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
-    )
     replicas: Whole = Field(1, description="processes that sample and train; they synchronize every sync.every updates")
     store: str | None = Field(
         None,
@@ -359,7 +365,6 @@ class RunConfig(Strict):
         description="shared by the replicas: s3://…, gs://…, az://… or file:///…; none: the run folder",
     )
     sync: SyncConfig = Field(default_factory=SyncConfig)
-    out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
 
     @property
     def replicated(self) -> bool:

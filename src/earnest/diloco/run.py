@@ -74,7 +74,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
             run.update(status="failed", reason=str(error))
             run.close()
             raise
-        return _go(Launcher(setup, run, reporter_on(console), []), executor, url, console)
+        return _go(Launcher(setup, run, reporter_on(console), []), config, executor, url, console)
     finally:
         setup.close()
 
@@ -99,18 +99,18 @@ def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
     executor = get_executor(str(run.header["on"]))
     setup = _build(config, console)
     try:
-        return _go(Launcher(setup, run, reporter_on(console), []), executor, str(run.header["url"]), console)
+        return _go(Launcher(setup, run, reporter_on(console), []), config, executor, str(run.header["url"]), console)
     finally:
         setup.close()
 
 
-def _go(launcher: Launcher, executor: Executor, url: str, console: Console) -> Finished:
+def _go(launcher: Launcher, config: RunConfig, executor: Executor, url: str, console: Console) -> Finished:
     setup, run = launcher.setup, launcher.run
     try:
-        launcher.follow(executor, url)
+        launcher.follow(config, executor, url)
         introduction = [
             setup.policy.describe(),
-            f"{setup.config.replicas} replicas in {url}; run folder {run.path}",
+            f"{config.replicas} replicas in {url}; run folder {run.path}",
             f"another machine joins with: earnest worker {url}",
         ]
         return complete(launcher, console, introduction)
@@ -128,9 +128,8 @@ class Launcher(Loop):
     agreed: Globals
     seen: int
 
-    def follow(self, executor: Executor, url: str) -> None:
+    def follow(self, config: RunConfig, executor: Executor, url: str) -> None:
         """Before ``train``: where the run is, and how much of it this folder knows already."""
-        config = self.setup.config
         self.executor, self.job = executor, job_of(config, url, self.run.path)
         self.ledger, self.plan = Ledger(Bucket.open(url, writer="launcher")), plan(config)
         for number in range(config.replicas):
@@ -148,9 +147,9 @@ class Launcher(Loop):
             self._check()
         if not self.evaluations:
             self._evaluate("before")
-        look = self._listen if self.setup.config.sync.lighthouse else self._look
+        look = self._listen if self.plan.config.sync.lighthouse else self._look
         supervise(self.executor, self.job, lambda: look(stopper), self._say, finished=self._finished)
-        if self.setup.config.sync.lighthouse:
+        if self.plan.config.sync.lighthouse:
             self._listen(stopper, ended=True)
         self._adopt()
         self._evaluate("after")

@@ -24,8 +24,9 @@ from earnest.diloco.outer import ReplicaOuter
 from earnest.diloco.plan import Plan, plan
 from earnest.disk import clean
 from earnest.errors import CheckpointError
+from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, environment
-from earnest.runs.collect import Collected, Source
+from earnest.runs.collect import Source
 from earnest.runs.folder import RunFolder
 from earnest.runs.loop import Loop
 from earnest.runs.progress import note_on, reporter_on
@@ -97,7 +98,7 @@ class ReplicaLoop(Loop):
             super().save()
 
     def _train(self, stopper: Stopper) -> None:
-        config, engine, outer = self.setup.config, self.setup.engine, self.outer
+        config, engine, outer = self.setup.config, self.setup.require_local("a replica"), self.outer
         while not outer.over:
             self._stop_if_asked(stopper)
             before = engine.version
@@ -111,7 +112,7 @@ class ReplicaLoop(Loop):
                 self.save()
         self.save()
 
-    def _collect(self, step: int) -> Collected:
+    def _collect(self, step: int) -> Rollouts:
         collected = super()._collect(step)
         if self.outer.between:
             self.rewards = []
@@ -159,7 +160,8 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         planned = plan(config)
         outer = meetings(setup, ledger, own, planned, run)
         ending.callback(outer.close)
-        setup.engine.outer = outer if setup.engine.outer is None else InTurn(outer, setup.engine.outer)
+        engine = setup.require_local("a replica")
+        engine.outer = outer if engine.outer is None else InTurn(outer, engine.outer)
         loop.attend(planned, outer)
         if checkpoints.newest(run) is not None:
             loop.restore()

@@ -1,157 +1,70 @@
-"""The seam between maths and machines: what every engine offers, and the records that cross it.
+"""The seam between maths and machines: what every engine, adapter and guard offers.
 
     scalars(batch, needs)  →  objective.evaluate  →  backward(batch, derivatives)  →  update()
 
-``step`` is the three in a row. Shapes: N active tokens, K tokens a position.
+``step`` is the three in a row. Shapes: N active tokens, K tokens per position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from earnest.adapters import Adapter
-from earnest.objectives.base import Objective
+from earnest.engines.reports import StepReport as StepReport
+from earnest.engines.reports import TermReport as TermReport
+from earnest.engines.reports import UpdateReport as UpdateReport
+from earnest.models.protocol import PolicyLike as PolicyLike
+from earnest.models.sampling import SampleSpec
+from earnest.objectives.base import Objective, Term
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars
+from earnest.rollouts.rollout import Rollout as Rollout
 from earnest.signals.batch import Batch
+from earnest.signals.distributions import Distribution
+from earnest.signals.scorer import AtIdsWanted as AtIdsWanted
+from earnest.signals.scorer import HiddenWanted as HiddenWanted
+from earnest.signals.scorer import LogitsWanted as LogitsWanted
+from earnest.signals.scorer import LogProbsWanted as LogProbsWanted
+from earnest.signals.scorer import TopKWanted as TopKWanted
+from earnest.signals.scorer import Wanted as Wanted
+from earnest.signals.scorer import Who as Who
 
-Who = Literal["live", "base", "previous"]
-"""The policy as it is; without any adapter; with frozen history but without the adapter that is trained."""
-
-
-@dataclass(frozen=True)
-class LogProbsWanted:
-    """Exact log-probs of the targets → [N]."""
-
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
-class TopKWanted:
-    """The k most probable tokens and the log of the rest's mass → ``TopK``."""
-
-    k: int
+if TYPE_CHECKING:
+    from earnest.engines.local import LocalEngine
 
 
-@dataclass(frozen=True, eq=False)
-class AtIdsWanted:
-    """Log-probs at given token ids → [N, K]."""
+class AdapterLike(Protocol):
+    """The trained weights: what a run describes, saves and pushes to samplers.
 
-    ids: Int[Tensor, "N K"]
-
-
-@dataclass(frozen=True)
-class HiddenWanted:
-    """Last hidden states → ``Hidden``: the whole distribution at d numbers a token."""
-
-
-@dataclass(frozen=True)
-class LogitsWanted:
-    """Every logit → ``FullLogits``; N·V numbers, for small vocabularies and for tests."""
-
-
-Wanted = LogProbsWanted | TopKWanted | AtIdsWanted | HiddenWanted | LogitsWanted
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A completion, the exact log-probs it was sampled with, and the version of the weights that gave it."""
-
-    prompt_index: int
-    sample_index: int
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: Literal["stop", "length"]
-    policy_version: int
-    temperature: float
-
-
-@dataclass(frozen=True)
-class TermReport:
-    """One channel in a step. ``value`` is before the weight; ``share``, on request, its part of all gradient norms.
-
-    ``divergence`` and ``estimator`` ("exact" or "sampled") are what the function that computed the term's divergence
-    returned, never the settings that asked for it; None where a term reads none.
+    Where the weights are on a service, ``parameters`` and ``state_dict`` are empty and ``save`` writes their address.
     """
-
-    kind: str
-    ran: str
-    weight: float
-    value: float
-    metrics: Mapping[str, float]
-    gradient_norm: float | None = None
-    share: float | None = None
-    divergence: str | None = None
-    estimator: str | None = None
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step taken.
-
-    ``learning_rate`` is the optimizer's at this update.
-    """
-
-    gradient_norm: float
-    clip_factor: float
-    update_norm: float
-    version: int
-    guard: Mapping[str, float] = field(default_factory=dict)
-    outer: Mapping[str, float] = field(default_factory=dict)
-    learning_rate: float | None = None
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step was worth, and what really ran.
-
-    ``skipped`` have weight 0; ``idle`` are live terms that this batch gave nothing to do, each with the reason.
-    """
-
-    loss: float
-    terms: Mapping[str, TermReport]
-    skipped: tuple[str, ...]
-    idle: Mapping[str, str]
-    update: UpdateReport
-    passes: str
-    micro_batches: int
-    tokens: int
-    padded_tokens: int
 
     @property
-    def learned_nothing(self) -> str | None:
-        """Why this step had nothing to learn from, or None where it had."""
-        update = self.update
-        if update.learning_rate == 0:
-            return "the learning rate is 0"
-        if update.gradient_norm > 0:
-            rounded = "no weight changed although the gradient is not 0: the update is below the weights' precision"
-            return f"{rounded}, or the guard removed all of it" if update.update_norm == 0 else None
-        flat = bool(self.terms) and all(t.metrics.get("advantage_zero") == 1 for t in self.terms.values())
-        why = "every advantage is 0 (no two completions of a prompt differ in their reward)" if flat else None
-        if update.gradient_norm != 0:  # not a number: a service does not report it
-            return why
-        moved = f"; momentum still moved the weights by {update.update_norm:.3g}" if update.update_norm > 0 else ""
-        return (why or "the gradient is exactly 0") + moved
+    def variant(self) -> Any: ...
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able, for metrics.jsonl."""
-        return asdict(self)
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def save(self, folder: str | Path, base_model: str | None = None) -> Path: ...
+
+    def export_lora(self, folder: str | Path, base_model: str | None = None, rank: int | None = None) -> Path: ...
 
 
 class Guard(Protocol):
     """Judges the step that the optimizer computed; may change the parameters in place. Its state is checkpointed.
 
-    ``bind`` comes once, ``prepare`` between clipping and the optimizer, ``judge`` behind the optimizer. ``ablated`` is
-    the policy that would be deployed.
+    The engine calls ``bind`` once, ``prepare`` between clipping and the optimizer, ``judge`` after the optimizer.
+    Inside ``ablated`` the policy is the one that would be deployed.
     """
 
     def bind(self, adapter: Adapter, optimizer: torch.optim.Optimizer) -> None: ...
@@ -164,15 +77,17 @@ class Guard(Protocol):
 
     def ablated(self) -> AbstractContextManager[None]: ...
 
+    def describe(self) -> str: ...
+
     def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class Outer(Protocol):
-    """Called after every update, guard included: where replicas meet."""
+    """Called after every update, guard included: where replicas meet and averaging teachers average."""
 
-    def after_update(self, engine: Engine) -> Mapping[str, float]: ...
+    def after_update(self, engine: Any) -> Mapping[str, float]: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -180,14 +95,64 @@ class Outer(Protocol):
 
 
 class Engine(Protocol):
-    """Where a step runs."""
+    """A policy, the adapter that is trained on it, and the place where its steps run.
+
+    ``version`` counts updates, ``tokens`` the active tokens trained on. An engine that cannot do what a member asks
+    (a service shows no gradients) raises an ``EarnestError`` that gives the reason.
+    """
 
     version: int
+    tokens: int
 
-    def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars: ...
+    @property
+    def local(self) -> LocalEngine | None:
+        """This engine where its weights are in this process, else None: what proofs and replicas need."""
+        ...
 
-    def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None: ...
+    @property
+    def policy(self) -> PolicyLike: ...
 
-    def update(self) -> UpdateReport: ...
+    @property
+    def adapter(self) -> AdapterLike: ...
 
-    def step(self, batch: Batch, objective: Objective, *, shares: bool = False) -> StepReport: ...
+    @property
+    def guard(self) -> Guard | None: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
+        ...
+
+    def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
+        """Log-probs or distributions at the batch's active tokens, without a gradient."""
+        ...
+
+    def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
+        """The whole batch's per-token scalars, without a graph."""
+        ...
+
+    def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
+        """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` have the layout that ``scalars`` returns."""
+        ...
+
+    def update(self) -> UpdateReport:
+        """Clip, optimizer, guard, outer sync, in this order; ``version`` increases by 1."""
+        ...
+
+    def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
+        """Scalars, objective, backward and update. ``shares`` also measures each term's own gradient norm."""
+        ...
+
+    def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
+        """The gradient by every trainable parameter; the engine is unchanged afterwards."""
+        ...
+
+    def save(self, folder: Path | str) -> Path:
+        """Write everything that the next step depends on, whole or not at all."""
+        ...
+
+    def load(self, folder: Path | str) -> None:
+        """Continue from what ``save`` wrote."""
+        ...

@@ -7,7 +7,7 @@ Shapes: N active tokens, M covered ones, d width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,13 +57,21 @@ def check_terms(objective: Objective, temperature: float) -> None:
             raise ObjectiveError(f"{term.label}: {reason}; or take estimator='exact'.")
 
 
-def demand_ratio(batch: Batch, objective: Objective, state: Mapping[str, Mapping[str, Any]], version: int) -> None:
+def demand_ratio(
+    batch: Batch,
+    objective: Objective,
+    state: Mapping[str, Mapping[str, Any]],
+    version: int,
+    idle: Container[str] = (),
+) -> None:
     """The sampled form is unbiased for tokens of the policy that is trained; on others a term must have a ratio."""
     check_terms(objective, batch.temperature)
     if bool((batch.policy_version == version).all()):
         return
     for weighted in objective.live():
         term = weighted.term
+        if term.label in idle:
+            continue
         reads = any(isinstance(n, Divergence) for n in term.needs(batch, state.get(term.label, {})))
         if reads and "behaviour" not in term.signals():
             raise ObjectiveError(

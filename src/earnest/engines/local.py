@@ -21,35 +21,25 @@ from torch import Tensor
 
 from earnest.adapters import Adapter, without_adapters
 from earnest.engines import checkpoint, micro, scoring
-from earnest.engines.base import (
-    AtIdsWanted,
-    Guard,
-    HiddenWanted,
-    LogProbsWanted,
-    Outer,
-    Rollout,
-    StepReport,
-    TermReport,
-    TopKWanted,
-    UpdateReport,
-    Wanted,
-    Who,
-)
+from earnest.engines.base import Guard, Outer
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
-from earnest.errors import CheckpointError, ConfigError, ObjectiveError
+from earnest.errors import CheckpointError, ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, sample
 from earnest.objectives import metrics
 from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import LogProb, Need, SpectralNorm
 from earnest.objectives.view import Field, Scalars
+from earnest.rollouts.rollout import Rollout
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, Hidden
+from earnest.signals.scorer import AtIdsWanted, HiddenWanted, LogProbsWanted, TopKWanted, Wanted, Who
 
 
 class LocalEngine:
@@ -95,6 +85,10 @@ class LocalEngine:
         self.version = 0
         self.tokens = 0
         self.objective_state: dict[str, dict[str, Any]] = {}
+
+    @property
+    def local(self) -> LocalEngine:
+        return self
 
     @property
     def learning_rate(self) -> float:
@@ -169,7 +163,7 @@ class LocalEngine:
     def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
         """The whole batch's scalars, without a graph."""
         batch = batch.to(self.policy.device)
-        fields = self._parameter_fields(needs)
+        fields = self.parameter_fields(needs)
         if token_needs := _token_needs(needs):
             parts = [(part, self._fields(part.batch, token_needs)) for part in micro.cut(batch, self.micro_tokens)]
             fields |= micro.join(parts, batch.active.shape[0])
@@ -213,39 +207,13 @@ class LocalEngine:
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Scalars, objective, backward and update in a row. ``shares`` also measures each term's own gradient, at the
-        cost of one more pass a term."""
+        cost of one more pass per term."""
         objective = Objective.of(objective)
         batch = batch.to(self.policy.device)
-        measured = self.gradient_shares(batch, objective) if shares else {}
-        loss, values, passes, parts = self._accumulate(batch, objective)
-        self.tokens += batch.active.shape[0]
-        update = self.update()
-        terms = {}
-        idle = objective.idle(batch)
-        for weighted in objective.live():
-            label = weighted.term.label
-            if label in idle:
-                continue
-            value = values[label]
-            worth = float(value.loss.detach())
-            numbers = {name: metric.value for name, metric in value.metrics.items()}
-            norm, share = measured.get(label, (None, None))
-            computed = (value.divergence, value.estimator)
-            terms[label] = TermReport(
-                weighted.term.kind, value.ran, weighted.weight, worth, numbers, norm, share, *computed
-            )
-            self.objective_state[label] = weighted.term.advance(self.objective_state[label], worth, numbers)
-        return StepReport(
-            loss=loss,
-            terms=terms,
-            skipped=objective.skipped,
-            idle=idle,
-            update=update,
-            passes=passes,
-            micro_batches=len(parts),
-            tokens=batch.active.shape[0],
-            padded_tokens=sum(p.padded_tokens for p in parts),
-        )
+        measured = self.gradient_shares(batch, objective) if shares else None
+        done = self._accumulate(batch, objective)
+        self.tokens += done.tokens
+        return report_of(objective, done, self.update(), self.objective_state, measured)
 
     # --- gradients without a trace (for reports and the audit) --------------------------------------------------------
 
@@ -261,11 +229,11 @@ class LocalEngine:
     def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
         """For every live term: the norm of its weighted gradient, and that norm's part of the sum of norms."""
         norms = {}
-        idle = objective.idle(batch)
         for weighted in objective.live():
-            if weighted.term.label in idle:
+            try:
+                own = self.gradients(batch, Objective((weighted,)))
+            except NothingToTrain:  # idle
                 continue
-            own = self.gradients(batch, Objective((weighted,)))
             norms[weighted.term.label] = float(
                 torch.stack([g.double().square().sum() for g in own.values()]).sum().sqrt()
             )
@@ -287,13 +255,13 @@ class LocalEngine:
 
     # --- the passes ---------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, batch: Batch, objective: Objective) -> tuple[float, dict[str, Value], str, list[micro.Micro]]:
-        objective.check(batch)
+    def _accumulate(self, batch: Batch, objective: Objective) -> Pass:
+        idle = objective.check(batch)
         for label, initial in objective.initial_state().items():
             self.objective_state.setdefault(label, initial)
         if self.estimator == "sampled":
-            demand_ratio(batch, objective, self.objective_state, self.version)
-        needs = objective.needs(batch, self.objective_state)
+            demand_ratio(batch, objective, self.objective_state, self.version, idle)
+        needs = objective.needs(batch, self.objective_state, idle)
         parts = micro.cut(batch, self.micro_tokens)
         if len(parts) > 1 and not objective.additive:
             _refuse_batch_local(objective, len(parts))
@@ -301,18 +269,18 @@ class LocalEngine:
             leaves = _leaves(fields)
             result = objective.evaluate(batch, leaves, self.objective_state)
             self._backward(batch, _derivatives(result.loss, leaves), parts)
-            return float(result.loss.detach()), dict(result.values), "two passes", parts
+            return _pass(float(result.loss.detach()), result.values, idle, "two passes", batch, parts)
         counts = objective.counts(batch)
         found: list[Mapping[str, Value]] = []
         loss = 0.0
         for part in parts:
-            fields = self._parameter_fields(needs) | self._fields(part.batch, _token_needs(needs))
+            fields = self.parameter_fields(needs) | self._fields(part.batch, _token_needs(needs))
             leaves = _leaves(fields)
             result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
             _propagate(fields, _derivatives(result.loss, leaves))
             loss += float(result.loss.detach())
             found.append(result.values)
-        return loss, _merge(found), "one pass", parts
+        return _pass(loss, _merge(found), idle, "one pass", batch, parts)
 
     def _backward(self, batch: Batch, weights: Mapping[Need, Tensor], parts: Sequence[micro.Micro]) -> None:
         total = batch.active.shape[0]
@@ -322,7 +290,7 @@ class LocalEngine:
             wholes = {need: Field(weights[need], _coverage(batch, need)) for need in token_needs}
             own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
             _propagate(fields, own)
-        _propagate(self._parameter_fields(list(weights)), weights)
+        _propagate(self.parameter_fields(list(weights)), weights)
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
         states = self.policy.hidden(batch.inputs)
@@ -334,8 +302,8 @@ class LocalEngine:
         found = vocabulary_scalars if self.estimator == "exact" else sampled_fields
         return dict(found(self._hidden(batch), self.policy.head, batch, needs))
 
-    def _parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
-        """Scalars of the adapter itself, which no batch enters."""
+    def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
+        """Scalars of the adapter itself, which depend on no batch, with their graph."""
         spectral = [n for n in needs if isinstance(n, SpectralNorm)]
         return {n: Field(spectral_norms(self.adapter), None, "subspace iteration") for n in spectral}
 
@@ -393,6 +361,18 @@ def _refuse_batch_local(objective: Objective, parts: int) -> None:
                 f"{weighted.term.label}: divides by the tokens of each micro-batch, but {whole} needs the whole batch "
                 f"at once, and this batch is cut into {parts}. Raise micro_tokens until it is one, or take dapo."
             )
+
+
+def _pass(
+    loss: float,
+    values: Mapping[str, Value],
+    idle: Mapping[str, str],
+    passes: str,
+    batch: Batch,
+    parts: Sequence[micro.Micro],
+) -> Pass:
+    padded = sum(p.padded_tokens for p in parts)
+    return Pass(loss, values, idle, passes, len(parts), batch.active.shape[0], padded)
 
 
 def _token_needs(needs: Sequence[Need]) -> list[Need]:

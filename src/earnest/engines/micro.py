@@ -33,7 +33,7 @@ class Micro:
 
 def cut(batch: Batch, max_tokens: int) -> list[Micro]:
     """Micro-batches of at most ``max_tokens`` padded tokens each (at least one row)."""
-    lengths = batch.length.tolist()
+    lengths = batch.lengths
     if len(lengths) * max(lengths) <= max_tokens:
         return [Micro(batch, torch.arange(batch.active.shape[0], device=batch.device))]
     order = sorted(range(len(lengths)), key=lambda r: (-lengths[r], r))
@@ -44,16 +44,11 @@ def cut(batch: Batch, max_tokens: int) -> list[Micro]:
             parts[-1].append(row)
         else:
             parts.append([row])
-    return [_part(batch, sorted(rows)) for rows in parts if _has_active(batch, rows)]
-
-
-def _has_active(batch: Batch, rows: Sequence[int]) -> bool:
-    return bool(torch.isin(batch.row, torch.tensor(list(rows), device=batch.device)).any())
+    return [_part(batch, sorted(rows)) for rows in parts if any(batch.sizes[r] for r in rows)]
 
 
 def _part(batch: Batch, rows: Sequence[int]) -> Micro:
-    token = torch.isin(batch.row, torch.tensor(list(rows), device=batch.device)).nonzero()[:, 0]
-    return Micro(batch.rows(rows), token)
+    return Micro(batch.rows(rows), batch.tokens_of(rows))
 
 
 def join(parts: Sequence[tuple[Micro, Mapping[Need, Field]]], total: int) -> dict[Need, Field]:

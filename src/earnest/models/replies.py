@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earnest.errors import ConfigError
-from earnest.models.policy import Policy
+from earnest.models.protocol import PolicyLike
 
 
-def reply_tokens(policy: Policy, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[int], list[int]]:
+def reply_tokens(policy: PolicyLike, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[int], list[int]]:
     """(prompt, reply) in tokens; the reply ends its turn."""
     return message_tokens(policy, messages, {"role": "assistant", "content": text})
 
 
 def message_tokens(
-    policy: Policy,
+    policy: PolicyLike,
     messages: Sequence[Mapping[str, Any]],
     reply: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,

@@ -29,6 +29,7 @@ from earnest.settings import Checked, setting
 if TYPE_CHECKING:
     from earnest.models.cache import CacheKind
     from earnest.models.policy import Policy
+    from earnest.models.protocol import PolicyLike
 
 Progress = Callable[[int, int], None]
 _CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised at once
@@ -55,7 +56,7 @@ class SampleSpec(Checked):
     stop: tuple[str, ...] = setting((), "texts that end a completion")
     stop_ids: tuple[int, ...] | None = setting(None, "token ids that end a completion; none: the model's own")
 
-    def ends(self, policy: Policy) -> frozenset[int]:
+    def ends(self, policy: PolicyLike) -> frozenset[int]:
         """The ids that end a completion."""
         return policy.eos_ids if self.stop_ids is None else frozenset(self.stop_ids)
 
@@ -124,7 +125,7 @@ def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: Sample
     if not prompts:
         raise SamplingError("There are no prompts to sample from; give at least one.")
     vocabulary = policy.head.weight.shape[0]
-    limit = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = policy.positions
     seen: Counter[tuple[int, ...]] = Counter()
     rows = []
     for i, prompt in enumerate(prompts):

@@ -9,25 +9,23 @@ term that misses something raises before anything is computed, naming itself and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from earnest.errors import EarnestError, ObjectiveError, SignalError
+from earnest.errors import EarnestError, NothingToTrain, ObjectiveError, SignalError
 from earnest.objectives.metrics import Max, Metric
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars, View
 from earnest.settings import Checked, setting
-from earnest.signals.batch import ROLES, Batch, Counts, Role
-from earnest.signals.distributions import check_logprobs
-
-Signal = Literal[
-    "advantages", "behaviour", "proximal", "reference.logprobs", "reference.distribution", "teacher", "correct"
-]
+from earnest.signals.advantages import ESTIMATORS, Estimator
+from earnest.signals.batch import ROLES, Batch, Counts, Role, Signal
+from earnest.signals.scorer import Who
+from earnest.signals.wants import Wants
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,7 @@ class Term(Checked):
     roles: ClassVar[tuple[Role, ...]] = ROLES
     laws: ClassVar[frozenset[str]] = frozenset()
     many_targets: ClassVar[bool] = False
+    estimators: ClassVar[tuple[Estimator, ...]] = ESTIMATORS  # advantages that its definition allows
     beyond_step: ClassVar[frozenset[str]] = frozenset()  # fields that act over steps or rounds, not within one step
     twins: ClassVar[frozenset[tuple[str, str]]] = frozenset()  # modes that share a gradient by definition
 
@@ -81,7 +80,7 @@ class Term(Checked):
         return frozenset()
 
     @property
-    def reference_kind(self) -> str:
+    def reference_kind(self) -> Who:
         """Whose numbers its reference signals are: the base's, or the previous round's."""
         return "base"
 
@@ -118,12 +117,13 @@ class Term(Checked):
         return replace(found, coverage=share, left_out=all_rows - found.sequences)
 
     def idle(self, batch: Batch) -> str | None:
-        """Why this batch lawfully gives the term nothing to do (no failed row for a term of failed rows), or None."""
+        """Why this batch legitimately gives the term nothing to do (no failed row for a term of failed rows), or
+        None."""
         return self.unfound(batch)
 
     def unfound(self, batch: Batch) -> str | None:
-        """That its rows were looked for and not found, or None: rows that nobody looked for are an error (check)."""
-        if bool(batch.has_role(self.roles)[batch.row].any()) or not set(self.roles) & set(batch.sought):
+        """That its rows were looked for and not found, or None. Rows that were not looked for are an error (check)."""
+        if batch.active_roles & set(self.roles) or not set(self.roles) & set(batch.sought):
             return None
         return f"no {' or '.join(self.roles)} row was found for this batch"
 
@@ -144,11 +144,14 @@ class Term(Checked):
         """The state as a new round (a new adapter on a frozen history) begins."""
         return dict(state)
 
-    def check(self, batch: Batch) -> None:
-        """Raise where this batch lacks what the term needs. Called before anything is computed."""
-        if self.unfound(batch) is not None:
-            return
-        if not bool(batch.has_role(self.roles)[batch.row].any()):
+    def check(self, batch: Batch) -> str | None:
+        """Raise where this batch lacks what the term needs; otherwise return why it is idle, or None.
+
+        The engine calls it once per step, before anything is computed.
+        """
+        if (unfound := self.unfound(batch)) is not None:
+            return unfound
+        if not batch.active_roles & set(self.roles):
             present = sorted(set(batch.role))
             raise SignalError(
                 f"{self.label}: needs rows with role {' or '.join(self.roles)}, the batch has {', '.join(present)}; "
@@ -156,59 +159,61 @@ class Term(Checked):
             )
         if batch.targets.ndim == 3 and not self.many_targets:
             raise SignalError(
-                f"{self.label}: reads one target a position, the batch has {batch.targets.shape[2]} "
-                f"({tuple(batch.targets.shape)}); "
-                "only sft takes several."
+                f"{self.label}: reads one target per position, the batch has {batch.targets.shape[2]} "
+                f"({tuple(batch.targets.shape)}); only sft takes several."
             )
         for signal in sorted(self.signals()):
-            value = _find(batch, signal)
-            if value is None:
+            if batch.find(signal) is None:
                 raise SignalError(
-                    f"{self.label}: needs the signal {signal!r}, which the batch does not carry; "
-                    "supply it (earnest.signals), or take the term out of the objective."
+                    f"{self.label}: needs the signal {signal!r}, which the batch does not carry; collect the batch "
+                    "with en.collect(…, objective=objective), supply it (earnest.signals), or take the term out of "
+                    "the objective."
                 )
-            if isinstance(value, Tensor):
-                _check_signal(f"{self.label}: the signal {signal!r}", signal, value, batch)
-        tokens = self.tokens(batch)
-        if bool(tokens.any()) and not batch.counts(tokens).tokens > 0:
+            batch.check_signal(signal, f"{self.label}: the signal {signal!r}")
+        if "advantages" in self.signals() and batch.estimator not in (*self.estimators, "given"):
             raise SignalError(
-                f"{self.label}: the weights of its {int(tokens.sum())} tokens sum to {batch.counts(tokens).tokens:g}, "
-                "and it "
-                "divides by that sum; give weights with a positive sum."
+                f"{self.label}: is defined with advantages by {' or '.join(self.estimators)}, the batch's are by "
+                f"{batch.estimator!r}; collect it with en.collect(…, objective=objective), make them with "
+                f"with_advantages(batch, rewards, {self.estimators[0]!r}), or take another objective."
             )
-        if not bool(tokens.any()) and self.idle(batch) is None:
+        tokens = self.tokens(batch)
+        if not bool(tokens.any()):
+            if (why := self.idle(batch)) is not None:
+                return why
             raise SignalError(
                 f"{self.label}: no active token is left for it in this batch; check the masks and the teacher's "
                 "coverage."
             )
+        if not (total := batch.counts(tokens).tokens) > 0:
+            raise SignalError(
+                f"{self.label}: the weights of its {int(tokens.sum())} tokens sum to {total:g}, and it divides by "
+                "that sum; give weights with a positive sum."
+            )
+        return None
+
+    def wants(self) -> Wants:
+        """The rows and signals that a batch must have for this term alone."""
+        return Objective.of(self).wants()
 
     def __add__(self, other: Term | Objective) -> Objective:
         return Objective.of(self) + other
+
+    def __radd__(self, other: object) -> Objective:
+        return Objective.of(self).__radd__(other)
+
+    def __sub__(self, other: Term | Objective) -> Objective:
+        return Objective.of(self) - other
+
+    def __neg__(self) -> Objective:
+        return -Objective.of(self)
 
     def __mul__(self, weight: float) -> Objective:
         return Objective.of(self) * weight
 
     __rmul__ = __mul__
 
-
-def _find(batch: Batch, signal: Signal) -> object:
-    owner: Any = batch
-    for part in signal.split("."):
-        owner = getattr(owner, part)
-        if owner is None:
-            return None
-    return owner
-
-
-def _check_signal(name: str, signal: Signal, value: Tensor, batch: Batch) -> None:
-    """A signal may have been changed in place since the batch was made: hold it against the same laws again."""
-    expected = len(batch) if signal == "correct" else batch.active.shape[0]
-    if tuple(value.shape) != (expected,):
-        raise SignalError(f"{name} must have shape [{expected}], got {tuple(value.shape)}; nothing is broadcast.")
-    if not bool(torch.isfinite(value).all()):
-        raise SignalError(f"{name} has {int((~torch.isfinite(value)).sum())} values that are not finite.")
-    if signal in ("behaviour", "proximal", "reference.logprobs"):
-        check_logprobs(name, value)
+    def __truediv__(self, divisor: float) -> Objective:
+        return Objective.of(self) / divisor
 
 
 @dataclass(frozen=True)
@@ -258,10 +263,24 @@ class Objective:
             return NotImplemented
         return Objective(self.terms + Objective.of(other).terms)
 
+    def __radd__(self, other: object) -> Objective:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() begins with 0
+
+    def __sub__(self, other: Term | Objective) -> Objective:
+        return self + -1.0 * other if isinstance(other, (Term, Objective)) else NotImplemented
+
+    def __neg__(self) -> Objective:
+        return self * -1.0
+
     def __mul__(self, weight: float) -> Objective:
+        if not isinstance(weight, (int, float)):
+            return NotImplemented
         return Objective(tuple(replace(w, weight=w.weight * float(weight)) for w in self.terms))
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Objective:
+        return self * (1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
 
     def find(self, label: str) -> Term:
         return next(w.term for w in self.terms if w.term.label == label)
@@ -279,35 +298,59 @@ class Objective:
     def additive(self) -> bool:
         return all(w.term.additive for w in self.live())
 
-    def check(self, batch: Batch) -> None:
-        """Raise where a live term lacks something, or where none of them has anything to do."""
+    def signals(self) -> frozenset[Signal]:
+        """Every signal that a live term reads."""
+        return frozenset(signal for w in self.live() for signal in w.term.signals())
+
+    def wants(self) -> Wants:
+        """The rows and signals that a batch must have for the live terms.
+
+        Roles are those that terms name; a term that reads any row names none. A batch carries one reference, so the
+        terms that read one must agree whose it is.
+        """
+        terms = [w.term for w in self.live()]
+        named = {role for term in terms if term.roles != ROLES for role in term.roles}
+        kinds = {t.label: t.reference_kind for t in terms if any(s.startswith("reference.") for s in t.signals())}
+        if len(set(kinds.values())) > 1:
+            shown = ", ".join(f"{label}: {kind}" for label, kind in kinds.items())
+            raise SignalError(
+                f"the terms are held against different policies ({shown}), and a batch carries one reference; "
+                "give them the same one."
+            )
+        reads = [t.estimators for t in terms if "advantages" in t.signals()]
+        allowed = tuple(e for e in ESTIMATORS if all(e in own for own in reads))
+        roles: frozenset[Role] = frozenset(named) or frozenset({"rollout"})
+        return Wants(roles, self.signals(), allowed, next(iter(kinds.values()), "base"))
+
+    def check(self, batch: Batch) -> dict[str, str]:
+        """Raise where a live term lacks something, or where none of them has anything to do; otherwise return the
+        idle terms, each with the reason."""
         live = list(self.live())
         if not live:
             raise ObjectiveError(
                 f"no term has a weight other than 0 ({', '.join(self.skipped) or 'there is no term'}): nothing would "
                 "be trained."
             )
-        for w in live:
-            w.term.check(batch)
-        idle = self.idle(batch)
+        reasons = {w.term.label: w.term.check(batch) for w in live}
+        idle = {label: why for label, why in reasons.items() if why is not None}
         if len(idle) == len(live):
-            reasons = "; ".join(f"{label}: {why}" for label, why in idle.items())
-            raise ObjectiveError(
-                f"no term has a token in this batch ({reasons}): nothing would be trained. Leave this batch out."
-            )
+            raise NothingToTrain(idle)
+        return idle
 
     def idle(self, batch: Batch) -> dict[str, str]:
-        """The live terms that this batch lawfully gives nothing to do, each with the reason."""
+        """The live terms that this batch legitimately gives nothing to do, each with the reason."""
         reasons = {w.term.label: w.term.idle(batch) for w in self.live()}
         return {label: why for label, why in reasons.items() if why is not None}
 
     def initial_state(self) -> dict[str, dict[str, Any]]:
         return {w.term.label: w.term.initial_state() for w in self.terms}
 
-    def needs(self, batch: Batch, state: Mapping[str, Mapping[str, Any]]) -> tuple[Need, ...]:
-        """Every scalar that a live term needs, once, in a fixed order."""
-        wanted = (need for w in self.live() for need in w.term.needs(batch, state.get(w.term.label, {})))
-        return tuple(dict.fromkeys(wanted))
+    def needs(
+        self, batch: Batch, state: Mapping[str, Mapping[str, Any]], idle: Container[str] = ()
+    ) -> tuple[Need, ...]:
+        """Every scalar that a live term needs, once, in a fixed order; ``idle`` terms need none."""
+        terms = (w.term for w in self.live() if w.term.label not in idle)
+        return tuple(dict.fromkeys(need for t in terms for need in t.needs(batch, state.get(t.label, {}))))
 
     def evaluate(
         self,

@@ -25,6 +25,7 @@ from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
 from earnest.objectives.view import View
 from earnest.settings import setting
+from earnest.signals.advantages import Estimator
 from earnest.signals.batch import Batch, Role
 
 ROUTES = ("all", "correct", "failed")
@@ -208,19 +209,20 @@ class DrGRPO(Clipped):
     paper: ClassVar[str] = "Understanding R1-Zero-like training, arXiv 2503.20783"
     equation: ClassVar[str] = "1/(S·L_max) Σ_i Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
     over: ClassVar[str] = "max_length"
+    estimators: ClassVar[tuple[Estimator, ...]] = ("none", "leave_one_out")
 
     max_length: int | None = setting(
         None, "L_max, the longest completion that sampling allows; none: the batch's", at_least=1
     )
 
-    def check(self, batch: Batch) -> None:
-        super().check(batch)
+    def check(self, batch: Batch) -> str | None:
+        idle = super().check(batch)
         if self.max_length is None and batch.max_length is None:
             raise SignalError(
                 f"{self.label}: divides by the longest allowed completion, which neither the batch nor the term has; "
                 "set Batch.max_length or DrGRPO(max_length=…)."
             )
-        refuse_estimator(self, batch, allowed=("none", "leave_one_out"))
+        return idle
 
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         return view.total(values) / (view.counts.sequences * (self.max_length or view.counts.max_length))
@@ -244,16 +246,3 @@ class BNPO(Clipped):
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         local = float(view.weight.sum(dtype=torch.float64))
         return view.total(values) / local * (len(view.rows) / view.counts.sequences)
-
-
-def refuse_estimator(term: Term, batch: Batch, allowed: tuple[str, ...]) -> None:
-    """Raise where the advantages were made by an estimator that the term's name rules out.
-
-    "given" ones are the caller's word.
-    """
-    if batch.estimator not in (*allowed, "given"):
-        raise SignalError(
-            f"{term.label}: is defined with advantages by {' or '.join(allowed)}, the batch's are by "
-            f"{batch.estimator!r}; "
-            f"make them with with_advantages(batch, rewards, {allowed[0]!r}), or take another objective."
-        )

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from earnest.objectives.base import Value
 from earnest.objectives.metrics import Mean
-from earnest.objectives.policy_gradient import PolicyGradient, refuse_estimator
+from earnest.objectives.policy_gradient import PolicyGradient
 from earnest.objectives.registry import register
 from earnest.objectives.view import View
 from earnest.settings import setting
-from earnest.signals.batch import Batch
+from earnest.signals.advantages import Estimator
 
 
 @register
@@ -55,10 +55,7 @@ class RLOO(PolicyGradient):
     paper: ClassVar[str] = "Back to basics, arXiv 2402.14740"
     equation: ClassVar[str] = "1/S Σ_i -(r_i - mean_{j≠i} r_j)·Σ_t lp"
     laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy", "stop_gradient"})
-
-    def check(self, batch: Batch) -> None:
-        super().check(batch)
-        refuse_estimator(self, batch, allowed=("leave_one_out",))
+    estimators: ClassVar[tuple[Estimator, ...]] = ("leave_one_out",)
 
     def evaluate(self, view: View) -> Value:
         lp = self.logprobs(view)

@@ -26,6 +26,7 @@ from earnest.objectives.registry import register
 from earnest.objectives.view import Scalars, View
 from earnest.settings import setting
 from earnest.signals.batch import Batch, Role
+from earnest.signals.scorer import Who
 
 AGGREGATES = ("mean", "rmse", "p95", "max")
 
@@ -113,8 +114,8 @@ class KLBarrier(Term):
         return Divergence("reference", alpha=1.0 if self.direction == "reverse" else 0.0)
 
     @property
-    def reference_kind(self) -> str:
-        return self.reference
+    def reference_kind(self) -> Who:
+        return "previous" if self.reference == "previous" else "base"
 
     def signals(self) -> frozenset[Signal]:
         return frozenset({"reference.distribution"})
@@ -122,8 +123,8 @@ class KLBarrier(Term):
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
         return (self.need,)
 
-    def check(self, batch: Batch) -> None:
-        super().check(batch)
+    def check(self, batch: Batch) -> str | None:
+        idle = super().check(batch)
         assert batch.reference is not None, "check() demands it"
         if batch.reference.kind != self.reference:
             raise SignalError(
@@ -131,6 +132,7 @@ class KLBarrier(Term):
                 f"{batch.reference.kind!r}; "
                 f"supply that one, or set reference={batch.reference.kind!r}."
             )
+        return idle
 
     def only_exact(self) -> str | None:
         if self.over == "mean":

@@ -53,7 +53,7 @@ class LocalPolicy:
         from earnest.models import load
 
         self.policy = load(model) if adapter is None else load_trained(Path(adapter), model)[0]
-        self.context = int(getattr(self.policy.model.config, "max_position_embeddings", 0) or 2**31)
+        self.context = self.policy.positions or 2**31
 
     def prompt(self, turn: Turn, with_hindsight: bool, room: int) -> list[int]:
         """The turn's state in tokens, with ``room`` left behind it."""

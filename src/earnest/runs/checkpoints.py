@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from earnest.disk import sync, write_json
+from earnest.engines.base import Engine
 from earnest.engines.checkpoint import MANIFEST, file_hash
 from earnest.engines.checkpoint import read as read_engine
-from earnest.engines.local import LocalEngine
 from earnest.errors import CheckpointError
 from earnest.runs.folder import RunFolder, read_json
 
@@ -29,7 +29,7 @@ def place(run: RunFolder, step: int) -> Path:
     return run.path / "checkpoints" / f"step-{step:06d}"
 
 
-def save(run: RunFolder, engine: LocalEngine, step: int, state: dict[str, Any], keep: int) -> Path:
+def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of ``step`` and drop all but the newest ``keep``."""
     final = place(run, step)
     fresh = final.with_name(f".{final.name}.{os.getpid()}.tmp")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from earnest.models import Policy
+from earnest.models.protocol import PolicyLike
 from earnest.version import __version__
 
 PACKAGES = (
@@ -26,7 +26,7 @@ PACKAGES = (
 )
 
 
-def describe(policy: Policy) -> dict[str, Any]:
+def describe(policy: PolicyLike) -> dict[str, Any]:
     return {
         "earnest": __version__,
         "python": sys.version.split()[0],

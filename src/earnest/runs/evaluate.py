@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.errors import ConfigError
-from earnest.runs.collect import Attempt, attempt, describe
+from earnest.rollouts import Attempt, describe
+from earnest.runs.collect import attempt
 from earnest.runs.setup import Setup
 from earnest.tasks import Prompt
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earnest.engines import StepReport
 from earnest.objectives import Objective
-from earnest.runs.collect import Attempt, Collected, reward_summary
-from earnest.signals import Batch
+from earnest.rollouts import Attempt, Rollouts, reward_summary
 
 
-def step_line(step: int, version: int, collected: Collected, seconds: dict[str, float]) -> dict[str, Any]:
+def step_line(step: int, version: int, collected: Rollouts, seconds: dict[str, float]) -> dict[str, Any]:
     """What is known of a step before it trains."""
     line: dict[str, Any] = {"kind": "step", "step": step, "version": version}
     if collected.attempts:
@@ -71,9 +70,8 @@ def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: 
     }
 
 
-def untrained(line: dict[str, Any], objective: Objective, batch: Batch) -> dict[str, Any]:
+def untrained(line: dict[str, Any], objective: Objective, idle: Mapping[str, str]) -> dict[str, Any]:
     """The line of a step on whose batch no live term had anything to do: nothing was updated, with the reasons."""
     nothing: dict[str, Any] = {"loss": None, "terms": {}, "grad_norm": None, "update_norm": None, "lr": None}
-    idle = objective.idle(batch)
     reason = "no term had anything to do (" + "; ".join(f"{label}: {why}" for label, why in idle.items()) + ")"
-    return line | nothing | {"skipped": list(objective.skipped), "idle": idle, "learned_nothing": reason}
+    return line | nothing | {"skipped": list(objective.skipped), "idle": dict(idle), "learned_nothing": reason}

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from earnest.audit.alive import prove_alive
-from earnest.errors import EarnestError
+from earnest.errors import EarnestError, NothingToTrain
+from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, verdicts
-from earnest.runs.collect import Collected, Source, sample_record
-from earnest.runs.enrich import with_signals
+from earnest.runs.collect import Source, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import evaluate
 from earnest.runs.folder import RunFolder
@@ -151,19 +151,21 @@ class Loop:
         torch.manual_seed(derive(config.seed, "step", step))
         started = time.perf_counter()
         collected = self._collect(step)
-        batch = with_signals(self.setup, collected)
+        batch = collected.batch
         sampled = time.perf_counter()
         live = [w.term.label for w in objective.live()]
         shares = len(live) > 1 and config.shares_every > 0 and step % config.shares_every == 0
-        report = None
-        if len(objective.idle(batch)) < len(live):
+        report, idle = None, {}
+        try:
             for update in range(1, config.updates_per_batch + 1):
                 report = engine.step(batch, objective, shares=shares and update == config.updates_per_batch)
+        except NothingToTrain as nothing:
+            idle = nothing.idle
         done = time.perf_counter()
         self.step, self.seconds = step, self.seconds + done - started
         line = step_line(step, engine.version, collected, {"sample": sampled - started, "train": done - sampled})
         if report is None:
-            line = untrained(line, objective, batch)
+            line = untrained(line, objective, idle)
         else:
             line = trained(line, report, objective, engine.learning_rate)
         self.line = line
@@ -182,7 +184,7 @@ class Loop:
             self.run.event("warning", warning)
             self.progress.warn(warning)
 
-    def _collect(self, step: int) -> Collected:
+    def _collect(self, step: int) -> Rollouts:
         return self.source.next(step)
 
     # --- around the steps ---------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ class Loop:
                 f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, so there is nothing "
                 f"to learn from. {WAY_OUT} With check=false the run trains without this check."
             )
-        verdict = prove_alive(self.setup.engine, objective, batch)
+        verdict = prove_alive(self.setup.require_local("check"), objective, batch)
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 
@@ -248,7 +250,7 @@ def probe_batch(setup: Setup) -> Batch:
     """
     source = Source(setup, "check")
     for attempt in range(PROBE_TRIES):
-        batch = with_signals(setup, source.next(attempt))
+        batch = source.next(attempt).batch
         if batch.advantages is not None:
             idle = batch.has_role(("rollout",))
             idle[batch.row[batch.advantages != 0]] = False

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from earnest.errors import ConfigError
-from earnest.models import Policy
+from earnest.models.protocol import PolicyLike
 from earnest.models.replies import message_tokens
 from earnest.replay.pairs import Pair, read
+from earnest.rollouts import PairTokens
 from earnest.seeds import derive
 from earnest.signals import Batch
 from earnest.signals.scorer import Scorer, logprobs
@@ -26,29 +27,20 @@ HELDOUT = 0.1
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A pair in tokens."""
-
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Preferences:
     """A file's pairs for one policy. ``sha256`` says which file it was: a resumed run takes no other."""
 
     path: str
     sha256: str
-    train: tuple[Tokens, ...]
-    heldout: tuple[Tokens, ...]
+    train: tuple[PairTokens, ...]
+    heldout: tuple[PairTokens, ...]
     left_out: int
 
     @classmethod
-    def load(cls, path: Path, policy: Policy, say: Callable[[str], None]) -> Preferences:
+    def load(cls, path: Path, policy: PolicyLike, say: Callable[[str], None]) -> Preferences:
         """Read and render; pairs that the policy's context cannot hold are left out, counted and said."""
         found = read(path)
-        context = int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
+        context = policy.positions or 2**31
         rendered = [(pair, _render(policy, pair)) for pair in found]
         fits = [(p, t) for p, t in rendered if len(t.prompt) + max(len(t.chosen), len(t.rejected)) <= context]
         held = tuple(t for p, t in fits if held_out(p.trace))
@@ -67,11 +59,11 @@ class Preferences:
         sizes = {"pairs": len(self.train), "heldout": len(self.heldout), "left_out": self.left_out}
         return {"file": self.path, "sha256": self.sha256, **sizes}
 
-    def at(self, seed: int, purpose: str, start: int, count: int) -> list[Tokens]:
+    def at(self, seed: int, purpose: str, start: int, count: int) -> list[PairTokens]:
         """``count`` pairs from place ``start`` of an endless row of epochs, each a shuffle of its own."""
         return [self._one(seed, purpose, start + i) for i in range(count)]
 
-    def _one(self, seed: int, purpose: str, place: int) -> Tokens:
+    def _one(self, seed: int, purpose: str, place: int) -> PairTokens:
         epoch, offset = divmod(place, len(self.train))
         return self.train[_order(derive(seed, f"{purpose} pairs", epoch), len(self.train))[offset]]
 
@@ -94,7 +86,7 @@ def held_out(trace: str) -> bool:
     return int.from_bytes(hashlib.sha256(f"held out {trace}".encode()).digest()[:4], "big") / 2**32 < HELDOUT
 
 
-def rows(pairs: Sequence[Tokens], **options: Any) -> Batch:
+def rows(pairs: Sequence[PairTokens], **options: Any) -> Batch:
     """Each pair as a chosen row and a rejected row."""
     return Batch.from_rows(
         [t.prompt for t in pairs for _ in range(2)],
@@ -111,6 +103,6 @@ def _order(seed: int, size: int) -> list[int]:
     return order
 
 
-def _render(policy: Policy, pair: Pair) -> Tokens:
+def _render(policy: PolicyLike, pair: Pair) -> PairTokens:
     parts = [message_tokens(policy, pair.prompt, answer, pair.tools or None) for answer in (pair.chosen, pair.rejected)]
-    return Tokens(tuple(parts[0][0]), tuple(parts[0][1]), tuple(parts[1][1]))
+    return PairTokens(tuple(parts[0][0]), tuple(parts[0][1]), tuple(parts[1][1]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from earnest.errors import ConfigError
-from earnest.runs.collect import Source, demonstrate
+from earnest.rollouts import demonstrate
+from earnest.runs.collect import Source
 from earnest.runs.evaluate import heldout
 from earnest.runs.loggers import require_installed
 from earnest.runs.setup import Setup
@@ -19,7 +20,7 @@ def preflight(setup: Setup) -> None:
     require_installed(config.loggers)
     source = Source(setup)
     training = source.stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
-    context = getattr(policy, "positions", None)
+    context = policy.positions
     longest = config.sampling.max_new_tokens
     for prompt in [*heldout(setup), *training]:
         length = len(policy.render(prompt.messages))
@@ -34,6 +35,6 @@ def preflight(setup: Setup) -> None:
             f"sampling.max_new_tokens: {longest} tokens after the {length} of prompt {prompt.id} exceed the context of "
             f"{policy.name} ({context} tokens); set at most {context - length + 1}."
         )
-    if "demonstration" in source.roles:
+    if "demonstration" in setup.objective.wants().roles:
         for prompt in training[: config.sampling.prompts_per_step]:
             demonstrate(policy, task, prompt)

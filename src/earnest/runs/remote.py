@@ -5,45 +5,19 @@ Every key of the config is obeyed there or refused here, by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from earnest.adapters import LoRA
 from earnest.config import RunConfig
 from earnest.errors import ConfigError, SignalError
 from earnest.models.catalog import served_name
 from earnest.objectives import Objective
-from earnest.signals.reference import wanted_signals
 from earnest.tasks import Task
 
 if TYPE_CHECKING:
-    from earnest.engines.tinker import TinkerEngine
     from earnest.runs.setup import Setup
-
-ALPHA = 32.0
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteAdapter:
-    """What a run says and saves of a LoRA that is elsewhere."""
-
-    engine: TinkerEngine
-    variant: Any
-    targets: tuple[str, ...] = ("every linear layer of the service's model",)
-
-    def parameters(self) -> list[Any]:
-        """None that could be counted from here."""
-        return []
-
-    def save(self, folder: Path, base_model: str | None = None) -> Path:
-        """Keep the weights there, under a path; the folder says which."""
-        path = self.engine.training.save_weights_for_sampler(f"earnest-v{self.engine.version}").result().path
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tinker.json").write_text(json.dumps({"path": path, "base_model": base_model}, indent=1) + "\n")
-        return folder
 
 
 def check(config: RunConfig, objective: Objective) -> None:
@@ -77,6 +51,8 @@ def check(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             "adapter: a Tinker service trains a LoRA on all linear layers; take kind lora, without targets and layers."
         )
+    from earnest.engines.tinker.engine import ALPHA
+
     variant = adapter.build()
     assert isinstance(variant, LoRA), "its kind is lora"
     if variant != LoRA(rank=variant.rank, alpha=ALPHA):
@@ -93,23 +69,19 @@ def check(config: RunConfig, objective: Objective) -> None:
 
 
 def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[str], None]) -> Setup:
-    """The parts of a run on a service."""
+    """The parts of a run on a service, after ``check``."""
     from earnest.engines.tinker import RemoteEMA, RemoteTeacher, TinkerEngine
     from earnest.engines.tinker.teach import Teaching
+    from earnest.engines.tinker.teachers import AnyTeacher
     from earnest.runs.preferences import Preferences
     from earnest.runs.setup import Setup
 
-    check(config, objective)
-    taught = "teacher" in wanted_signals(objective)
-    if config.teacher.kind != "live" and not taught:
-        raise ConfigError(
-            f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
-        )
-    try:
-        ema = RemoteEMA(rate=config.teacher.mix or 0.05) if config.teacher.kind == "ema" else None
-    except SignalError as error:
-        raise ConfigError(f"teacher.mix: {error}") from None
-    if ema is not None:
+    ema: RemoteEMA | None = None
+    if config.teacher.kind == "ema":
+        try:
+            ema = RemoteEMA(rate=config.teacher.mix or 0.05)
+        except SignalError as error:
+            raise ConfigError(f"teacher.mix: {error}") from None
         say("teacher ema: its past weights live as long as this process, so this run cannot be resumed")
     say(f"a LoRA on {served_name(config.model)} at {config.engine.base_url or 'TINKER_BASE_URL'}")
     variant = config.adapter.build()
@@ -124,8 +96,6 @@ def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[st
         estimator=config.engine.estimator,
         outer=ema,
     )
-    teacher = Teaching.of(ema or RemoteTeacher(cast(Any, config.teacher.kind)), objective)
-    policy = cast(Any, engine.policy)
-    preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
-    remote = cast(Any, RemoteAdapter(engine, variant))
-    return Setup(config, task, policy, remote, cast(Any, engine), objective, cast(Any, teacher), preferences)
+    teacher: AnyTeacher = ema or RemoteTeacher("base" if config.teacher.kind == "base" else "live")
+    preferences = None if config.data is None else Preferences.load(Path(config.data), engine.policy, say)
+    return Setup(config, config.model, task, engine, objective, Teaching.of(engine, teacher, objective), preferences)

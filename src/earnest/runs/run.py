@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,7 +15,7 @@ from earnest import report
 from earnest.adapters.trained import TEMPLATE
 from earnest.audit import Verdict, prove
 from earnest.audit.progress import shown
-from earnest.config import RunConfig, changed_keys, dump, load_file
+from earnest.config import LoopConfig, RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
 from earnest.runs import environment, verdicts
 from earnest.runs.evaluate import Comparison, compared
@@ -24,6 +25,11 @@ from earnest.runs.loop import Loop, probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
+
+FROM_PYTHON = "python"
+"""The recipe's name of a run that ``en.train`` started."""
+
+C = TypeVar("C", bound=LoopConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
     except BaseException:
         setup.close()
         raise
-    return _go(setup, run, console, resumed=False)
+    return go(setup, run, console, resumed=False)
 
 
 def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None = None) -> Finished:
@@ -81,11 +87,11 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
         if config.threads is None and isinstance(threads, int):
             torch.set_num_threads(threads)  # other thread counts sum in another order
         setup = build(config, note_on(console))
-        _compare_environments(run, setup)
+        compare_environments(run, setup)
     except BaseException:
         run.close()
         raise
-    return _go(setup, run, console, resumed=True)
+    return go(setup, run, console, resumed=True)
 
 
 def check(config: RunConfig, console: Console | None = None, *, quick: bool = False) -> Verdict:
@@ -97,12 +103,13 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
     try:
         batch = probe_batch(setup)
         with shown(console) as progress:
-            return prove(setup.engine, setup.objective, batch, quick=quick, progress=progress)
+            return prove(setup.require_local("an audit"), setup.objective, batch, quick=quick, progress=progress)
     finally:
         setup.close()
 
 
-def _go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
+def go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
+    """Train in this folder, from its beginning or from its newest checkpoint; then close both."""
     try:
         loop = Loop(setup, run, reporter_on(console), [])
         if resumed:
@@ -130,9 +137,9 @@ def complete(loop: Loop, console: Console, introduction: Sequence[str]) -> Finis
             logger.close()
     with loop.writing():
         with setup.deployed():
-            adapter = setup.adapter.save(run.path / "adapter", base_model=config.model)
-        if config.chat_template is not None:
-            (adapter / TEMPLATE).write_text(config.chat_template, encoding="utf-8")
+            adapter = setup.adapter.save(run.path / "adapter", base_model=setup.model)
+        if setup.chat_template is not None:
+            (adapter / TEMPLATE).write_text(setup.chat_template, encoding="utf-8")
         verdicts.add(run.path, loop.learning.check())
         run.update(status="finished", steps_done=config.steps, seconds=round(loop.seconds, 3))
         run.event("info", "finished")
@@ -149,7 +156,16 @@ def complete(loop: Loop, console: Console, introduction: Sequence[str]) -> Finis
 
 def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
     path = run.path / "config.yaml"
-    old, new = load_file(path), load_file(path, overrides)
+    if run.header.get("recipe") == FROM_PYTHON:
+        raise ConfigError(
+            f"{run.path} was started by en.train; continue it with the same objects: "
+            f"en.train(…, out={str(run.path)!r}, resume=True)."
+        )
+    return continued(run, load_file(path), load_file(path, overrides))
+
+
+def continued(run: RunFolder, old: C, new: C) -> C:
+    """``new``, where it differs from ``old`` in nothing but more steps; the folder's config gets them."""
     changed = [key for key in changed_keys(old, new) if key != "steps"]
     if new.out is not None:
         changed.append("out")
@@ -165,18 +181,16 @@ def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
     if new.steps != old.steps:
         from earnest.disk import write_text
 
-        write_text(path, dump(new))
+        write_text(run.path / "config.yaml", dump(new))
         run.event("info", f"steps raised from {old.steps} to {new.steps}")
     return new
 
 
-def _compare_environments(run: RunFolder, setup: Setup) -> None:
+def compare_environments(run: RunFolder, setup: Setup) -> None:
     """Warn where the software differs (a resumed run is bit-equal only on the same), and refuse other weights."""
     then, now = read_json(run.path / "environment.json"), environment.describe(setup.policy)
     if then.get("base") != now["base"]:
-        raise CheckpointError(
-            f"model: {setup.config.model} has other weights than when {run.path} began; use the same ones."
-        )
+        raise CheckpointError(f"model: {setup.model} has other weights than when {run.path} began; use the same ones.")
     known = read_json(run.path / "run.json").get("data")
     if setup.preferences is not None and known is not None and known["sha256"] != setup.preferences.sha256:
         raise CheckpointError(f"data: {setup.preferences.path} has changed since {run.path} began; use the same pairs.")

@@ -10,20 +10,19 @@ from pathlib import Path
 import torch
 
 from earnest.adapters import Adapter, attach
-from earnest.config import RunConfig
+from earnest.config import LoopConfig, RunConfig
 from earnest.engines import LocalEngine
-from earnest.engines.base import Rollout
+from earnest.engines.base import AdapterLike, Engine, Rollout
 from earnest.engines.estimator import check_terms
 from earnest.errors import ConfigError
-from earnest.guards import DirectionGuard
 from earnest.models import Policy, SampleSpec, load
+from earnest.models.protocol import PolicyLike
 from earnest.objectives import Objective
 from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
 from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
-from earnest.signals import ROLES, EMATeacher, LiveTeacher, Role, TeacherPolicy
-from earnest.signals.reference import wanted_signals
+from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.sync.pool import Samplers
 from earnest.tasks import PromptStream, Task, get_task
 
@@ -32,17 +31,31 @@ CALIBRATION_PROMPTS = 64
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that the loop works with."""
+    """Everything that the loop works with. ``model`` is the name that the saved adapter gives its base model."""
 
-    config: RunConfig
+    config: LoopConfig
+    model: str
     task: Task
-    policy: Policy
-    adapter: Adapter
-    engine: LocalEngine
+    engine: Engine
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
     preferences: Preferences | None = None
     samplers: Samplers | None = None
+    chat_template: str | None = None
+
+    @property
+    def policy(self) -> PolicyLike:
+        return self.engine.policy
+
+    @property
+    def adapter(self) -> AdapterLike:
+        return self.engine.adapter
+
+    def require_local(self, purpose: str) -> LocalEngine:
+        """The local engine; a service raises."""
+        if self.engine.local is None:
+            raise ConfigError(f"engine.kind: {purpose} reads weights and gradients, which a service does not show.")
+        return self.engine.local
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the policy as it is now: sampled here, or by samplers that get it."""
@@ -58,10 +71,10 @@ class Setup:
         return self.engine.guard.ablated() if self.engine.guard is not None else nullcontext()
 
     def describe(self) -> dict[str, object]:
-        """The part of run.json that says what this run is."""
+        """The part of run.json that describes the run."""
         targets = ", ".join(self.adapter.targets)
         guard = self.engine.guard
-        guarded = f", guarded by {guard.describe()}" if isinstance(guard, DirectionGuard) else ""
+        guarded = f", guarded by {guard.describe()}" if guard is not None else ""
         terms = " + ".join(f"{w.weight:g} × {w.term.label}" for w in self.objective.terms)
         return {
             "task": self.task.name,
@@ -75,34 +88,31 @@ class Setup:
 
 
 def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
-    """Make the parts; what is cheap to get wrong is looked up before the model is loaded."""
+    """Make the parts; what can be checked without the model is checked before it is loaded."""
+    from earnest.runs import remote
+
     task = get_task(config.task.name, config.task.fields)
     objective = config.build_objective()
-    roles = {role for w in objective.live() for role in w.term.roles}
-    if "rollout" in roles and config.sampling.completions_per_prompt < 2:
-        raise ConfigError(
-            "sampling.completions_per_prompt: an advantage compares a prompt's completions, so rollouts need "
-            "at least 2, got 1."
-        )
-    if config.data is not None and not {"chosen", "rejected"} <= _named(objective):
+    check_groups(config, objective)
+    if config.data is not None and not {"chosen", "rejected"} <= objective.wants().roles:
         raise ConfigError(
             f"data: the pairs of {config.data} would train nobody; add a term on preferences, such as dpo or simpo."
         )
     if config.engine.estimator == "sampled":
         check_terms(objective, config.sampling.temperature)
+    if config.engine.kind == "tinker":
+        remote.check(config, objective)
+    if config.teacher.kind != "live" and "teacher" not in objective.signals():
+        raise ConfigError(
+            f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.engine.kind == "tinker":
-        from earnest.runs import remote
-
         return remote.build(config, task, objective, say)
     policy, adapter = adapted(config, task, say)
     preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
     teacher = config.teacher.build(adapter)
-    if config.teacher.kind != "live" and "teacher" not in wanted_signals(objective):
-        raise ConfigError(
-            f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
-        )
     if config.guard is not None:
         say("directions for the guard")
     engine = LocalEngine(
@@ -116,7 +126,17 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         estimator=config.engine.estimator,
     )
     samplers = samplers_of(config, task, engine, say)
-    return Setup(config, task, policy, adapter, engine, objective, teacher, preferences, samplers)
+    return Setup(config, config.model, task, engine, objective, teacher, preferences, samplers, config.chat_template)
+
+
+def check_groups(config: LoopConfig, objective: Objective) -> None:
+    """Raise where rollouts have no sibling to be compared with."""
+    roles = {role for w in objective.live() for role in w.term.roles}
+    if "rollout" in roles and config.sampling.completions_per_prompt < 2:
+        raise ConfigError(
+            "sampling.completions_per_prompt: an advantage compares a prompt's completions, so rollouts need "
+            "at least 2, got 1."
+        )
 
 
 def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
@@ -139,8 +159,3 @@ def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[
         seed=config.seed,
     )
     return policy, adapter
-
-
-def _named(objective: Objective) -> set[Role]:
-    """Roles that a live term reads on purpose, not because it reads every row."""
-    return {role for w in objective.live() if w.term.roles != ROLES for role in w.term.roles}

@@ -141,8 +141,7 @@ def check(policy: Policy, request: Request) -> None:
 
 def positions(policy: Policy) -> int | None:
     """How many tokens the model can look at, where it has a limit."""
-    limit = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return int(limit) if limit else None
+    return policy.positions
 
 
 class Batch:

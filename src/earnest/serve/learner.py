@@ -38,7 +38,6 @@ from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
 from earnest.serve.store import AdapterRow
 from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
-from earnest.signals.reference import wanted_signals
 
 if TYPE_CHECKING:
     from earnest.serve.state import State
@@ -249,7 +248,7 @@ class Learner:
         how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
         teacher = config.teacher.build(adapter)
-        if config.teacher.kind != "live" and "teacher" not in wanted_signals(config.build_objective()):
+        if config.teacher.kind != "live" and "teacher" not in config.build_objective().signals():
             raise EarnestError(f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher.")
         engine = YieldingEngine(
             self.state.host.policy,
@@ -330,7 +329,7 @@ class Learner:
         teacher: Any,
     ) -> Batch:
         batch = with_reference(engine, batch, objective)
-        return with_teacher(engine, batch, told, teacher) if "teacher" in wanted_signals(objective) else batch
+        return with_teacher(engine, batch, told, teacher) if "teacher" in objective.signals() else batch
 
     def _base(self, engine: YieldingEngine, config: LearnConfig, turn: Turn) -> gate.Probe:
         """The base's answers to the probes; they never change, so they are sampled once."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from earnest.data import TemplateError, hindsight, reprompt
 from earnest.objectives import Objective
-from earnest.runs.collect import roles_of
 from earnest.serve.decode import positions
 from earnest.serve.errors import ServeError
 from earnest.serve.learning import LearnConfig
@@ -24,7 +23,6 @@ from earnest.serve.rows import Completion, FeedbackRow, Status
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
 from earnest.signals import Batch, Role
-from earnest.signals.reference import wanted_signals
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _plain(text: str) -> str:
 def _rows(
     state: State, config: LearnConfig, objective: Objective, f: FeedbackRow, given: Completion, number: int
 ) -> list[Row]:
-    roles, wanted = roles_of(objective), wanted_signals(objective)
+    roles, wanted = objective.wants().roles, objective.signals()
     common = (given.temperature, given.version)
     better = _better(state, f.better, given) if f.better is not None else None
     silent = (0.0,) * len(better or ())  # nobody sampled it; no term reads its behaviour

@@ -19,12 +19,10 @@ from earnest.signals.lessons import lessons as lessons
 from earnest.signals.lessons import strip_thinking as strip_thinking
 from earnest.signals.pairs import pairs_of as pairs_of
 from earnest.signals.reference import with_reference as with_reference
-from earnest.signals.rollouts import Rollouts as Rollouts
-from earnest.signals.rollouts import batch_of as batch_of
-from earnest.signals.rollouts import collect as collect
 from earnest.signals.teachers import TEACHERS as TEACHERS
 from earnest.signals.teachers import BaseTeacher as BaseTeacher
 from earnest.signals.teachers import LiveTeacher as LiveTeacher
 from earnest.signals.teachers import TeacherPolicy as TeacherPolicy
 from earnest.signals.teachers import TrustRegionTeacher as TrustRegionTeacher
 from earnest.signals.teachers import with_teacher as with_teacher
+from earnest.signals.wants import Wants as Wants

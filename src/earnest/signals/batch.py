@@ -2,15 +2,22 @@
 
 Position t of a row predicts ``targets[:, t]``; nothing is shifted anywhere else. Rows are padded on the right, so a
 causal model never sees padding and no attention mask is needed. A token is *active* where its weight is not 0; every
-per-token quantity behind the vocabulary pass is flat over the N active tokens, row by row. Shapes: R rows, T
-positions, K targets a position, N active tokens, M tokens that a signal covers.
+per-token quantity after the vocabulary pass is flat over the N active tokens, row by row.
+
+Values are validated once: when a batch is made, or when a signal is added. Cut or moved copies are not validated
+again, because on a GPU every check of values waits for the device. A signal that was written in place since is
+validated again where a term reads it.
+
+Shapes: R rows, T positions, K targets per position, N active tokens, M tokens that a signal covers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,53 +25,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.errors import SignalError
-from earnest.signals.distributions import Distribution, check_logprobs
+from earnest.signals.distributions import check_logprobs, derived
+from earnest.signals.sources import Reference as Reference
+from earnest.signals.sources import Teacher as Teacher
 
 Role = Literal["rollout", "chosen", "rejected", "demonstration"]
 ROLES: tuple[Role, ...] = get_args(Role)
-
-
-@dataclass(frozen=True, eq=False)
-class Teacher:
-    """A distribution for the active tokens ``at`` (None: for all of them), in their order.
-
-    ``kind`` says who it is ("live", "base", "ema", …); a teacher has read a prompt of its own, so it is never
-    recomputed from ``Batch.inputs``. ``logprobs`` are its exact log-probs of the batch's targets: beside a ``TopK``
-    they are never looked up in it.
-    """
-
-    distribution: Distribution
-    at: Int[Tensor, " M"] | None = None
-    kind: str = "given"
-    logprobs: Float[Tensor, " M"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.logprobs is not None:
-            if tuple(self.logprobs.shape) != (len(self.distribution),):
-                raise SignalError(
-                    f"Teacher.logprobs must have shape [{len(self.distribution)}], one a token that the teacher "
-                    f"covers, got {tuple(self.logprobs.shape)}."
-                )
-            check_logprobs("Teacher.logprobs", self.logprobs)
-        if self.at is not None and len(self.distribution) != self.at.shape[0]:
-            raise SignalError(
-                f"the teacher has {len(self.distribution)} token distributions for {self.at.shape[0]} positions; give "
-                "one each."
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """The reference policy π₀ on the batch's own rows: exact log-probs of the targets, and a distribution if one is
-    needed.
-
-    ``logprobs`` are at the batch's sampling temperature, like ``Batch.behaviour``; the distribution is at temperature
-    1.
-    """
-
-    logprobs: Float[Tensor, " N"] | None = None
-    distribution: Distribution | None = None
-    kind: str = "base"
+Signal = Literal[
+    "advantages", "behaviour", "proximal", "reference.logprobs", "reference.distribution", "teacher", "correct"
+]
+LAYOUT = ("active", "sizes", "lengths", "active_roles", "token_weight", "token_target")  # follow from the tokens alone
+CHECKED: tuple[Signal, ...] = ("advantages", "behaviour", "proximal", "reference.logprobs", "correct")
 
 
 @dataclass(frozen=True)
@@ -117,10 +88,10 @@ class Batch:
             )
         if len(self.role) != R or any(r not in ROLES for r in self.role):
             raise SignalError(f"role must name one of {ROLES} for each of the {R} rows, got {self.role!r}.")
-        for name in ("length", "group", "pair", "policy_version", "correct"):
+        for name in ("length", "group", "pair", "policy_version"):
             value = getattr(self, name)
-            if value is not None and tuple(value.shape) != (R,):
-                raise SignalError(f"Batch.{name} must have shape [{R}], one value a row, got {tuple(value.shape)}.")
+            if tuple(value.shape) != (R,):
+                raise SignalError(f"Batch.{name} must have shape [{R}], one value per row, got {tuple(value.shape)}.")
         if not torch.isfinite(self.weight).all():
             raise SignalError(
                 "Batch.weight has a value that is not finite; a weight is 0 (not trained on) or a finite number."
@@ -134,48 +105,67 @@ class Batch:
         late = self.position >= self.length[self.row]
         if bool(late.any()):
             raise SignalError(
-                f"{int(late.sum())} active tokens lie behind the end of their row (first: row "
+                f"{int(late.sum())} active tokens lie after the end of their row (first: row "
                 f"{int(self.row[late][0])}, "
                 f"position {int(self.position[late][0])}); padding must have weight 0."
             )
+        self._check_signals()
+
+    def _check_signals(self) -> None:
+        for signal in CHECKED:
+            owner = "Batch." if "." not in signal else ""
+            self.check_signal(signal, owner + signal.replace("reference", "Reference"))
         N = self.active.shape[0]
-        for name in ("advantages", "behaviour", "proximal"):
-            value = getattr(self, name)
-            if value is not None and tuple(value.shape) != (N,):
-                raise SignalError(
-                    f"Batch.{name} must have shape [{N}], one value an active token, got {tuple(value.shape)}; "
-                    "use Batch.from_rows or batch.flatten to gather a [R, T] tensor."
-                )
-            if value is not None and not torch.isfinite(value).all():
-                raise SignalError(f"Batch.{name} has {int((~torch.isfinite(value)).sum())} values that are not finite.")
-        for name in ("behaviour", "proximal"):
-            if getattr(self, name) is not None:
-                check_logprobs(f"Batch.{name}", getattr(self, name))
-        self._check_reference(N)
-        if self.teacher is not None:
-            covered = N if self.teacher.at is None else self.teacher.at.shape[0]
+        reference = None if self.reference is None else self.reference.distribution
+        if reference is not None and len(reference) != N:
+            raise SignalError(f"the reference covers {len(reference)} tokens, the batch has {N} active ones.")
+        if self.teacher is not None and "teacher" not in self._validated:
+            at = self.teacher.at
+            covered = N if at is None else at.shape[0]
             if len(self.teacher.distribution) != covered:
                 raise SignalError(
                     f"the teacher covers {len(self.teacher.distribution)} tokens, the batch has {N} active ones."
                 )
-            at = self.teacher.at
-            if at is not None and at.numel() and not bool((at[1:] > at[:-1]).all() and at[0] >= 0 and at[-1] < N):
+            if at is not None and at.numel() and not bool((at[1:] > at[:-1]).all() & (at[0] >= 0) & (at[-1] < N)):
                 raise SignalError(
                     f"Teacher.at must be strictly increasing positions below {N}, the number of active tokens."
                 )
+            self._validated["teacher"] = 0
 
-    def _check_reference(self, N: int) -> None:
-        if self.reference is None:
+    @cached_property
+    def _validated(self) -> dict[str, int]:
+        """The version counter of every signal's tensor when its values were last validated."""
+        return {}
+
+    def find(self, signal: Signal) -> object:
+        """The signal, or None where the batch does not carry it."""
+        owner: Any = self
+        for part in signal.split("."):
+            owner = getattr(owner, part)
+            if owner is None:
+                return None
+        return owner
+
+    def check_signal(self, signal: Signal, name: str) -> None:
+        """Validate shape and values of a per-token or per-row signal, unless they were validated and not written
+        since; ``name`` opens the error."""
+        value = self.find(signal)
+        if not isinstance(value, Tensor) or self._validated.get(signal) == value._version:
             return
-        logprobs, distribution = self.reference.logprobs, self.reference.distribution
-        if logprobs is not None:
-            if tuple(logprobs.shape) != (N,):
-                raise SignalError(
-                    f"Reference.logprobs must have shape [{N}], one an active token, got {tuple(logprobs.shape)}."
-                )
-            check_logprobs("Reference.logprobs", logprobs)
-        if distribution is not None and len(distribution) != N:
-            raise SignalError(f"the reference covers {len(distribution)} tokens, the batch has {N} active ones.")
+        expected = len(self) if signal == "correct" else self.active.shape[0]
+        if tuple(value.shape) != (expected,):
+            what = "one value per row" if signal == "correct" else "one value per active token"
+            raise SignalError(
+                f"{name} must have shape [{expected}], {what}, got {tuple(value.shape)}; nothing is broadcast, so "
+                "use Batch.from_rows or batch.flatten to gather a [R, T] tensor."
+            )
+        if signal == "reference.logprobs":
+            check_logprobs(name, value)
+        if signal != "correct" and not bool(torch.isfinite(value).all()):
+            raise SignalError(f"{name} has {int((~torch.isfinite(value)).sum())} values that are not finite.")
+        if signal in ("behaviour", "proximal"):
+            check_logprobs(name, value)
+        self._validated[signal] = value._version
 
     # --- the flat layout of active tokens ---------------------------------------------------------------------------
 
@@ -184,6 +174,21 @@ class Batch:
         """(row, position) of every active token, row-major; this order is the flat order everywhere."""
         on = self.weight != 0
         return (on if on.ndim == 2 else on.any(-1)).nonzero()
+
+    @cached_property
+    def active_roles(self) -> frozenset[Role]:
+        """The roles of the rows that have an active token."""
+        return frozenset(role for role, size in zip(self.role, self.sizes, strict=True) if size)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of active tokens of every row."""
+        return torch.bincount(self.row, minlength=len(self)).tolist()
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """``length`` as numbers."""
+        return self.length.tolist()
 
     @property
     def row(self) -> Int[Tensor, " N"]:
@@ -208,13 +213,22 @@ class Batch:
         return values[self.row, self.position]
 
     def per_token(self, values: Float[Tensor, " R"]) -> Float[Tensor, " N"]:
-        """One value a row → one value an active token."""
+        """One value per row → one value per active token."""
         if tuple(values.shape) != (len(self),):
             raise SignalError(f"expected one value for each of {len(self)} rows, got shape {tuple(values.shape)}.")
         return values[self.row]
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
+
+    def __repr__(self) -> str:
+        roles = ", ".join(f"{count} {role}" for role, count in Counter(self.role).items())
+        made = {"advantages": f"advantages ({self.estimator})"}
+        signals = ", ".join(made.get(s, s) for s in get_args(Signal) if self.find(s) is not None)
+        return (
+            f"Batch({len(self)} rows: {roles}; {self.active.shape[0]} active of {sum(self.lengths)} tokens; "
+            f"signals: {signals or 'none'}; temperature {self.temperature:g}, on {self.device})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -239,39 +253,58 @@ class Batch:
 
     def rows(self, index: Sequence[int] | Int[Tensor, " r"]) -> Batch:
         """The batch of these rows, in this order, signals included; padding that is no longer needed is cut off."""
-        rows = torch.as_tensor(index, device=self.device, dtype=torch.long)
-        order = self._tokens_of(rows)
-        width = max(1, int(self.length[rows].max()))
+        chosen: list[int] = index.tolist() if isinstance(index, Tensor) else list(index)
+        if not chosen or not any(self.sizes[r] for r in chosen):
+            raise SignalError("the batch has no active token: every weight of these rows is 0.")
+        rows = torch.tensor(chosen, device=self.device)
+        order = self.tokens_of(chosen)
+        width = max(1, *(self.lengths[r] for r in chosen))
         changes: dict[str, object] = {
-            "role": tuple(self.role[i] for i in rows.tolist()),
+            "role": tuple(self.role[i] for i in chosen),
             "advantages": None if self.advantages is None else self.advantages[order],
             "behaviour": None if self.behaviour is None else self.behaviour[order],
             "proximal": None if self.proximal is None else self.proximal[order],
-            "reference": None if self.reference is None else _cut_reference(self.reference, order),
-            "teacher": None if self.teacher is None else _cut_teacher(self.teacher, order, self.active.shape[0]),
+            "reference": None if self.reference is None else self.reference.take(order),
+            "teacher": None if self.teacher is None else self.teacher.take(order, self.active.shape[0]),
         }
         for name in ("inputs", "targets", "weight"):
             changes[name] = getattr(self, name)[rows, :width]
         for name in ("length", "group", "pair", "policy_version", "correct"):
             value = getattr(self, name)
             changes[name] = None if value is None else value[rows]
-        return replace(self, **changes)  # type: ignore[arg-type]
+        made = derived(self, **changes)
+        sizes, lengths = [self.sizes[r] for r in chosen], [self.lengths[r] for r in chosen]
+        number = torch.tensor([i for i, size in enumerate(sizes) for _ in range(size)], device=self.device)
+        made.__dict__.update(active=torch.stack([number, self.position[order]], 1), sizes=sizes, lengths=lengths)
+        made._trust(self)
+        return made
 
-    def _tokens_of(self, rows: Int[Tensor, " r"]) -> Int[Tensor, " n"]:
-        """Places of these rows' active tokens, row by row in the order given."""
-        starts, ends = (
-            torch.searchsorted(self.row.contiguous(), rows),
-            torch.searchsorted(self.row.contiguous(), rows, right=True),
-        )
-        spans = [torch.arange(a, b, device=self.device) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-        return torch.cat(spans)
+    def tokens_of(self, rows: Sequence[int]) -> Int[Tensor, " n"]:
+        """Places of these rows' active tokens among all, row by row in the order given."""
+        starts = [0, *accumulate(self.sizes)]
+        places = [i for r in rows for i in range(starts[r], starts[r + 1])]
+        return torch.tensor(places, dtype=torch.long, device=self.device)
+
+    def _trust(self, source: Batch) -> None:
+        """Take over what ``source`` has validated: every value here is one of its values."""
+        for signal in source._validated:
+            value = self.find(signal)  # type: ignore[arg-type]
+            if value is not None:
+                self._validated[signal] = value._version if isinstance(value, Tensor) else 0
 
     def with_signals(self, **signals: object) -> Batch:
-        """A copy with these fields replaced, e.g. ``batch.with_signals(reference=…)``."""
+        """A copy with these fields replaced, e.g. ``batch.with_signals(reference=…)``; only they are validated."""
         known = {f.name for f in fields(self)}
         if unknown := set(signals) - known:
             raise SignalError(f"unknown signal {sorted(unknown)}; a Batch has {sorted(known)}.")
-        return replace(self, **signals)  # type: ignore[arg-type]
+        if not set(signals) <= {*(s.split(".")[0] for s in get_args(Signal)), "estimator", "sought"}:
+            return replace(self, **signals)  # type: ignore[arg-type]
+        made = derived(self, **signals)
+        kept = {name: self.__dict__[name] for name in LAYOUT if name in self.__dict__}
+        unchanged = {s: v for s, v in self._validated.items() if s.split(".")[0] not in signals}
+        made.__dict__.update(kept, _validated=unchanged)
+        made._check_signals()
+        return made
 
     @classmethod
     def from_rows(
@@ -293,8 +326,8 @@ class Batch:
     ) -> Batch:
         """Rows of prompt + completion, every completion token active (its end-of-turn token too).
 
-        ``advantages`` is one value a row or one a completion token; ``behaviour`` one a completion token. ``pad``
-        only fills space: it may equal the end-of-turn id, since what is supervised is decided by place, never by id.
+        ``advantages`` has one value per row or per completion token; ``behaviour`` one per completion token. ``pad``
+        only fills space: it may equal the end-of-turn id, since supervision depends on the place, never on the id.
         """
         R = len(prompts)
         if R == 0 or len(completions) != R:
@@ -335,8 +368,15 @@ class Batch:
         return batch.to(device)
 
     def to(self, device: torch.device | str) -> Batch:
-        moved: dict[str, Any] = {f.name: _move(getattr(self, f.name), device) for f in fields(self)}
-        return replace(self, **moved)
+        """The batch on this device; itself where it is there."""
+        wanted = torch.device(device)
+        if wanted.type == self.device.type and wanted.index in (None, self.device.index):
+            return self
+        made = derived(self, **{f.name: _move(getattr(self, f.name), device) for f in fields(self)})
+        kept = {name: _move(self.__dict__[name], device) for name in LAYOUT if name in self.__dict__}
+        made.__dict__.update(kept)
+        made._trust(self)
+        return made
 
 
 def _flat(name: str, values: Sequence[float] | Sequence[Sequence[float]], sizes: Sequence[int]) -> Float[Tensor, " N"]:
@@ -355,24 +395,5 @@ def _move(value: object, device: torch.device | str) -> object:
     if isinstance(value, Tensor):
         return value.to(device)
     if hasattr(value, "__dataclass_fields__"):
-        return replace(value, **{f: _move(getattr(value, f), device) for f in value.__dataclass_fields__})  # type: ignore[type-var]
+        return derived(value, **{f: _move(getattr(value, f), device) for f in value.__dataclass_fields__})
     return value
-
-
-def _cut_reference(reference: Reference, order: Int[Tensor, " n"]) -> Reference:
-    return replace(
-        reference,
-        logprobs=None if reference.logprobs is None else reference.logprobs[order],
-        distribution=None if reference.distribution is None else reference.distribution.take(order),
-    )
-
-
-def _cut_teacher(teacher: Teacher, order: Int[Tensor, " n"], total: int) -> Teacher:
-    at = torch.arange(total, device=order.device) if teacher.at is None else teacher.at
-    place = torch.full((total,), -1, device=order.device)
-    place[at] = torch.arange(at.shape[0], device=order.device)
-    kept = place[order]
-    new_at = (kept >= 0).nonzero()[:, 0]
-    own = kept[new_at]
-    logprobs = None if teacher.logprobs is None else teacher.logprobs[own]
-    return Teacher(teacher.distribution.take(own), new_at, teacher.kind, logprobs)

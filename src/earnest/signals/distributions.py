@@ -1,13 +1,14 @@
-"""What another policy thinks of a token, as one of three things that can be at hand.
+"""Another policy's distribution of the next token, in one of three forms.
 
-``FullLogits`` holds every logit, ``Hidden`` the state in front of the policy's own head (so the vocabulary never has
-to be stored), ``TopK`` what a remote service sends: K log-probabilities and the log of the mass that they leave out.
+``FullLogits`` holds every logit, ``Hidden`` the input of the policy's own head (so the vocabulary is never stored),
+``TopK`` what a remote service sends: K log-probabilities and the log of the remaining mass.
 Shapes: M tokens, V vocabulary, d width, K kept tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -15,8 +16,19 @@ from torch import Tensor
 
 from earnest.errors import SignalError
 
-# A log-probability may exceed 0 by rounding only; beyond this it is another quantity under that name.
+# A log-probability may exceed 0 by rounding only; a larger value is some other quantity.
 LOGPROB_SLACK = 1e-4
+
+D = TypeVar("D")
+
+
+def derived(value: D, **changes: Any) -> D:
+    """A copy of a frozen dataclass whose values all come from one that was validated: ``__post_init__`` does not run,
+    since on a GPU every check of values waits for the device."""
+    made = object.__new__(type(value))
+    names = value.__dataclass_fields__  # type: ignore[attr-defined]
+    made.__dict__.update({name: changes.get(name, getattr(value, name)) for name in names})
+    return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +59,7 @@ class Hidden:
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """K log-probabilities a token, and ``tail`` = log(1 - their sum).
+    """K log-probabilities per token, and ``tail`` = log(1 - their sum).
 
     ``tail`` is -inf where K is the whole vocabulary.
     """
@@ -70,14 +82,13 @@ class TopK:
         return self.ids.shape[0]
 
     def take(self, index: Int[Tensor, " m"]) -> TopK:
-        return replace(self, ids=self.ids[index], logprobs=self.logprobs[index], tail=self.tail[index])
+        return derived(self, ids=self.ids[index], logprobs=self.logprobs[index], tail=self.tail[index])
 
 
 class ScoredAt(TopK):
-    """A ``TopK`` whose ids the student chose (its own top K when the batch was made), and at which the source was
-    scored.
+    """A ``TopK`` at the student's own top K ids (when the batch was made): the support is the student's.
 
-    So the support is the student's; a plain ``TopK`` has the ids of the source.
+    A plain ``TopK`` has the ids of the source.
     """
 
 
@@ -86,11 +97,11 @@ Distribution = FullLogits | Hidden | TopK
 
 def check_logprobs(name: str, values: Tensor) -> None:
     """Refuse what cannot be a log-probability: NaN, +inf, or a value above 0 beyond rounding."""
-    if torch.isnan(values).any():
+    top = float(values.detach().max()) if values.numel() else 0.0  # NaN where any value is
+    if top != top:
         raise SignalError(
             f"{name} has {int(torch.isnan(values).sum())} NaN values; recompute them before training on them."
         )
-    top = float(values.detach().max()) if values.numel() else 0.0
     slack = LOGPROB_SLACK if values.dtype in (torch.float32, torch.float64) else 0.05
     if top > slack:
         raise SignalError(

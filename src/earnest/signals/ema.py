@@ -3,7 +3,7 @@
     Δ̄ ← (1-r)·Δ̄ + r·ΔW        after every update, for every adapted layer (and its bias, where the variant moves it)
 
 The average is taken on ΔW, never on the factors: (EMA A)(EMA B) ≠ EMA(AB). It is kept dense where it fits the memory
-budget; beyond that a low-rank ΔW stays low-rank, re-compressed after every update, with what was cut off reported.
+budget; otherwise a low-rank ΔW stays low-rank, is re-compressed after every update, and the part cut off is reported.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class EMATeacher:
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
-    def distribution(self, engine: Scorer, batch: Batch) -> Distribution:
+    def teach(self, engine: Scorer, informed: Batch, own: Batch) -> tuple[Distribution, None]:
         with self.installed():
-            return distribution(engine, batch, "previous")  # the gate is at 0; the average is added by the hooks
+            return distribution(engine, informed, "previous"), None  # the gate is at 0; the hooks add the average
 
     @contextmanager
     def installed(self) -> Iterator[None]:

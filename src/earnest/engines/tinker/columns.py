@@ -19,7 +19,7 @@ from torch import Tensor
 
 from earnest.engines.vocabulary import known
 from earnest.engines.vocabulary.eager import source_entropy
-from earnest.engines.vocabulary.plan import _check_divergence, _check_top_k
+from earnest.engines.vocabulary.plan import check_divergence, check_top_k
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.needs import Divergence, LogProb, Need, SourceEntropy
 from earnest.objectives.view import Field
@@ -155,7 +155,7 @@ def _source(
         targets = batch.token_target if at is None else batch.token_target[at]
         token = logp.gather(-1, targets[:, None])[:, 0] if token is None else token
         if need.support != "full":
-            _check_divergence(need, distribution, vocabulary)
+            check_divergence(need, distribution, vocabulary)
             distribution = _cut_full(need, logp, at, student_top)
     if need.support == "full" and estimator == "sampled":
         if token is None:
@@ -169,8 +169,8 @@ def _source(
             f"{need}: a remote engine has log-probs of named tokens only, not {type(distribution).__name__}; take "
             "support='teacher' or 'student' on a received top-K, or estimator='sampled'."
         )
-    _check_top_k(need, distribution, vocabulary)
-    _check_divergence(need, distribution, vocabulary)
+    check_top_k(need, distribution, vocabulary)
+    check_divergence(need, distribution, vocabulary)
     top = known.cut(distribution, need.top_k)
     ids = top.ids
     if at is not None:
@@ -182,7 +182,7 @@ def _source(
 def _cut_full(
     need: Divergence, logp: Float[Tensor, "M V"], at: Tensor | None, student_top: Callable[[int], TopK]
 ) -> TopK:
-    assert need.top_k is not None, "_check_divergence demands it"
+    assert need.top_k is not None, "check_divergence demands it"
     if need.support == "teacher":
         values, ids = logp.topk(need.top_k, -1)
         return TopK(ids, values, known.tail_of(values))

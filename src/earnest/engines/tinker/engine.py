@@ -5,9 +5,9 @@
     backward   ``cross_entropy`` with weights -∂L/∂lp: the chain rule, not an approximation
     update     ``optim_step``
 
-``step`` is ``forward_backward_custom`` around the objective, then the update. A top-K divergence goes as K targets a
-position with exact weights; ``estimator="sampled"`` makes it one advantage a sampled token instead. What log-probs of
-named tokens cannot answer (entropies, whole distributions, other temperatures) is refused.
+``step`` is ``forward_backward_custom`` around the objective, then the update. A top-K divergence goes as K targets per
+position with exact weights; with ``estimator="sampled"`` it is one advantage per sampled token instead. What log-probs
+of named tokens cannot answer (entropies, whole distributions, other temperatures) is refused.
 Shapes: N active tokens, C columns.
 """
 
@@ -15,17 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from earnest.adapters import LoRA
 from earnest.engines import checkpoint
-from earnest.engines.base import Rollout, StepReport, TermReport, TopKWanted, UpdateReport, Wanted, Who
+from earnest.engines.base import Guard
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.tinker import client as remote
+from earnest.engines.tinker.adapter import RemoteAdapter
 from earnest.engines.tinker.columns import Columns, Estimator, plan
 from earnest.engines.tinker.policy import RemotePolicy
 from earnest.engines.tinker.samples import Sample, batch_of
@@ -36,8 +39,13 @@ from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Evaluation, Objective, Term
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars
+from earnest.rollouts.rollout import Rollout
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, TopK
+from earnest.signals.scorer import TopKWanted, Wanted, Who
+
+ALPHA = 32.0
+"""The alpha of every LoRA on a Tinker service."""
 
 
 class TinkerEngine:
@@ -79,14 +87,17 @@ class TinkerEngine:
             base_model, rank=rank, seed=seed, train_attn=train_attn, train_mlp=train_mlp, train_unembed=train_unembed
         )
         self.policy = RemotePolicy(base_model, tokenizer or self.training.get_tokenizer(), None)
+        self.adapter = RemoteAdapter(LoRA(rank=rank, alpha=ALPHA), self._keep)
         self.version = 0
+        self.tokens = 0
         self.objective_state: dict[str, dict[str, Any]] = {}
         self._samplers: dict[str, Any] = {}
         self._pending = False
         if outer is not None:
             outer.start(self)
 
-    guard = None
+    guard: Guard | None = None
+    local: None = None
 
     @property
     def learning_rate(self) -> float:
@@ -128,20 +139,20 @@ class TinkerEngine:
     def observe(
         self,
         rollouts: Sequence[Rollout],
-        told: Sequence[Sequence[int]] | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
         teacher: AnyTeacher | None = None,
         *,
         top_k: int = 0,
-        support: str = "teacher",
+        support: Literal["student", "teacher"] = "teacher",
     ) -> list[Sample]:
-        """The rollouts with what a teacher thinks of them, told a prompt of its own or the same one.
+        """The rollouts with a teacher's log-probs of them, after feedback-conditioned ``prompts`` or the same ones.
 
         ``top_k`` 0: scalar samples. Otherwise both sides at K ids, those of the teacher or of the student (as it was
-        when this was called); the sampled tokens' exact log-probs stand beside them either way.
+        when this was called); the sampled tokens' exact log-probs are there either way.
         """
         from earnest.engines.tinker.observe import observe
 
-        return observe(self, rollouts, told, teacher or RemoteTeacher("live"), top_k, support)
+        return observe(self, rollouts, prompts, teacher or RemoteTeacher("live"), top_k, support)
 
     batch_of = staticmethod(batch_of)
 
@@ -182,16 +193,16 @@ class TinkerEngine:
         return UpdateReport(said.norm, said.factor, said.moved, self.version, {}, outer)
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
-        """Forward, objective, backward and update. ``shares`` is refused: it costs a pass a term and moves nothing."""
+        """Forward, objective, backward and update. ``shares`` is refused: a service shows no gradients."""
         if shares:
             raise ObjectiveError("shares: a remote engine does not show gradients; ask for them on a LocalEngine.")
         objective = Objective.of(objective)
-        objective.check(batch)
+        idle = objective.check(batch)
         for label, initial in objective.initial_state().items():
             self.objective_state.setdefault(label, initial)
-        columns = self._plan(batch, objective.needs(batch, self.objective_state))
+        columns = self._plan(batch, objective.needs(batch, self.objective_state, idle))
         if self.estimator == "sampled":
-            demand_ratio(batch, objective, self.objective_state, self.version)
+            demand_ratio(batch, objective, self.objective_state, self.version, idle)
         seen: list[Evaluation] = []
 
         def loss(lp: Float[Tensor, "N C"]) -> Tensor:
@@ -203,41 +214,15 @@ class TinkerEngine:
         remote.custom(self.training, batch, columns.targets, loss)
         self._pending = True
         (result,) = seen
-        update = self.update()
-        return self._report(batch, objective, columns, result, update)
+        passes = f"forward_backward_custom, {columns.targets.shape[1]} targets per position"
+        worth, tokens = float(result.loss.detach()), batch.active.shape[0]
+        done = Pass(worth, result.values, idle, passes, 1, tokens, sum(batch.lengths))
+        self.tokens += tokens
+        return report_of(objective, done, self.update(), self.objective_state)
 
-    def _report(
-        self, batch: Batch, objective: Objective, columns: Columns, result: Evaluation, update: UpdateReport
-    ) -> StepReport:
-        terms = {}
-        for weighted in objective.live():
-            label = weighted.term.label
-            if label not in result.values:
-                continue
-            value = result.values[label]
-            worth = float(value.loss.detach())
-            numbers = {name: metric.value for name, metric in value.metrics.items()}
-            terms[label] = TermReport(
-                weighted.term.kind,
-                value.ran,
-                weighted.weight,
-                worth,
-                numbers,
-                divergence=value.divergence,
-                estimator=value.estimator,
-            )
-            self.objective_state[label] = weighted.term.advance(self.objective_state[label], worth, numbers)
-        return StepReport(
-            loss=float(result.loss.detach()),
-            terms=terms,
-            skipped=objective.skipped,
-            idle=objective.idle(batch),
-            update=update,
-            passes=f"forward_backward_custom, {columns.targets.shape[1]} targets a position",
-            micro_batches=1,
-            tokens=batch.active.shape[0],
-            padded_tokens=int(batch.length.sum()),
-        )
+    def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
+        """Refused: a service keeps its gradients."""
+        raise ObjectiveError("a Tinker service does not show gradients; ask for them on a LocalEngine.")
 
     def _plan(self, batch: Batch, needs: Sequence[Need]) -> Columns:
         def student_top(k: int) -> TopK:
@@ -246,6 +231,9 @@ class TinkerEngine:
             return found
 
         return plan(batch, needs, self.policy.vocabulary, self.estimator, student_top)
+
+    def _keep(self) -> str:
+        return str(self.training.save_weights_for_sampler(f"earnest-v{self.version}").result().path)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

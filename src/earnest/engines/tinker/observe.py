@@ -1,19 +1,20 @@
-"""Rollouts and what a teacher thinks of them, as samples."""
+"""Rollouts with a teacher's log-probs of them, as samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from earnest.engines.base import AtIdsWanted, Rollout, TopKWanted
 from earnest.engines.tinker.samples import Sample, ScalarSample, TopKSample
 from earnest.engines.tinker.teachers import AnyTeacher
 from earnest.errors import SignalError
+from earnest.rollouts.rollout import Rollout
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import TopK
+from earnest.signals.scorer import AtIdsWanted, TopKWanted
 
 if TYPE_CHECKING:
     from earnest.engines.tinker.engine import TinkerEngine
@@ -22,21 +23,23 @@ if TYPE_CHECKING:
 def observe(
     engine: TinkerEngine,
     rollouts: Sequence[Rollout],
-    told: Sequence[Sequence[int]] | None,
+    prompts: Sequence[Sequence[int]] | None,
     teacher: AnyTeacher,
     top_k: int,
-    support: str,
+    support: Literal["student", "teacher"],
 ) -> list[Sample]:
     if not rollouts:
         raise SignalError("there are no rollouts to observe.")
-    if told is not None and len(told) != len(rollouts):
-        raise SignalError(f"need a told prompt for each of {len(rollouts)} rollouts, got {len(told)}.")
+    if prompts is not None and len(prompts) != len(rollouts):
+        raise SignalError(
+            f"need a feedback-conditioned prompt for each of {len(rollouts)} rollouts, got {len(prompts)}."
+        )
     if top_k < 0 or support not in ("student", "teacher"):
         raise SignalError(f"top_k is {top_k} and support {support!r}; give K ≥ 0 and 'student' or 'teacher'.")
     if any(r.temperature != 1 for r in rollouts):
         raise SignalError("the rollouts were sampled at another temperature than 1; a remote teacher scores at 1.")
     own = Batch.from_rows([r.prompt for r in rollouts], [r.tokens for r in rollouts])
-    theirs = own if told is None else Batch.from_rows(told, [r.tokens for r in rollouts])
+    theirs = own if prompts is None else Batch.from_rows(prompts, [r.tokens for r in rollouts])
     exact = teacher.logprobs(engine, theirs)
     sizes = [len(r.tokens) for r in rollouts]
     if top_k == 0:
@@ -54,7 +57,7 @@ def observe(
     return [
         TopKSample(
             **_common(r, lp, teacher),
-            support=cast(Any, support),
+            support=support,
             ids=i,
             student_top=s.clamp(max=0),
             teacher_top=t.clamp(max=0),

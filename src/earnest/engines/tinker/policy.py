@@ -1,4 +1,4 @@
-"""What a remote policy is here: a name and a tokenizer. The weights are elsewhere."""
+"""A policy on a service, as seen from here: a name and a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from earnest.errors import SignalError
+from earnest.models.head import HeadSpec
 from earnest.models.speech import Speech
 
 
 class RemotePolicy(Speech):
-    """What can be known of a policy whose weights are elsewhere."""
+    """A policy whose weights are on a service."""
 
     def __init__(self, name: str, tokenizer: Any, positions: int | None) -> None:
         self.name, self.tokenizer, self.positions = name, tokenizer, positions
@@ -31,8 +33,15 @@ class RemotePolicy(Speech):
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else min(self.eos_ids, default=0)
 
+    @property
+    def head(self) -> HeadSpec:
+        raise SignalError(
+            f"the weights of {self.name} are on a service, which sends log-probs of named tokens and no whole "
+            "distribution; take terms and teachers that read log-probs or a top-K, or a LocalEngine."
+        )
+
     def fingerprint(self) -> str:
-        """The weights cannot be read from here; their name has to do."""
+        """The model's name: the weights cannot be read from here."""
         return f"remote {self.name}"
 
     def describe(self) -> str:

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from earnest.engines.base import AtIdsWanted, LogProbsWanted, TopKWanted, Wanted
 from earnest.engines.vocabulary.known import tail_of
 from earnest.errors import ObjectiveError, SignalError
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import TopK
+from earnest.signals.scorer import AtIdsWanted, LogProbsWanted, TopKWanted, Wanted
 
 
 def score(sampler: Any, batch: Batch, want: Wanted) -> Tensor | TopK:

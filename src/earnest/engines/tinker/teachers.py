@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from earnest.engines.base import AtIdsWanted, LogProbsWanted, TopKWanted
 from earnest.engines.tinker.scoring import mixed, score
 from earnest.errors import SignalError
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import TopK
+from earnest.signals.scorer import AtIdsWanted, LogProbsWanted, TopKWanted
 
 if TYPE_CHECKING:
     from earnest.engines.tinker.engine import TinkerEngine

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary import formulas, sampled
-from earnest.engines.vocabulary.support import Comparison, _name, compare, cut_to
+from earnest.engines.vocabulary.support import Comparison, compare, cut_to, name_of
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.needs import Divergence
@@ -107,7 +107,7 @@ def estimate(need: Divergence, logprob: Float[Tensor, " M"], sides: AtToken, at:
         assert sides.inside is not None
         where = f" on the {need.support}'s top {need.top_k}, {need.tail}"
         metrics = {"inside_support": Mean.of(sides.inside)}
-    name = "unnormalised_reverse_kl" if where and need.tail == "unnormalised" else _name(need)
+    name = "unnormalised_reverse_kl" if where and need.tail == "unnormalised" else name_of(need)
     values = value - advantage * (logprob - logprob.detach())
     said = f"{name}{where}"
     return Field(values, at, f"sampled {said} [one advantage a token]", metrics, said, "sampled")

@@ -99,7 +99,7 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
             covered = sources.get(need.source) or _covered(need, batch, vocabulary, width)
             sources[need.source] = covered
             if isinstance(need, Divergence):
-                _check_divergence(need, covered.distribution, vocabulary)
+                check_divergence(need, covered.distribution, vocabulary)
             elif isinstance(covered.distribution, TopK) and need.temperature != 1:
                 raise ObjectiveError(
                     f"{need}: a received top-K has no logits to heat; use temperature 1, or a source with logits."
@@ -145,11 +145,11 @@ def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, wi
             "a source with a head of its own comes as FullLogits or TopK."
         )
     if isinstance(distribution, TopK):
-        _check_top_k(need, distribution, vocabulary)
+        check_top_k(need, distribution, vocabulary)
     return Covered(distribution, at)
 
 
-def _check_top_k(need: Divergence | SourceEntropy, top: TopK, vocabulary: int) -> None:
+def check_top_k(need: Divergence | SourceEntropy, top: TopK, vocabulary: int) -> None:
     K = top.ids.shape[1]
     if not top.ids.numel():
         return
@@ -166,7 +166,7 @@ def _check_top_k(need: Divergence | SourceEntropy, top: TopK, vocabulary: int) -
         )
 
 
-def _check_divergence(need: Divergence, distribution: Distribution, vocabulary: int) -> None:
+def check_divergence(need: Divergence, distribution: Distribution, vocabulary: int) -> None:
     if not 0 <= need.alpha <= 1:
         raise ObjectiveError(f"{need}: alpha must lie in 0…1 (0 is KL(T‖S), 1 is KL(S‖T)).")
     if need.blend is not None and not 0 <= need.blend <= 1:

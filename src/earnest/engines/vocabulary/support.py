@@ -82,7 +82,7 @@ def compare(
         if need.support == "full" or need.top_k is None or need.top_k >= V:
             ls, lt = torch.log_softmax(z, -1, out=out(z)), torch.log_softmax(source, -1, out=out(source))
             value, slopes = formulas.gjs(ls, lt, need.alpha, normalised=need.normalised, slope=slope, out=out)
-            return Comparison(value, f"full_{_name(need)}{_blend_said(need)}", slopes)
+            return Comparison(value, f"full_{name_of(need)}{_blend_said(need)}", slopes)
         ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
         teacher = _grouped(source, ids, out).log_softmax(-1)
     else:
@@ -120,7 +120,7 @@ def on_support(
         name = "unnormalised_reverse_kl"
     else:
         value, slopes = formulas.gjs(student, teacher, need.alpha, normalised=need.normalised, slope=slope)
-        name = _name(need)
+        name = name_of(need)
     tail_said = "" if need.tail == "unnormalised" else f", {need.tail}"
     ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_said}{said}"
     return Comparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
@@ -137,7 +137,7 @@ def blended(student: Float[Tensor, "n C"], teacher: Float[Tensor, "n C"], share:
     return torch.lerp(student.detach(), teacher, share).log_softmax(-1)
 
 
-def _name(need: Divergence) -> str:
+def name_of(need: Divergence) -> str:
     if need.alpha in (0, 1):
         return "reverse_kl" if need.alpha == 1 else "forward_kl"
     return f"{'normalised_' if need.normalised else ''}gjs(alpha={need.alpha:.4g})"

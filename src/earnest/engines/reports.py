@@ -1,0 +1,124 @@
+"""What a step reports, and how the report is assembled: the same code for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from earnest.objectives.base import Objective, Value
+
+
+@dataclass(frozen=True)
+class TermReport:
+    """One channel in a step. ``value`` is before the weight; ``share``, on request, its part of all gradient norms.
+
+    ``divergence`` and ``estimator`` ("exact" or "sampled") are what the function that computed the term's divergence
+    returned, never the requested settings; None for a term without a divergence.
+    """
+
+    kind: str
+    ran: str
+    weight: float
+    value: float
+    metrics: Mapping[str, float]
+    gradient_norm: float | None = None
+    share: float | None = None
+    divergence: str | None = None
+    estimator: str | None = None
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What ``update`` did: the norm before clipping, the factor that clipping applied, the length of the step taken.
+
+    ``learning_rate`` is the optimizer's at this update.
+    """
+
+    gradient_norm: float
+    clip_factor: float
+    update_norm: float
+    version: int
+    guard: Mapping[str, float] = field(default_factory=dict)
+    outer: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The loss, each term's part, the update, and what really ran.
+
+    ``skipped`` terms have weight 0; ``idle`` are live terms without any token in this batch, each with the reason.
+    """
+
+    loss: float
+    terms: Mapping[str, TermReport]
+    skipped: tuple[str, ...]
+    idle: Mapping[str, str]
+    update: UpdateReport
+    passes: str
+    micro_batches: int
+    tokens: int
+    padded_tokens: int
+
+    @property
+    def learned_nothing(self) -> str | None:
+        """Why this step had nothing to learn from, or None where it had."""
+        update = self.update
+        if update.learning_rate == 0:
+            return "the learning rate is 0"
+        if update.gradient_norm > 0:
+            rounded = "no weight changed although the gradient is not 0: the update is below the weights' precision"
+            return f"{rounded}, or the guard removed all of it" if update.update_norm == 0 else None
+        flat = bool(self.terms) and all(t.metrics.get("advantage_zero") == 1 for t in self.terms.values())
+        why = "every advantage is 0 (no two completions of a prompt differ in their reward)" if flat else None
+        if update.gradient_norm != 0:  # not a number: a service does not report it
+            return why
+        moved = f"; momentum still moved the weights by {update.update_norm:.3g}" if update.update_norm > 0 else ""
+        return (why or "the gradient is exactly 0") + moved
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, for metrics.jsonl."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """An objective on a whole batch whose gradient is accumulated but not yet applied.
+
+    ``idle`` are the live terms without any token in the batch, each with the reason.
+    """
+
+    loss: float
+    values: Mapping[str, Value]
+    idle: Mapping[str, str]
+    passes: str
+    micro_batches: int
+    tokens: int
+    padded_tokens: int
+
+
+def report_of(
+    objective: Objective,
+    done: Pass,
+    update: UpdateReport,
+    state: dict[str, dict[str, Any]],
+    shares: Mapping[str, tuple[float, float]] | None = None,
+) -> StepReport:
+    """The report of a step; ``state`` of every term that ran advances. ``shares``: (gradient norm, share) by label."""
+    terms = {}
+    for weighted in objective.live():
+        term, label = weighted.term, weighted.term.label
+        if label in done.idle:
+            continue
+        value = done.values[label]
+        worth = float(value.loss.detach())
+        numbers = {name: metric.value for name, metric in value.metrics.items()}
+        norm, share = (shares or {}).get(label, (None, None))
+        computed = (value.divergence, value.estimator)
+        terms[label] = TermReport(term.kind, value.ran, weighted.weight, worth, numbers, norm, share, *computed)
+        state[label] = term.advance(state[label], worth, numbers)
+    return StepReport(
+        done.loss, terms, objective.skipped, done.idle, update, done.passes, done.micro_batches, done.tokens,
+        done.padded_tokens,
+    )  # fmt: skip

@@ -1,0 +1,13 @@
+"""Rollouts: sampled and graded completions, and the only way from prompts to a batch."""
+
+from earnest.rollouts.attempts import Attempt as Attempt
+from earnest.rollouts.attempts import attempt as attempt
+from earnest.rollouts.attempts import describe as describe
+from earnest.rollouts.attempts import reward_summary as reward_summary
+from earnest.rollouts.collecting import Rollouts as Rollouts
+from earnest.rollouts.collecting import collect as collect
+from earnest.rollouts.collecting import teacher_prompts as teacher_prompts
+from earnest.rollouts.rollout import Rollout as Rollout
+from earnest.rollouts.rows import PairTokens as PairTokens
+from earnest.rollouts.rows import batch_of as batch_of
+from earnest.rollouts.rows import demonstrate as demonstrate

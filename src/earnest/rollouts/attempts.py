@@ -1,0 +1,80 @@
+"""Graded rollouts: sample, decode, grade."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from earnest.models import SampleSpec
+from earnest.models.protocol import PolicyLike
+from earnest.rollouts.rollout import Rollout
+from earnest.tasks import Grade, Prompt, Task, grade_all
+from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A rollout, its text and its grade."""
+
+    prompt: Prompt
+    rollout: Rollout
+    text: str
+    grade: Grade
+
+
+class Sample(Protocol):
+    """``n`` completions of every prompt in tokens, prompt by prompt: an engine's own, or that of samplers elsewhere."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]: ...
+
+
+def attempt(
+    sample: Sample,
+    policy: PolicyLike,
+    task: Task,
+    prompts: Sequence[Prompt],
+    n: int,
+    spec: SampleSpec,
+    max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
+) -> list[Attempt]:
+    """``n`` graded completions of every prompt, prompt by prompt."""
+    rollouts = sample([policy.render(p.messages) for p in prompts], n, spec)
+    asked = [prompts[r.prompt_index] for r in rollouts]
+    texts = [policy.decode(r.tokens) for r in rollouts]
+    grades = grade_all(task, asked, texts, max_grader_errors)
+    return [Attempt(*parts) for parts in zip(asked, rollouts, texts, grades, strict=True)]
+
+
+def describe(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Metrics besides the reward: lengths, groups of equal rewards, and the numbers that graders return."""
+    if not attempts:
+        return {}
+    rewards: dict[int, set[float]] = defaultdict(set)
+    for a in attempts:
+        rewards[a.rollout.prompt_index].add(a.grade.reward)
+    metrics = {
+        "correct": _mean([a.grade.correct for a in attempts]),
+        "completion_tokens": _mean([len(a.rollout.tokens) for a in attempts]),
+        "cut_off": _mean([a.rollout.finish == "length" for a in attempts]),
+        "zero_variance_groups": float(sum(len(r) == 1 for r in rewards.values())),
+        "grader_errors": float(sum("error" in a.grade.extras for a in attempts)),
+    }
+    extras: dict[str, list[float]] = defaultdict(list)
+    for a in attempts:
+        for name, value in a.grade.extras.items():
+            if isinstance(value, (bool, int, float)):
+                extras[name].append(float(value))
+    return metrics | {f"grade/{name}": _mean(values) for name, values in sorted(extras.items()) if name not in metrics}
+
+
+def reward_summary(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    rewards = [a.grade.reward for a in attempts]
+    mean = _mean(rewards)
+    return {"mean": mean, "sd": math.sqrt(_mean([(r - mean) ** 2 for r in rewards])), "n": len(rewards)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,152 @@
+"""From prompts to a batch: the only way, for ``en.collect`` and for every step of a run.
+
+    prompts ─► n completions each ─► grades ─► rows ─► advantages ─► reference and teacher ─► Batch
+
+The objective decides which rows and signals there are: by the roles and signals that its live terms read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from earnest.data import reprompt
+from earnest.errors import SignalError
+from earnest.models import SampleSpec
+from earnest.models.protocol import PolicyLike
+from earnest.rollouts.attempts import Attempt, Sample, attempt, describe
+from earnest.rollouts.rollout import Rollout
+from earnest.rollouts.rows import PairTokens, Row, demonstration, pairs_among, pairs_given, rollout_row, stack
+from earnest.signals import Batch, TeacherPolicy, Wants, lessons, with_advantages, with_reference, with_teacher
+from earnest.signals.advantages import Estimator
+from earnest.signals.distributions import Distribution
+from earnest.signals.scorer import Wanted, Who
+from earnest.signals.wants import Wanting
+from earnest.tasks import Grade, Prompt, Task
+from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
+
+
+class Source(Protocol):
+    """What collecting needs of an engine."""
+
+    version: int
+
+    @property
+    def policy(self) -> PolicyLike: ...
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]: ...
+
+    def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution: ...
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch with every signal that its objective reads, and the graded rollouts that are its first rows."""
+
+    batch: Batch
+    attempts: tuple[Attempt, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return tuple(a.prompt for a in self.attempts)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(a.text for a in self.attempts)
+
+    @property
+    def grades(self) -> tuple[Grade, ...]:
+        return tuple(a.grade for a in self.attempts)
+
+    def __repr__(self) -> str:
+        return f"Rollouts({len(self.attempts)} rollouts, reward {self.reward:.3f}, batch={self.batch!r})"
+
+    @property
+    def reward(self) -> float:
+        """The mean reward; nan where the objective reads no rollouts."""
+        rewards = [a.grade.reward for a in self.attempts]
+        return sum(rewards) / len(rewards) if rewards else float("nan")
+
+
+def collect(
+    engine: Source,
+    task: Task,
+    prompts: Sequence[Prompt],
+    n: int,
+    spec: SampleSpec | None = None,
+    *,
+    objective: Wanting | None = None,
+    estimator: Estimator | None = None,
+    teacher: TeacherPolicy | None = None,
+    pairs: Sequence[PairTokens] | None = None,
+    sample: Sample | None = None,
+    max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
+) -> Rollouts:
+    """``n`` graded completions of every prompt as a batch, with every signal that ``objective`` reads.
+
+    An objective that reads demonstrations gets the task's right answers; one that reads preference pairs gets
+    ``pairs``, or without them the best over the worst completion of every prompt. Without ``objective`` the batch has
+    rollouts with advantages. ``estimator`` makes the advantages; None: the first that every term's definition allows.
+    ``teacher``: None is the policy itself. ``sample``: another sampler than the engine.
+    """
+    wants = Wants() if objective is None else objective.wants()
+    spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
+    paired = bool(wants.roles & {"chosen", "rejected"})
+    attempts: list[Attempt] = []
+    if "rollout" in wants.roles or (paired and pairs is None):
+        attempts = attempt(sample or engine.sample, policy, task, prompts, n, spec, max_grader_errors)
+    rows: list[Row] = [rollout_row(a.rollout, a.grade.correct) for a in attempts]
+    group = len(prompts)  # after the groups of the rollouts
+    if "demonstration" in wants.roles:
+        rows += [demonstration(policy, task, p, version, group + i) for i, p in enumerate(prompts)]
+        group += len(prompts)
+    if paired:
+        rows += pairs_among(attempts, version, group) if pairs is None else pairs_given(pairs, version, group)
+    if not rows:
+        raise SignalError("there is nothing to make a batch of: give at least one prompt.")
+    batch = stack(
+        rows,
+        temperature=(spec.temperature or 1.0) if attempts or pairs is None else 1.0,
+        max_length=spec.max_new_tokens,
+        pad=policy.pad_id,
+        device=policy.device,
+    ).with_signals(sought=tuple(sorted(wants.roles)))
+    if attempts and (n > 1 or "advantages" in wants.signals or objective is None):
+        batch = with_advantages(batch, [a.grade.reward for a in attempts], estimator or _first(wants))
+    if objective is not None:
+        batch = with_reference(engine, batch, objective)
+        if "teacher" in wants.signals:
+            batch = with_teacher(engine, batch, teacher_prompts(policy, attempts, len(batch)), teacher)
+    return Rollouts(batch, tuple(attempts), describe(attempts))
+
+
+def _first(wants: Wants) -> Estimator:
+    if not wants.estimators:
+        raise SignalError(
+            "the terms of the objective are defined with different advantages, and a batch carries one kind; "
+            "give estimator=…, or train the terms on batches of their own."
+        )
+    return wants.estimators[0]
+
+
+def teacher_prompts(policy: PolicyLike, attempts: Sequence[Attempt], rows: int) -> list[list[int] | None]:
+    """For each of ``rows`` rows the feedback-conditioned prompt of its self-teacher: with a sibling's success and the
+    grader's feedback, or None where there is neither.
+
+    Rollouts are the batch's first rows; the others (demonstrations, pairs) have no teacher.
+    """
+    made = lessons(
+        [a.text for a in attempts],
+        [a.grade.correct for a in attempts],
+        [a.grade.feedback for a in attempts],
+        [a.rollout.prompt_index for a in attempts],
+    )
+    found: list[list[int] | None] = [
+        None if lesson is None else policy.render(reprompt(a.prompt.messages, lesson.solution, lesson.feedback))
+        for a, lesson in zip(attempts, made, strict=True)
+    ]
+    return found + [None] * (rows - len(attempts))

@@ -1,0 +1,20 @@
+"""``Rollout``: one sampled completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion with the exact log-probs it was sampled with, and the version of the weights that sampled it."""
+
+    prompt_index: int
+    sample_index: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+    policy_version: int
+    temperature: float

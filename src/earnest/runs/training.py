@@ -1,0 +1,86 @@
+"""``en.train``: the loop of ``earnest run`` on Python objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from earnest.config import LoopConfig, dump
+from earnest.config.load import check_mapping
+from earnest.config.text import parse_file
+from earnest.engines.base import Engine
+from earnest.errors import CheckpointError, ConfigError
+from earnest.objectives import Objective, Term
+from earnest.runs import environment
+from earnest.runs.folder import RunFolder, default_place, require_free
+from earnest.runs.preferences import Preferences
+from earnest.runs.preflight import preflight
+from earnest.runs.progress import note_on
+from earnest.runs.run import FROM_PYTHON, Finished, compare_environments, continued, go
+from earnest.runs.setup import Setup, check_groups
+from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
+from earnest.tasks import Task, get_task
+
+SAME = ("task", "model", "adapter", "objective")
+"""What of run.json must be the same when a run continues."""
+
+
+def train(
+    engine: Engine,
+    task: Task | str,
+    objective: Objective | Term,
+    *,
+    steps: int,
+    teacher: TeacherPolicy | None = None,
+    pairs: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    console: Console | None = None,
+    **settings: Any,
+) -> Finished:
+    """Train the engine's adapter for ``steps`` batches: check, evaluations, checkpoints and report in a run folder.
+
+    ``settings`` are the keys of a recipe that concern the loop, such as ``seed=1``, ``eval={"every": 5}`` or
+    ``sampling={"prompts_per_step": 4}`` (docs/runs.md). ``pairs`` is a file of preference pairs; None: pairs among the
+    rollouts. ``resume`` continues the run in ``out`` from its newest checkpoint, with the same objects.
+    """
+    objective, console = Objective.of(objective), console or Console()
+    task = get_task(task) if isinstance(task, str) else task
+    place = None if out is None else Path(out)
+    if resume and place is None:
+        raise ConfigError("resume: give the folder of the run that continues, out=…")
+    config = check_mapping(LoopConfig, {"steps": steps, **settings})
+    check_groups(config, objective)
+    if config.sampling.workers:
+        raise ConfigError("sampling.workers: Ray samplers build their policy from a recipe; use `earnest run`, or 0.")
+    if teacher is not None and "teacher" not in objective.signals():
+        raise ConfigError(
+            "teacher: no term of the objective reads a teacher; add SDPO(), for example, or leave it out."
+        )
+    if isinstance(teacher, EMATeacher) and (engine.local is None or engine.local.outer is not teacher):
+        raise ConfigError("teacher: an average follows its engine's updates; make LocalEngine(…, outer=teacher).")
+    preferences = None if pairs is None else Preferences.load(Path(pairs), engine.policy, note_on(console))
+    setup = Setup(config, engine.policy.name, task, engine, objective, teacher or LiveTeacher(), preferences)
+    preflight(setup)
+    if not resume:
+        place = place or default_place(FROM_PYTHON)
+        require_free(place)
+        header = {"recipe": FROM_PYTHON, **setup.describe()}
+        run = RunFolder.create(place, dump(config), environment.describe(engine.policy), header)
+        return go(setup, run, console, resumed=False)
+    assert place is not None
+    run = RunFolder.open(place)
+    try:
+        described = setup.describe()
+        changed = [key for key in SAME if run.header.get(key) != described[key]]
+        if run.header.get("recipe") != FROM_PYTHON or changed:
+            what = f"another {' and '.join(changed)}" if changed else "a recipe"
+            raise CheckpointError(f"{place} was started with {what}; continue a run with the same objects.")
+        continued(run, check_mapping(LoopConfig, parse_file(place / "config.yaml")), config)
+        compare_environments(run, setup)
+    except BaseException:
+        run.close()
+        raise
+    return go(setup, run, console, resumed=True)
