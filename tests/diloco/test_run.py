@@ -281,7 +281,7 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     built = _build(config, quiet())
     folder = RunFolder.create(tmp_path / "run", dump(config), {}, {"recipe": "test", "url": url, "on": "local"})
     launcher = Launcher(built, folder, reporter_on(quiet()), [])
-    launcher.follow(Scripted({}), url)
+    launcher.follow(config, Scripted({}), url)
     launcher._look(Stopper(print))
     first, second = (line["metrics"] for line in steps(tmp_path / "run"))
     assert first["outer/bytes a round"] is first["outer/bytes a replica"] is None and first["outer/tokens"] > 0
