@@ -59,7 +59,7 @@ def changed_keys(old: LoopConfig, new: LoopConfig) -> list[str]:
     """Dotted keys whose values differ, apart from those that do not change what is computed."""
     before, after = (_flatten(config.model_dump(mode="python", by_alias=True)) for config in (old, new))
     keys = [k for k in {**before, **after} if before.get(k, _ABSENT) != after.get(k, _ABSENT)]
-    return [k for k in keys if k.split(".")[0] not in NOT_OF_THE_RUN]
+    return sorted(k for k in keys if k.split(".")[0] not in NOT_OF_THE_RUN)
 
 
 _ABSENT = object()

@@ -190,7 +190,7 @@ class TinkerEngine:
         self._pending = False
         self.version += 1
         outer = self.outer.after_update(self) if self.outer is not None else {}
-        return UpdateReport(said.norm, said.factor, said.moved, self.version, {}, outer)
+        return UpdateReport(said.norm, said.factor, said.moved, self.version, {}, outer, spec.lr)
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Forward, objective, backward and update. ``shares`` is refused: a service shows no gradients."""
