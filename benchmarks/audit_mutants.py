@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the correct steps are the tests' own
 
 from earnest.audit import Step, audit
-from earnest.audit.mutation_ops import Mutant, mutants
 from earnest.audit.probe import Probe
+from earnest.mutation.operators import Mutant, mutants
 from tests.audit import steps
 
 FAMILIES: dict[str, tuple[str, Callable[..., Step]]] = {
@@ -81,10 +81,10 @@ def equivalent(right: Step, wrong: Step) -> bool:
     right_probe, wrong_probe = Probe(right), Probe(wrong)
     equal = True
     for size in (0.0, 0.05, 0.5):
-        with right_probe.kicked(size):
+        with right_probe.perturbed(size):
             batch = right_probe.off_policy()
             a = right_probe.gradient(batch)
-        with wrong_probe.kicked(size):
+        with wrong_probe.perturbed(size):
             b = wrong_probe.gradient(batch)
         equal &= a.distance(b) < SAME
     return equal and Probe(right).look().metrics == Probe(wrong).look().metrics

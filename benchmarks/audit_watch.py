@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from earnest.audit import watch
-from earnest.audit.watch import Watch
+from earnest.audit.watcher import Watch
 
 
 def model_of(width: int, layers: int) -> nn.Module:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from earnest.audit import Verdict
-from earnest.audit import prove as prove_step
 from earnest.errors import ObjectiveError
+from earnest.proving import prove as prove_step
 from earnest.seeds import derive
 from earnest.tasks import PromptStream, get_task
 from experiments.hacking.config import Config

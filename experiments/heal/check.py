@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from earnest.audit import Verdict
-from earnest.audit import prove as prove_step
+from earnest.proving import prove as prove_step
 from earnest.seeds import derive
 from earnest.steering.heal import admit
 from experiments.heal.arms import Bench

@@ -14,7 +14,6 @@ from earnest.adapters import VeRA as VeRA
 from earnest.adapters import attach as attach
 from earnest.adapters import load_adapter as load_adapter
 from earnest.audit import Verdict as Verdict
-from earnest.audit import prove as prove
 from earnest.engines import SGD as SGD
 from earnest.engines import AdamW as AdamW
 from earnest.engines import LocalEngine as LocalEngine
@@ -55,6 +54,7 @@ from earnest.objectives import SimPO as SimPO
 from earnest.objectives import SpectralCap as SpectralCap
 from earnest.objectives import Term as Term
 from earnest.objectives import TruncatedIS as TruncatedIS
+from earnest.proving import prove as prove
 from earnest.rollouts import Rollouts as Rollouts
 from earnest.rollouts import collect as collect
 from earnest.runs import Finished as Finished

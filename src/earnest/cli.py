@@ -196,7 +196,7 @@ def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
 
 def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:
     """Print which mutants of ``source`` the tests do not see; 1 where there are any."""
-    from earnest.audit.mutation import score_tests
+    from earnest.mutation import score_tests
 
     if source is None:
         raise EarnestError("--tests needs --source: the file or folder of training code that the tests are about.")

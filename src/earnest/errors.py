@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-
-class EarnestError(ValueError):
-    """Base of every error that a user can cause and mend; the command line prints it without a traceback."""
+from earnest.audit.errors import EarnestError as EarnestError
+from earnest.audit.errors import nearest as nearest
 
 
 class SignalError(EarnestError):
@@ -54,14 +52,3 @@ class MissingExtra(EarnestError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f'{purpose} needs the package {package}: pip install "earnest[{extra}]"')
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "did you mean X?" for a known name that ``name`` may be a misspelling of, else the list of them.
-
-    People rarely mistype the first letter; a similar name that begins with another one is another thing.
-    """
-    names = sorted(known)
-    similar = [known for known in names if known[:1].lower() == name[:1].lower()]
-    close = difflib.get_close_matches(name, similar, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."

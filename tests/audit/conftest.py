@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from earnest.audit import run
+from earnest.audit import executor
 from earnest.audit.verdict import Verdict
 
 
@@ -19,11 +19,11 @@ def _everything_could_be_checked(request: pytest.FixtureRequest) -> Iterator[Non
     """Audits turn what a changed step raises into a row; here that would hide our own bugs."""
     heard: list[Verdict] = []
     listen = heard.append
-    run.LISTENERS.append(listen)
+    executor.LISTENERS.append(listen)
     try:
         yield
     finally:
-        run.LISTENERS.remove(listen)
+        executor.LISTENERS.remove(listen)
     if request.node.get_closest_marker("may_not_be_checked") is None:
         rows = [f"{f.law} {f.subject}: {f.measured}" for verdict in heard for f in verdict.errors]
         assert not rows, "\n".join(rows)

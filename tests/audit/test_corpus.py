@@ -1,4 +1,4 @@
-"""Thirty real defects, each beside its fix: the defect is seen by a law that its description names, the fix raises
+"""Thirty real defects, each beside its fix: the defect is detected by a law that its description names, the fix raises
 nothing."""
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from tests.audit.corpus import losses, machinery, policy
 from tests.audit.corpus.base import DEFECTS, Defect
 
 assert losses and machinery and policy
+
+
 NAMES = [d.id for d in DEFECTS]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from benchmarks.audit_mutants import FAMILIES, judge, plan
 
 STRIDE = 17
+
+
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "results" / "audit_mutants.json"
 
 

@@ -1,15 +1,18 @@
-"""``earnest audit SCRIPT.py``: a script's own audits and the trainers that it makes are judged; the exit code tells."""
+"""``earnest audit SCRIPT.py``: a script's own audits, its trainers and its bare loops are judged; the exit code shows
+the result."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from earnest.audit.run import TELLERS
+from earnest.audit.executor import PROGRESS
 from earnest.audit.script import ScriptError, audit_script
-from earnest.audit.watch import WATCHED
+from earnest.audit.watcher import WATCHED
 from earnest.cli import main
 
 STEP = """
@@ -17,13 +20,15 @@ import sys
 from earnest.audit import audit
 from tests.audit.steps import {step} as make, {loss} as right
 
-def wrong(model, batch, *args, **knobs):
-    loss, metrics = right(model, batch, *args, **knobs)
+def wrong(model, batch, *args, **settings):
+    loss, metrics = right(model, batch, *args, **settings)
     return {value}, metrics
 
 print("hello from", sys.argv[1:])
 audit(make(wrong), quick=True)
 """
+
+
 LOOP = """
 import torch
 from earnest.audit import watch
@@ -38,10 +43,12 @@ with watch(model, optimizer) as w:
         optimizer.step()
         optimizer.zero_grad()
 """
+
+
 TRAINER = """
 import torch
 from pathlib import Path
-from tests.audit.trainer_cases import plain
+from tests.audit.trainers.cases import plain
 plain(Path("{folder}"), 0, torch.float32, []).train()
 """
 
@@ -79,7 +86,7 @@ def test_a_trainer_is_found(tmp_path: Path) -> None:
     assert Trainer.__init__ is own
 
 
-@pytest.mark.filterwarnings("ignore::earnest.audit.watch.WatchWarning")
+@pytest.mark.filterwarnings("ignore::earnest.audit.WatchWarning")
 def test_a_bare_loop_under_watch_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes = []
     for number, rate in enumerate(("1e-3", "1e-30")):
@@ -93,7 +100,42 @@ def test_a_bare_loop_under_watch_is_judged(tmp_path: Path, capsys: pytest.Captur
     assert codes == [0, 1] and not WATCHED, "an update that rounds away is seen by the watch alone"
 
 
-@pytest.mark.filterwarnings("ignore::earnest.audit.watch.WatchWarning")
+BARE = LOOP.replace("from earnest.audit import watch\n", "").replace("with watch(model, optimizer) as w:", "if True:")
+
+
+BARE = BARE.replace("        w.step(loss, metrics)\n", "")
+
+
+@pytest.mark.filterwarnings("ignore::earnest.audit.WatchWarning")
+@pytest.mark.parametrize(("rate", "code"), [("1e-3", 0), ("1e-30", 1)])
+def test_a_bare_loop_is_watched_by_itself(
+    rate: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script without a trainer, an audit or a watch: its optimizer is watched from its first step on."""
+    assert "watch" not in BARE
+    with pytest.raises(SystemExit) as end:
+        main(["audit", str(script(tmp_path, BARE.format(rate=rate))), "--json"])
+    out, _ = capsys.readouterr()
+    verdict = json.loads(out)
+    assert end.value.code == code and verdict["holds"] == (code == 0), verdict
+    assert any(f["subject"] == "the parameters' bits" for f in verdict["findings"]) and not WATCHED
+
+
+def test_steps_that_an_audit_makes_are_not_watched(tmp_path: Path) -> None:
+    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
+    verdict = audit_script(path)
+    assert not any("looks" in f.measured for f in verdict.findings), str(verdict)
+
+
+def test_a_script_without_transformers_imports_none_of_it(tmp_path: Path) -> None:
+    """Its import prints warnings of torchao and of torch's pytree before the script's own output."""
+    path = script(tmp_path, BARE.format(rate="1e-3") + "\nimport sys\nprint('transformers.trainer' in sys.modules)\n")
+    done = subprocess.run([sys.executable, "-m", "earnest.cli", "audit", str(path), "--json"], capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    assert done.stderr.strip() == "False" and json.loads(done.stdout)["holds"]
+
+
+@pytest.mark.filterwarnings("ignore::earnest.audit.WatchWarning")
 @pytest.mark.parametrize("calls", [1, 6, 40])
 def test_a_loop_that_never_steps_does_not_exit_with_0(
     calls: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,7 +152,7 @@ def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
     told: list[str] = []
     assert audit_script(path, progress=told.append).holds
-    assert told[0].startswith("law 1/") and "liveness" in told[0] and not TELLERS
+    assert told[0].startswith("law 1/") and "liveness" in told[0] and not PROGRESS
     with pytest.raises(SystemExit):
         main(["audit", str(path)])
     assert "GL liveness …" in capsys.readouterr().err
@@ -118,7 +160,11 @@ def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("x = 1", "nothing to judge"), ("import sys; sys.exit(3)", "ended with 3"), (None, "there is no script")],
+    [
+        ("x = 1", r"nothing to judge[\s\S]*with watch\(model, optimizer\)"),
+        ("import sys; sys.exit(3)", "ended with 3"),
+        (None, "there is no script"),
+    ],
 )
 def test_what_cannot_be_judged_says_so(text: str | None, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "none.py" if text is None else script(tmp_path, text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from rich.console import Console
 
 import experiments
 from earnest.errors import ConfigError
+from earnest.guards import Route
 from earnest.tasks import get_task, holes
-from experiments.hacking import Config, place
+from experiments.hacking import Config, place, train
 from experiments.hacking.contrasts import clean_triples, hacking_triples
+from experiments.hacking.figure import write_figure
 from experiments.hacking.leak import leak_table
 from experiments.hacking.plan import ARMS, CONTROLS, HOLES, Job, plan
 from experiments.hacking.pool import Pool, fill
@@ -213,6 +217,50 @@ def test_an_arm_without_results_is_a_row_that_says_so() -> None:
     assert list(left_out(results, "route", "error")) == [0]
     # The erase that knows all holes is not passed off as one that does not know this one.
     assert "| error | 1 | 0.50 | missing | 0.20 | missing | missing |" in left_out_table(results)
+
+
+def test_a_quarantine_is_plotted_as_it_is_measured_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim about a quarantine is about the model without it: its curve is the ablated model's held-out rate, not
+    the rate of the model that trains."""
+    import matplotlib.axes
+
+    drawn: dict[str, list[list[float]]] = {}
+    plot = matplotlib.axes.Axes.plot
+
+    def recorded(self: Any, steps: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.setdefault(kwargs["label"], []).append(list(values))
+        return plot(self, steps, values, *args, **kwargs)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", recorded)
+    series = {"none": points((0, 0.2, 0.1), (10, 0.4, 0.9)), "route": points((0, 0.2, 0.1), (10, 0.3, 0.2))}
+    log = [{"step": 10.0, "exploited": 0.7, "solved": 0.6}]
+    job = {"job": "x", "arm": "none", "seed": 0, "without": None, "pool": False, "directions": {}, "guard": {}}
+    write_figure(
+        {"config": {"full": True}, "missing": [], "jobs": [job | {"series": series, "log": log}]}, tmp_path / "f.png"
+    )
+    assert drawn == {"none": [[0.1, 0.9], [0.2, 0.4]], "route (ablated)": [[0.1, 0.2], [0.2, 0.3]]}
+
+
+def test_a_route_is_measured_with_its_quarantine_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every point of a route's series is measured inside ``ablated``, every point of the unguarded arm outside."""
+    inside, measured = [0], []
+    ablated, measure = Route.ablated, train.measure
+
+    @contextmanager
+    def entered(self: Any) -> Iterator[None]:
+        inside[0] += 1
+        with ablated(self):
+            yield
+        inside[0] -= 1
+
+    def recorded(*args: Any) -> Any:
+        measured.append(inside[0])
+        return measure(*args)
+
+    monkeypatch.setattr(Route, "ablated", entered)
+    monkeypatch.setattr(train, "measure", recorded)
+    run_job(Config(**TINY), Job("none", 0, routes=("route",)), None)
+    assert measured == [0, 1] * 3
 
 
 @pytest.mark.filterwarnings("ignore::earnest.guards.errors.GuardWarning")

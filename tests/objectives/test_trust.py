@@ -214,10 +214,12 @@ def test_a_barrier_says_what_it_is_and_which_settings_are_of_rounds() -> None:
     assert result.values["kl_barrier"].ran.endswith("against base, tau 0.25")
 
 
-def test_what_sleeps_wakes_at_half_of_what_is_measured_and_what_is_awake_stays() -> None:
+def test_an_inactive_term_is_activated_at_half_of_the_measured_value_and_an_active_one_is_unchanged() -> None:
     cap, barrier = SpectralCap(cap=1.0), KLBarrier(tau=1.0)
-    assert cap.woken({"sigma": 0.4, "sigma_max": 0.9}).cap == 0.2 and barrier.woken({"aggregate": 0.5}).tau == 0.25
-    assert cap.woken({"sigma": 0.4, "sigma_max": 1.1}) is cap and barrier.woken({"aggregate": 1.5}) is barrier
+    assert cap.activated({"sigma": 0.4, "sigma_max": 0.9}).cap == 0.2
+    assert barrier.activated({"aggregate": 0.5}).tau == 0.25
+    assert cap.activated({"sigma": 0.4, "sigma_max": 1.1}) is cap
+    assert barrier.activated({"aggregate": 1.5}) is barrier
 
 
 def test_the_entropy_bonus_raises_entropy() -> None:

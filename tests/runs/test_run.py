@@ -14,10 +14,10 @@ from rich.console import Console
 
 from earnest import report
 from earnest.audit import LawBroken
-from earnest.audit.alive import prove_alive
 from earnest.config import RunConfig
 from earnest.config.schema import Strict
 from earnest.errors import CheckpointError, EarnestError
+from earnest.proving import prove
 from earnest.rollouts import demonstrate
 from earnest.runs import check, start
 from earnest.runs.collect import Source
@@ -368,7 +368,7 @@ def test_held_out_prompts_are_held_out(make_config: Make) -> None:
 def test_the_probe_leaves_no_trace(make_config: Make) -> None:
     setup = build(make_config(), say_nothing)
     before = {k: v.clone() for k, v in setup.adapter.state_dict().items()}
-    assert prove_alive(setup.engine, setup.objective, probe_batch(setup)).holds
+    assert prove(setup.engine, setup.objective, probe_batch(setup), quick=True).holds
     assert all(torch.equal(before[k], v) for k, v in setup.adapter.state_dict().items())
     assert setup.engine.version == 0 and not setup.engine.optimizer.state
 

@@ -1,42 +1,60 @@
-"""The laws that any training step obeys, and how to check them on code that was never seen before."""
+"""The laws that every correct training step obeys, and how to check them on code that was never seen before.
 
-from typing import Any
+Imports torch and numpy and no other package of earnest. Names are imported when they are first used.
+"""
 
-from earnest.audit.own import prove as prove
-from earnest.audit.own import step_of as step_of
-from earnest.audit.run import audit as audit
-from earnest.audit.step import Raises as Raises
-from earnest.audit.step import Step as Step
-from earnest.audit.step import StepError as StepError
-from earnest.audit.subjects import GAE as GAE
-from earnest.audit.subjects import Accumulation as Accumulation
-from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
-from earnest.audit.subjects import Census as Census
-from earnest.audit.subjects import Ema as Ema
-from earnest.audit.subjects import Gather as Gather
-from earnest.audit.subjects import Merge as Merge
-from earnest.audit.subjects import MergedLayer as MergedLayer
-from earnest.audit.subjects import OuterStep as OuterStep
-from earnest.audit.subjects import Resume as Resume
-from earnest.audit.subjects import RoundTrip as RoundTrip
-from earnest.audit.subjects import Schedule as Schedule
-from earnest.audit.subjects import Subject as Subject
-from earnest.audit.subjects import Unbiased as Unbiased
-from earnest.audit.subjects import Update as Update
-from earnest.audit.subjects import WeightSync as WeightSync
-from earnest.audit.together import Together as Together
-from earnest.audit.verdict import Finding as Finding
-from earnest.audit.verdict import LawBroken as LawBroken
-from earnest.audit.verdict import Verdict as Verdict
-from earnest.audit.watch import Watch as Watch
-from earnest.audit.watch import WatchWarning as WatchWarning
-from earnest.audit.watch import watch as watch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from earnest.audit.callback import AuditCallback as AuditCallback
+    from earnest.audit.executor import audit as audit
+    from earnest.audit.step import Active as Active
+    from earnest.audit.step import Raises as Raises
+    from earnest.audit.step import Step as Step
+    from earnest.audit.step import StepError as StepError
+    from earnest.audit.subjects import GAE as GAE
+    from earnest.audit.subjects import Accumulation as Accumulation
+    from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
+    from earnest.audit.subjects import Census as Census
+    from earnest.audit.subjects import Ema as Ema
+    from earnest.audit.subjects import Gather as Gather
+    from earnest.audit.subjects import Merge as Merge
+    from earnest.audit.subjects import MergedLayer as MergedLayer
+    from earnest.audit.subjects import OuterStep as OuterStep
+    from earnest.audit.subjects import Resume as Resume
+    from earnest.audit.subjects import RoundTrip as RoundTrip
+    from earnest.audit.subjects import Schedule as Schedule
+    from earnest.audit.subjects import Subject as Subject
+    from earnest.audit.subjects import Unbiased as Unbiased
+    from earnest.audit.subjects import Update as Update
+    from earnest.audit.subjects import WeightSync as WeightSync
+    from earnest.audit.together import Together as Together
+    from earnest.audit.verdict import Finding as Finding
+    from earnest.audit.verdict import LawBroken as LawBroken
+    from earnest.audit.verdict import Verdict as Verdict
+    from earnest.audit.watcher import Watch as Watch
+    from earnest.audit.watcher import WatchWarning as WatchWarning
+    from earnest.audit.watcher import watch as watch
+
+_HOME = {
+    "callback": ("AuditCallback",),
+    "executor": ("audit",),
+    "step": ("Active", "Raises", "Step", "StepError"),
+    "subjects": ("GAE", "Accumulation", "AdvantageEstimator", "Census", "Ema", "Gather", "Merge", "MergedLayer",
+                 "OuterStep", "Resume", "RoundTrip", "Schedule", "Subject", "Unbiased", "Update", "WeightSync"),
+    "together": ("Together",),
+    "verdict": ("Finding", "LawBroken", "Verdict"),
+    "watcher": ("Watch", "WatchWarning", "watch"),
+}  # fmt: skip
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE)  # noqa: PLE0605  (the names resolve lazily)
 
 
 def __getattr__(name: str) -> Any:
-    """``AuditCallback`` needs transformers' trainer, which is slow to import."""
-    if name == "AuditCallback":
-        from earnest.audit.callback import AuditCallback
-
-        return AuditCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,5 +1,5 @@
-"""What a trainer's batch gives away beside its loss: columns that are asked for and were dropped on the way, and
-whether the tokens that end answers are supervised."""
+"""Checks of a trainer's batch beside its loss: columns that the loss reads and the Trainer dropped, and whether the
+tokens that end answers are supervised."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest.audit.laws.reads import Heard
+from earnest.audit.laws.reads import RecordingBatch
 from earnest.audit.verdict import Finding
 
 
 def dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[Finding]:
-    """Columns of the dataset that ``compute_loss`` asks for and that ``remove_unused_columns`` took away. ``call`` is
-    the loss of such inputs; it is made only where columns were taken away."""
+    """Columns of the dataset that ``compute_loss`` reads and ``remove_unused_columns`` removed. ``call`` is the loss of
+    such inputs; it is called only where columns were removed."""
     has = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
     kept = getattr(trainer, "_signature_columns", None)
     if not getattr(trainer.args, "remove_unused_columns", False) or not isinstance(has, list) or not kept:
@@ -23,30 +23,31 @@ def dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[F
     gone = set(has) - set(kept) - set(inputs)
     if not gone:
         return
-    listening = _Listening(inputs)
+    listening = _RecordingInputs(inputs)
     try:
         call(listening)
     except Exception:
         return  # a loss that needs its inputs as they are; the laws have had it already
-    for name in sorted(gone & listening.asked):
+    for name in sorted(gone & listening.accessed):
         yield Finding(
-            "IG", f"column {name}", "compute_loss asks for it, the dataset has it, the batch has not", "it arrives",
+            "IG", f"column {name}", "compute_loss reads it, the dataset has it, the batch has not", "it is in the "
+            "batch",
             "not declared",
             f"The Trainer drops columns that the model's forward does not take, {name} among them, and the loss goes "
             "on without. remove_unused_columns=False keeps it (and the collator has to pass it on).",
         )  # fmt: skip
 
 
-class _Listening(Heard):
-    """Inputs that remember what they were asked for, and whether it is there."""
+class _RecordingInputs(RecordingBatch):
+    """Inputs that record which keys are read or looked for."""
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.accessed.add(str(key))
         return super().__contains__(key)
 
 
 def ends(trainer: Any, inputs: Any) -> Tensor | None:
-    """Of rows whose last real token is the end token, behind a supervised one: whether it is supervised. Asked only
+    """Of rows whose last real token is the end token, after a supervised one: whether it is supervised. Checked only
     where the end token is the padding too: a collator that masks the one masks the other."""
     words = getattr(trainer, "processing_class", None) or getattr(trainer.data_collator, "tokenizer", None)
     end = getattr(words, "eos_token_id", None)

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from earnest.audit.batches import dropped, ends
+from earnest.audit.executor import LISTENERS, audit
 from earnest.audit.probe import fresh, restored, result_of, seeded
 from earnest.audit.restore import without_dropout
-from earnest.audit.run import LISTENERS, audit
 from earnest.audit.step import StepError
 from earnest.audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged, unwrapped
 from earnest.audit.verdict import Finding, LawBroken, Verdict, unchecked
-from earnest.audit.watch import Watch, WatchWarning
+from earnest.audit.watcher import Watch, WatchWarning
 
 WAIT = 20  # batches without any signal (all advantages 0) before the audit is made on one all the same
 
 
 class AuditCallback(TrainerCallback):
-    """``quick`` does the cheap laws; ``stop`` raises ``LawBroken`` instead of warning; ``all_supervised`` says whether
-    prompts are meant to be supervised too (None: where everything is, the verdict says "not declared").
+    """``quick`` does the cheap laws; ``stop`` raises ``LawBroken`` instead of warning; ``all_supervised``: whether
+    prompts are meant to be supervised too (None: where everything is, the row is "not declared").
 
     Overhead: some dozens of step times once, then the watch's (every ``every``-th update is looked at).
     """
@@ -123,7 +123,7 @@ class AuditCallback(TrainerCallback):
             warnings.warn(f"the {what} {row.measured}; the run goes on without it.", WatchWarning, stacklevel=4)
 
     def _postponed(self, inputs: Any) -> bool:
-        """A batch whose advantages are all 0 has no gradient, lawfully; the next one may have."""
+        """A batch whose advantages are all 0 has no gradient, legitimately; the next one may have."""
         advantages = inputs.get("advantages") if hasattr(inputs, "get") else None
         if not isinstance(advantages, Tensor) or bool((advantages != 0).any()):
             return False
@@ -146,8 +146,8 @@ class AuditCallback(TrainerCallback):
         return verdict
 
     def _counted(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
-        """Under accumulation the trainer leaves the division to a loss that is told the number of items: twice the
-        number must change it. A trainer that says itself who divides (``loss_is_scaled_for_ga``) is believed."""
+        """Under accumulation the trainer leaves the division to a loss that receives the number of items: twice the
+        number must change it. A trainer that declares who divides (``loss_is_scaled_for_ga``) is not checked."""
         trainer = self._trainer
         told = getattr(trainer, "model_accepts_loss_kwargs", False) or callable(
             getattr(trainer, "compute_loss_func", None)
@@ -164,7 +164,7 @@ class AuditCallback(TrainerCallback):
         yield Finding(
             "SE", "num_items_in_batch", f"twice the number makes the loss {one:.4g} to {two:.4g}", "it changes",
             "holds" if one != two else "fails",
-            "" if one != two else "The loss does not read the number of items that it is told, and the trainer does "
+            "" if one != two else "The loss does not read the number of items that it receives, and the trainer does "
             f"not divide either: with {trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many "
             "times too long. Divide a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
         )  # fmt: skip
@@ -197,7 +197,7 @@ class AuditCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """The trainer whose event this is: callbacks are not told, but it stands in the call stack."""
+    """The trainer whose event this is: callbacks do not receive it, but it is in the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Legal changes of a batch: what a law may do to the declared inputs without making them impossible.
+"""Legal changes of a batch: edits of declared inputs that leave them possible.
 
 Log-probs stay at or below 0, ids stay ids that occur, shapes stay, and only declared tensors are touched.
 """
@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 
 # Roles whose values are log-probs of single tokens: never above 0.
 LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
-# Roles with one value a token, which must not matter where the loss is not taken.
+# Roles with one value per token, which must not matter where the loss is not taken.
 PER_TOKEN = (
     "advantages",
     "behaviour",
@@ -115,7 +115,7 @@ def off_policy(step: Step) -> Batch:
 
 
 def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
-    """Advantages of both signs, none near 0; one value a row where the batch has one a row and the loss is taken."""
+    """Advantages of both signs, none near 0; one value per row where the batch has one per row."""
     old: Tensor = batch[step.roles["advantages"]]
     sign, size = torch.sign(noise_like(old, rng)), 0.3 + noise_like(old, rng).abs()
     spread = sign * (size if old.is_floating_point() else size.ceil())
@@ -178,7 +178,7 @@ def take_rows(step: Step, index: Tensor) -> Batch:
     return {k: take(v) for k, v in step.batch.items()}
 
 
-def add_silent_row(step: Step) -> Batch:
+def add_masked_row(step: Step) -> Batch:
     """One more row, a copy of the last, in which the loss is taken nowhere."""
     rows = torch.arange(step.rows)
     batch = take_rows(step, torch.cat([rows, rows[-1:]]))
@@ -194,11 +194,11 @@ def add_silent_row(step: Step) -> Batch:
 
 
 def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None) -> Batch:
-    """``extra`` columns of padding behind (or in front of) every row, in every tensor (of ``keys``) that has the rows'
+    """``extra`` columns of padding after (or in front of) every row, in every tensor (of ``keys``) that has the rows'
     width."""
     widths = _widths(step)
-    silent = {"labels": -100, "attention": 0, "mask": 0} | {f"{s}_{w}": 0 for s in SIDES for w in ("mask", "attention")}
-    fill = {step.roles[r]: v for r, v in silent.items() if r in step.roles}
+    masked = {"labels": -100, "attention": 0, "mask": 0} | {f"{s}_{w}": 0 for s in SIDES for w in ("mask", "attention")}
+    fill = {step.roles[r]: v for r, v in masked.items() if r in step.roles}
     batch: Batch = {}
     for key, value in step.batch.items():
         if (keys is None or key in keys) and _is_wide(step, value, widths):
@@ -252,7 +252,7 @@ def _widths(step: Step) -> set[int]:
     return set()
 
 
-# --- which tokens speak -----------------------------------------------------------------------------------------------
+# --- which tokens are supervised --------------------------------------------------------------------------------------
 
 
 def in_place(step: Step) -> bool:
@@ -311,7 +311,7 @@ def begins(documents: Tensor) -> Tensor:
 def even(step: Step) -> Batch | None:
     """The rows that are supervised at all, every one at equally many tokens: there a mean over tokens, over rows and
     over a row's tokens are the same up to a factor. By turns the last and the first ones of a row, so that a mean down
-    the columns is none of them. None where nothing says how many there are."""
+    the columns is none of them. None where the number is not known."""
     sides = [s for s in SIDES if f"{s}_mask" in step.roles]
     masks = [f"{s}_mask" for s in sides] or [r for r in ("mask", "labels") if r in step.roles][:1]
     values = {r: step.value(r) for r in masks}
@@ -339,7 +339,7 @@ def _on(role: str, value: Tensor) -> Tensor:
 
 
 def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
-    """The mask in the shape of ``values``, or None where it does not fit (a value a row, say)."""
+    """The mask in the shape of ``values``, or None where it does not fit (a value per row, say)."""
     if where is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
         return None
     gap = where.shape[1] - values.shape[1]
@@ -359,7 +359,7 @@ def fitting(step: Step, role: str) -> Tensor | None:
 
 def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
     """Where a role's values surely, and where they perhaps, enter the loss. A mask as wide as the ids may mark tokens,
-    and what a teacher says of a token then stands one place before it."""
+    and the teacher's values of a token are then one position before it."""
     on, where, value, ids = fitting(step, role), supervised(step), step.value(role), step.value("ids")
     if on is None or where is None or value is None:
         return None

@@ -1,4 +1,4 @@
-"""A gradient as one vector, and the few questions that the laws ask of it. Sums are taken in float64."""
+"""A gradient as one vector, with the operations that the laws need. Sums are taken in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a law is: one sentence, what it needs declared, how it checks, what fools it, and what it would have caught."""
+"""What a law is: its statement, the declarations that it needs, how it checks, its exceptions, and what it detects."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from earnest.audit.verdict import Finding, Outcome
+from earnest.audit.verdict import Finding, Outcome, unchecked
 
 
 @dataclass(frozen=True)
 class Law:
-    """``check`` yields findings; where something is missing it says "not declared", which is never a pass."""
+    """``check`` yields findings; a missing declaration gives "not declared", which is never a pass."""
 
     code: str
     name: str
@@ -22,12 +22,24 @@ class Law:
     caught: str
     check: Callable[[Any], Iterator[Finding]]  # of a Probe; a subject's law: of the subject
     quick: bool = True  # cheap enough for --quick
+    from_start: bool = False  # judged where training begins, also where terms are inactive there by design
 
     def finding(
         self, subject: str, measured: str, expected: str, outcome: Outcome | bool, meaning: str = ""
     ) -> Finding:
         verdict: Outcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
         return Finding(self.code, subject, measured, expected, verdict, meaning if verdict != "holds" else "")
+
+    def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
+        return Finding(self.code, subject, why, "-", "not applicable", meaning)
+
+    def not_declared(self, subject: str, what: str) -> Finding:
+        """``what`` is the declaration that is missing."""
+        return not_declared(self.code, subject, what)
+
+    def unchecked(self, subject: str, error: Exception) -> Finding:
+        """The row of a check that raised."""
+        return unchecked(self.code, subject, error)
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:

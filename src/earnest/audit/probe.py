@@ -1,16 +1,16 @@
-"""Running somebody's step under control: the same randomness every time, one thing changed, and everything put back.
+"""Runs a step under control: the same randomness every time, one thing changed, and everything restored.
 
-``Probe.gradient(batch, knobs)`` is the one measurement behind most laws. While a probe is open, dropout is off and the
-hooks round the optimizer's step rest. When it closes, the model's parameters, buffers, gradients, modes and hooks, its
-dropout rates, the optimizer and all random generators are bit for bit what they were. What a loss keeps in a closure
-of its own cannot be seen, and so cannot be put back.
+``Probe.gradient(batch, settings)`` is the measurement of most laws. While a probe is open, dropout is off and
+the hooks of the optimizer's step are disabled. When it closes, the model's parameters, buffers, gradients, modes and
+hooks, its dropout rates, the optimizer and all random generators are bit for bit what they were. What a loss keeps in a
+closure of its own cannot be seen, and so cannot be restored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.restore import copied, kick_sizes, no_graph_asked, without_dropout
+from earnest.audit.restore import copied, no_graph_asked, perturbation_sizes, without_dropout
 from earnest.audit.restore import restored as restored
 from earnest.audit.restore import seeded as seeded
 from earnest.audit.restore import without_graph as without_graph
@@ -29,7 +29,7 @@ from earnest.audit.verdict import Finding
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One evaluation of a step: its loss, its metrics, and its gradient if that was asked for."""
+    """One evaluation of a step: its loss, its metrics, and its gradient if that was computed."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -37,7 +37,7 @@ class Reading:
 
 
 class Probe:
-    """A step that can be asked what its gradient would be if one thing were different.
+    """A step whose gradient is measured with one thing changed.
 
     ``cost`` counts in step times: 1 for a gradient, a third for a look at the loss and its metrics. Readings of the
     declared, the off-policy and the on-policy batch are kept for as long as the parameters are in the same state.
@@ -56,6 +56,8 @@ class Probe:
         self._random: bool | None = None
         self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
         self._precision = step.precision
+        self._precision_known = step.precision is not None
+        self._active: Step | None = None
         self._buffers: list[_Buffer] = []
         self.notes: tuple[str, ...] = ()
 
@@ -64,8 +66,28 @@ class Probe:
     def gradient(
         self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
     ) -> Gradient:
-        """∂loss/∂θ at the model's present parameters, with this batch and these knobs in place of the declared ones."""
+        """∂loss/∂θ at the model's present parameters, with this batch and these settings in place of the declared
+        ones."""
         return self.read(batch, knobs, loss).gradient
+
+    def own_gradient(
+        self, knobs: Mapping[str, Any] | None = None, backward: Callable[[Mapping[str, Any]], Any] | None = None
+    ) -> Gradient:
+        """The gradient that the run's own (or this) backward pass makes, or the loss's where none is declared."""
+        backward = backward or self.step.backward
+        if backward is None:
+            return self.gradient(dict(self.step.batch) if self._state == "in training" else None, knobs)
+        self.cost += 1
+        kept = {n: p.grad for n, p in self.parameters.items()}
+        try:
+            for p in self.parameters.values():
+                p.grad = None
+            with seeded(self.step.seed), torch.enable_grad():
+                backward(self.settings(knobs))
+            return Gradient({n: p.grad for n, p in self.parameters.items()})
+        finally:
+            for n, p in self.parameters.items():
+                p.grad = kept[n]
 
     def read(
         self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
@@ -92,8 +114,8 @@ class Probe:
         self, value: Tensor, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None, loss: Loss | None
     ) -> list[Tensor | None]:
         """The gradient, and whether it has to be read by ``backward``: reentrant checkpointing refuses
-        ``autograd.grad``, or passes by in silence where all that is asked for lies inside it. So what seems dead is
-        asked for again."""
+        ``autograd.grad``, or silently gives none where all parameters lie inside it. So where
+        some are missing the gradient is computed again by ``backward``."""
         inputs, refused = list(self.parameters.values()), False
         try:
             found = self.differentiate(value, inputs)
@@ -111,10 +133,10 @@ class Probe:
         return again if self._by_backward else found
 
     def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
-        """∂value/∂input, None where the value does not reach it, with no ``.grad`` left behind.
+        """∂value/∂input, None where the value does not reach it, with no ``.grad`` left over.
 
         By ``autograd.grad``; where the step is checkpointed reentrantly, by ``backward``, while the parameters' own
-        hooks rest.
+        hooks are disabled.
         """
         if not value.requires_grad:
             return [None] * len(inputs)
@@ -161,7 +183,7 @@ class Probe:
             return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
 
     def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Every knob and the first mode of every option, with ``knobs`` in their place."""
+        """Every setting and the first mode of every option, with ``knobs`` in their place."""
         return {**self.step.knobs, **{o: m[0] for o, m in self.step.options.items()}, **(knobs or {})}
 
     def slope(self, role: str, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None = None) -> Tensor | None:
@@ -174,7 +196,7 @@ class Probe:
             return self.differentiate(result_of(result)[0], [leaf])[0]
 
     def now(self) -> Tensor:
-        """What the policy says in this state (``step.logprobs``, no graph); the edits of signals do not change it."""
+        """The policy's log-probs in this state (``step.logprobs``, no graph); edits of signals do not change them."""
         step = self.step
         assert step.logprobs is not None
         if self._state not in self._now:
@@ -204,7 +226,7 @@ class Probe:
         return self._random
 
     def fair(self, finding: Finding) -> Finding:
-        """For laws that reorder or resize rows: of a random step such a failure says nothing."""
+        """For laws that reorder or resize rows: a failure of a random step is not judged."""
         fails = finding.outcome == "fails" and self.random()
         return self.redrawn(finding.law, finding.subject) if fails else finding
 
@@ -224,17 +246,20 @@ class Probe:
     def resolution(self, batch: Mapping[str, Any] | None) -> float:
         """``floor``, measured now and on this batch."""
         before = self.gradient(batch)
+        floor = self.coarsest if self.coarse else 4 * self.coarsest
         with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
             after = self.gradient(batch)
-        return max(before.distance(after), self.noise(), self.coarsest if self.coarse else 4 * self.coarsest)
+        return max(before.distance(after), self.noise(), floor)
 
     @property
     def coarsest(self) -> float:
+        """The largest unit in the last place, of the parameters or of what the modules compute in."""
+        self._find_precision()
         return max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
 
     @property
     def coarse(self) -> bool:
-        """bf16 or fp16: there the measured floor says more than a multiple of eps, which would let anything pass."""
+        """bf16 or fp16: there the measured floor is used, since a multiple of eps would let anything pass."""
         return self.coarsest > 1e-4
 
     def _eps(self, p: Tensor) -> float:
@@ -277,25 +302,43 @@ class Probe:
             self._state = outer
 
     @contextmanager
-    def kicked(self, size: float = 0.05) -> Iterator[None]:
+    def perturbed(self, size: float = 0.05) -> Iterator[None]:
         """Away from symmetric and zero states: every parameter gets noise of ``size`` times its own (or a typical)
         rms."""
-        sizes = iter(kick_sizes(self.parameters.values(), size))
-        with self.moved(f"kicked by {size}", lambda _, noise: next(sizes) * noise):
+        sizes = iter(perturbation_sizes(self.parameters.values(), size))
+        with self.moved(f"perturbed by {size}", lambda _, noise: next(sizes) * noise):
             yield
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, every term is active that ``step.active`` can activate: thresholds are within reach, and the
+        parameters are perturbed where that is needed."""
+        declared, outer = self.step.active, self.step
+        if declared is None or self._active is outer:
+            yield
+            return
+        if self._active is None:
+            self._active = replace(outer, knobs={**outer.knobs, **declared.settings})
+        self.step = self._active
+        state, self._state = self._state, f"{self._state}, active"
+        try:
+            with self.perturbed(declared.perturb) if declared.perturb else nullcontext():
+                yield
+        finally:
+            self.step, self._state = outer, state
+
     def off_policy(self) -> dict[str, Any]:
-        """``edits.off_policy``, with the behaviour policy set around what the policy says now, where that can be asked:
+        """``edits.off_policy``, with behaviour log-probs around the policy's own, where these are known:
         whole rows on either side of ratio 1, so that token and sequence ratios both leave their clips both ways."""
         return self.kept_batch("off-policy", self._off_policy)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, the parameters change as they like; nothing that is read there is kept."""
+        """Inside, parameters may change; readings made there are not kept."""
         outer, kept, batches, now = self._state, dict(self._kept), dict(self._batches), dict(self._now)
         self._state = "in training"
         try:
-            with restored(self.step.model, self.step.optimizer):
+            with restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None):
                 yield
         finally:
             self._state, self._kept, self._batches, self._now = outer, kept, batches, now
@@ -328,15 +371,18 @@ class Probe:
 
     @contextmanager
     def open(self) -> Iterator[Probe]:
-        """The whole audit runs inside; on the way out everything is the user's again."""
-        with restored(self.step.model, self.step.optimizer), without_dropout(self.step.model) as rates:
+        """The whole audit runs inside; on the way out everything is restored."""
+        own_update = self.step.update is not None
+        with (
+            restored(self.step.model, self.step.optimizer, own_update=own_update),
+            without_dropout(self.step.model) as rates,
+        ):
             if rates:
                 self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
             self._buffers = list(_buffers(self.step.model))
             self._sums = self._sum()
-            if self._precision is None and (found := self._computes_in()) is not None:
-                self._precision = found
-                self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
+            if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less
+                self._find_precision()
             try:
                 yield self
             finally:
@@ -357,8 +403,16 @@ class Probe:
     def _sum(self) -> dict[str, float]:
         return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
 
+    def _find_precision(self) -> None:
+        if self._precision_known:
+            return
+        self._precision_known = True
+        if (found := self._computes_in()) is not None:
+            self._precision = found
+            self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
+
     def _computes_in(self) -> torch.dtype | None:
-        """A dtype that is coarser than the parameters of the very module that puts it out: autocast, say."""
+        """The dtype of a module's output, where it is coarser than the module's own parameters (autocast)."""
         seen: list[torch.dtype] = []
 
         def look(module: nn.Module, _args: Any, output: Any) -> None:
@@ -369,7 +423,10 @@ class Probe:
 
         hooks = [m.register_forward_hook(look) for m in self.step.model.modules()]
         try:
-            self.read()
+            if (self._state, id(self.step.batch), "[]") in self._kept:  # a kept reading would not run the modules
+                self.look(dict(self.step.batch))
+            else:
+                self.read()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -379,12 +436,12 @@ class Probe:
 
     @property
     def budget(self) -> float:
-        """The most that a full audit costs, in step times: 20 + 2 × (inputs + knobs + modes + terms)."""
+        """The most that a full audit costs, in step times: 20 + 2 × (inputs + settings + modes + terms)."""
         step = self.step
         return 20 + 2 * (len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.terms))
 
     def afford(self, more: float, keep: float = 4.0) -> bool:
-        """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for the laws to come."""
+        """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
         return self.cost + more + keep <= self.budget
 
 

@@ -1,4 +1,4 @@
-"""What an audit borrows and hands back bit for bit: random generators, the model, the optimizer, dropout rates."""
+"""State that an audit restores bit for bit: random generators, the model, the optimizer, dropout rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def no_graph_asked(graph: bool) -> Iterator[None]:
-    """Without a graph, reentrant checkpointing warns that its inputs ask for no gradient; here that is meant."""
+    """Without a graph, reentrant checkpointing warns that its inputs need no gradient; here that is intended."""
     if graph:
         yield
         return
@@ -56,19 +56,22 @@ def without_graph(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_update: bool = False) -> Iterator[None]:
     """Parameters, buffers, gradients, flags, modes and the optimizer have their old bits on the way out.
 
-    Inside, hooks round the optimizer's step rest: what they do outside (count, average, log) could not be put back.
+    Inside, hooks of the optimizer's step are disabled: what they do outside (count, average, log) could not be
+    restored. With ``own_update`` they run, and frozen parameters are neither copied nor restored.
     """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    if own_update:
+        tensors = {i: t for i, t in tensors.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
     if optimizer is not None:
         tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
     kept = {i: (t.detach().clone(), t.requires_grad, t.grad) for i, t in tensors.items()}
     modes = {id(m): m.training for m in model.modules()}
     put_back = remember(optimizer) if optimizer is not None else None
-    if optimizer is not None:
-        _rest(optimizer)
+    if optimizer is not None and not own_update:
+        _disable_hooks(optimizer)
     try:
         yield
     finally:
@@ -123,7 +126,7 @@ def _snapshot(value: Any, owned: set[int], seen: dict[int, Callable[[], Any]]) -
         return seen.setdefault(id(value), tensor)
     if isinstance(value, torch.optim.Optimizer | dict):
         inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-        seen[id(value)] = lambda: value  # what holds itself is put back once
+        seen[id(value)] = lambda: value  # what holds itself is restored once
         entries = {k: _snapshot(v, owned, seen) for k, v in inside.items()}
 
         def mapping() -> Any:
@@ -173,18 +176,18 @@ def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
             todo += value
 
 
-def _rest(value: Any, seen: set[int] | None = None) -> None:
-    """Take the hooks off an optimizer and off those that it holds; ``remember`` puts them back."""
+def _disable_hooks(value: Any, seen: set[int] | None = None) -> None:
+    """Remove the hooks of an optimizer and of those that it holds; ``remember`` restores them."""
     seen = set() if seen is None else seen
     if isinstance(value, list | tuple):
         for each in value:
-            _rest(each, seen)
+            _disable_hooks(each, seen)
     elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
         seen.add(id(value))
         for name in HOOKS:
             vars(value).get(name, {}).clear()
         for each in vars(value).values():
-            _rest(each, seen)
+            _disable_hooks(each, seen)
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -264,8 +267,9 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
-def kick_sizes(parameters: Iterable[Tensor], size: float = 0.05) -> list[float]:
-    """How far each parameter is kicked: ``size`` times its own rms, or a typical one where it is all 0."""
+def perturbation_sizes(parameters: Iterable[Tensor], size: float = 0.05) -> list[float]:
+    """The standard deviation of each parameter's perturbation: ``size`` times its rms, or a typical rms where it is
+    0."""
     rms = [float(p.detach().float().square().mean().sqrt()) for p in parameters]
     alive = sorted(r for r in rms if r > 0)
     typical = alive[len(alive) // 2] if alive else 1.0

@@ -1,5 +1,5 @@
-"""What a batch tells while a run goes on: masks, advantages, the sampler's log-probs, cut answers. Shares are sums over
-looks, so that one odd batch is no finding."""
+"""Signals of the batches during a run: masks, advantages, the sampler's log-probs, truncated answers. Shares are sums
+over looks, so that a single unusual batch is not a finding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from earnest.audit.errors import nearest
 from earnest.audit.law import not_declared
 from earnest.audit.step import StepError
 from earnest.audit.verdict import Finding
-from earnest.errors import nearest
 
 KNOWN = ("mask", "attention", "advantages", "group", "logprobs", "behaviour", "stale", "truncated", "ends")
 GAP = 0.1  # mean |log ratio| of an unchanged policy; engines in 16 bits differ by 0.01 to 0.05
-ENOUGH = 4  # looks before "always" is said
+ENOUGH = 4  # looks before "always" is reported
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Signals:
                 raise StepError(f"unknown signal {name!r}: {nearest(name, KNOWN)}")
 
     def look(self, **signals: object) -> Iterator[Finding]:
-        """Take in one batch, and say what has been wrong all the time.
+        """Count one batch, and yield what has been wrong in all batches.
 
         ``mask``        1 where the loss is taken [B, T]
         ``attention``   1 on real tokens [B, T]
@@ -81,7 +81,7 @@ class Signals:
         self.tokens += mask.numel() if attention is None else int((attention != 0).sum())
 
     def _groups(self, advantages: Tensor, group: Tensor | None, mask: Tensor | None) -> None:
-        """A group whose advantages are all 0 teaches nothing."""
+        """A group whose advantages are all 0 has a zero gradient."""
         self._count("advantages")
         a = advantages.detach()
         if a.ndim > 1:
@@ -103,7 +103,7 @@ class Signals:
             self.gap = max(self.gap, float(gap[on].mean()))
 
     def findings(self) -> Iterator[Finding]:
-        """One row a signal, up to now."""
+        """One row per signal, up to now."""
         yield self._share(
             "CV", "supervised share", self.supervised, self.tokens, max(map(self._seen, ("mask", "attention"))),
             "mask=…", full=bool(self._seen("attention")) and not self.all_supervised,
@@ -129,10 +129,10 @@ class Signals:
                 "tokenizer a padding token of its own, or mask by the attention mask.",
             )  # fmt: skip
         if not self._seen("behaviour"):
-            yield not_declared("LAW", "sampler = trainer", "logprobs=… and behaviour=…")
+            yield not_declared("RT", "sampler = trainer", "logprobs=… and behaviour=…")
             return
         yield Finding(
-            "LAW", "sampler = trainer", f"mean |log ratio| {self.gap:.2g} right after sampling", f"≤ {GAP:g}",
+            "RT", "sampler = trainer", f"mean |log ratio| {self.gap:.2g} right after sampling", f"≤ {GAP:g}",
             "holds" if self.gap <= GAP else "fails",
             "" if self.gap <= GAP else "The policy that trains is not the one that sampled, before any update: a "
             "temperature or top-p is applied on one side only, weights did not arrive, or tokens are shifted by one.",

@@ -1,10 +1,10 @@
-"""``Step``: a training step as a black box with declared inputs and knobs. The more is declared, the more is checked.
+"""``Step``: a training step as a black box with declared inputs and settings; what is declared is checked.
 
-step = Step(model=model, loss=loss_fn,                 # loss_fn(model, batch, **knobs) -> loss or (loss, metrics)
+step = Step(model=model, loss=loss_fn,                 # loss_fn(model, batch, **settings) -> loss or (loss, metrics)
             batch=batch,                               # a dict of tensors
             roles={"mask": "completion_mask", "behaviour": "old_logprobs", "advantages": "advantages"},
             knobs={"beta": 0.04, "clip": 0.2}, options={"loss_type": ("grpo", "dapo")},
-            terms={"kl": "beta"},                      # metric -> the knob that weighs it
+            terms={"kl": "beta"},                      # metric -> the setting that weighs it
             optimizer=optimizer, max_grad_norm=1.0, reference=lambda: ref_logprobs(model, batch))
 print(audit(step))
 """
@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from earnest.audit.errors import EarnestError, nearest
 from earnest.audit.together import Together
-from earnest.errors import EarnestError, nearest
 
 Role = Literal[
     "ids",  # token ids [B, T]
@@ -67,24 +67,52 @@ class Raises:
     knob: str
 
 
+@dataclass(frozen=True)
+class Backward:
+    """In ``paths``: a backward pass like ``Step.backward`` instead of a loss, on the step's own batch."""
+
+    fn: Callable[[Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Active:
+    """A state in which terms that are inactive by design have a gradient: a KL away from its reference, a barrier whose
+    threshold is within reach.
+
+    ``settings``  settings that differ from the step's own
+    ``perturb``   how far every parameter is perturbed, in units of its own (or a typical) rms; 0: not at all
+    ``terms``     term -> what activates it, in words, for every term that is inactive where training begins
+    """
+
+    settings: Mapping[str, Any]
+    perturb: float
+    terms: Mapping[str, str]
+
+
 @dataclass
 class Step:
-    """What there is, in the user's own words. Everything beyond model, loss and batch is optional.
+    """A training step and its declarations. Everything beyond model, loss and batch is optional.
 
     ``logprobs``   fn(model, batch) -> log-probs like ``behaviour``: switches on the on-policy laws; for preferences
-                   a pair of tensors [P], the sequence log-probs (or averages) that are compared
-    ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form: identical must cost 0
-    ``reference``  fn() -> what the reference policy says now: it must not move when the policy does
-    ``paths``      other functions with the loss's signature that claim to be the same objective
+                   a pair of tensors [P]: the sequence log-probs (or averages) that are compared
+    ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form
+    ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does
+    ``paths``      other functions with the loss's signature, or ``Backward(fn)``, that claim the same gradient
     ``metrics``    metric -> (low, high): the range that it cannot leave; it has to move unless it is in ``still``
-    ``still``      metrics that may stand still: counts, settings, shares that the batch alone decides
+    ``still``      metrics that may stay constant: counts, settings, shares that the batch alone decides
     ``neutral``    metric -> what it is where behaviour = current policy (a ratio: 1); the usual names are known
     ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
-    ``may_idle``   patterns of parameters that may lawfully get no gradient from a batch: ("*.experts.*",)
-    ``clipped``    the parameters that are handed to clip_grad_norm_
+    ``may_idle``   patterns of parameters that may legitimately get no gradient from a batch: ("*.experts.*",)
+    ``clipped``    the parameters that are passed to clip_grad_norm_
+    ``backward``   fn(settings): the run's own backward pass on this batch, which leaves gradients in ``.grad`` (micro-
+                   batches, a fused kernel); law GL judges these gradients, law DF compares them with the loss's own
+    ``update``     fn(): the run's own update from ``.grad`` (clip, guard, optimizer); hooks of the optimizer run in it,
+                   and what it changes beside the trainable parameters and the optimizer is the caller's to restore
+    ``weighed``    term -> the knob that weighs it, for every term of the loss: each has a gradient by itself
+    ``active``     where terms are inactive by design when training begins: the state in which they are judged
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
-    ``switches``   knobs that weigh a term without a metric of its own: at 0 the term is off
+    ``switches``   settings that weigh a term without a metric of its own: at 0 the term is off
     ``twins``      pairs of an option's modes that share a gradient by definition
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
@@ -92,7 +120,7 @@ class Step:
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
     ``pure``       settings that leave the divergence or the preference alone: {"alpha": 1.0} of α·KL + (1-α)·CE
-    ``inert``      knobs that must not matter: chunk lengths, tile sizes, checkpointing
+    ``inert``      settings that must not matter: chunk lengths, tile sizes, checkpointing
     ``fixed``      metrics that are terms of weight 1; once declared, terms and fixed are the whole loss
     """
 
@@ -106,11 +134,15 @@ class Step:
     optimizer: torch.optim.Optimizer | None = None
     max_grad_norm: float | None = None
     clipped: Sequence[nn.Parameter] | None = None
+    backward: Callable[[Mapping[str, Any]], Any] | None = None
+    update: Callable[[], Any] | None = None
+    weighed: Mapping[str, str] = field(default_factory=dict)
+    active: Active | None = None
     may_idle: Sequence[str] = ()
     reference: Callable[[], Tensor] | None = None
     logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
-    paths: Mapping[str, Loss] = field(default_factory=dict)
+    paths: Mapping[str, Loss | Backward] = field(default_factory=dict)
     metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     still: frozenset[str] = frozenset()
     neutral: Mapping[str, float] = field(default_factory=dict)
@@ -152,14 +184,14 @@ class Step:
         for metric, knob in self.weights.items():
             if knob not in self.knobs:
                 raise StepError(
-                    f"term {metric!r} is weighed by {knob!r}, which is no knob: {nearest(knob, self.knobs)}"
+                    f"term {metric!r} is weighed by {knob!r}, which is no setting: {nearest(knob, self.knobs)}"
                 )
-        for what, named in (("switch", self.switches), ("pure setting", self.pure), ("inert knob", self.inert)):
+        for what, named in (("switch", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
             if isinstance(named, str):
                 raise StepError(f"the {what} {named!r} is one text: give a sequence of names, ({named!r},).")
             for knob in named:
                 if knob not in self.knobs and not (what == "pure setting" and knob in self.options):
-                    raise StepError(f"the {what} {knob!r} is no knob: {nearest(knob, self.knobs)}")
+                    raise StepError(f"the {what} {knob!r} is no setting: {nearest(knob, self.knobs)}")
         for option, modes in self.options.items():
             if len(set(map(repr, modes))) < 2:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
@@ -173,11 +205,11 @@ class Step:
 
     @property
     def weights(self) -> dict[str, str]:
-        """Metric of a term -> the knob that weighs it, whichever way the term moves its metric."""
+        """Metric of a term -> the setting that weighs it, whichever way the term moves its metric."""
         return {metric: term.knob if isinstance(term, Raises) else term for metric, term in self.terms.items()}
 
     @property
-    def quiet(self) -> dict[str, Any]:
+    def terms_off(self) -> dict[str, Any]:
         """Every declared term's weight at 0, so that what is left stands alone."""
         return dict.fromkeys([*self.weights.values(), *self.switches], 0.0)
 

@@ -1,5 +1,5 @@
 """A step of ``transformers.Trainer`` or of a TRL trainer as a ``Step``: the trainer's own ``compute_loss`` on a batch
-that it really trains on. Roles, knobs and terms are guessed from names; what cannot be known is left undeclared.
+that it really trains on. Roles, settings and terms are guessed from names; what cannot be known is left undeclared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROLE_OF = {
     "ref_rejected_logps": "reference_rejected",
 }
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
-DOCUMENTS = "documents of the packed rows"  # ours, and never handed to the trainer
+DOCUMENTS = "documents of the packed rows"  # ours, and never passed to the trainer
 EXPERTS = ("*.experts.*",)  # where the models that route keep them
 # As wide as the completions only by accident: never padded together with them.
 APART = ("prompt_ids", "prompt_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "KL_token_type_ids")
@@ -50,14 +50,14 @@ def step_of_trainer(
 ) -> Step:  # fmt: skip
     """``compute_loss`` is the trainer's own; ``items`` is its num_items_in_batch."""
     pairs, taught = _is_paired(trainer, inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
-    batch = _apart(_split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs))
+    batch = _separated(_split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs))
     documents = _documents(inputs)
     if documents is not None:
         batch[DOCUMENTS] = documents
     knobs = _knobs(trainer, inputs)
 
     def loss(model: nn.Module, changed: Inputs, **settings: Any) -> tuple[Tensor, dict[str, float]]:
-        whole = _together(changed)
+        whole = _joined(changed)
         with _setting(trainer, settings), unchanged(trainer) as metrics:
             whole = _join_pairs(whole) if pairs else _labels_of(whole) if taught else whole
             value = compute_loss(model, whole, num_items_in_batch=items)
@@ -70,7 +70,7 @@ def step_of_trainer(
     if documents is not None:
         roles["documents"] = DOCUMENTS
     if getattr(trainer.args, "distillation_weight", None) == 1:
-        roles.pop("advantages", None)  # TRL's SDPO makes them and, told to distil alone, rightly reads none
+        roles.pop("advantages", None)  # TRL's SDPO computes them and does not read them where it only distils
     if not _is_a(trainer, "KTOTrainer"):
         roles.pop("correct", None)
     if "labels" in roles:
@@ -100,7 +100,7 @@ def step_of_trainer(
     )
 
 
-# --- what a trainer's settings say of its loss ------------------------------------------------------------------------
+# --- what a trainer's settings imply for its loss ---------------------------------------------------------------------
 
 # TRL's DPO losses that weigh each answer by itself against the reference, or add a likelihood of the chosen one.
 BY_ITSELF = {"nca_pair", "bco_pair", "sppo_hard", "apo_down", "sft"}
@@ -136,7 +136,7 @@ def _couples(trainer: Any) -> bool:
 
 
 def asks_for_a_mask(trainer: Any, inputs: Inputs) -> bool:
-    """Whether this trainer was told (or is made) to leave prompts unsupervised."""
+    """Whether this trainer is set (or made) to leave prompts unsupervised."""
     if any(getattr(trainer.args, name, None) for name in ("completion_only_loss", "assistant_only_loss")):
         return True
     return "completion_mask" in inputs or "prompt_ids" in inputs
@@ -184,7 +184,7 @@ def _join_pairs(batch: Inputs) -> dict[str, Any]:
     return inputs
 
 
-# --- distillation: labels only say where; which token stands there is the teacher's to say ----------------------------
+# --- distillation: labels only mark positions -------------------------------------------------------------------------
 
 
 def _mask_of(inputs: Inputs) -> dict[str, Any]:
@@ -197,12 +197,12 @@ def _labels_of(batch: Inputs) -> dict[str, Any]:
     return {**{k: v for k, v in batch.items() if k != "completion_mask"}, "labels": labels}
 
 
-def _apart(batch: dict[str, Any]) -> dict[str, Any]:
+def _separated(batch: dict[str, Any]) -> dict[str, Any]:
     """Prompts as [B, 1, P]."""
     return {k: v[:, None] if k in APART else v for k, v in batch.items()}
 
 
-def _together(batch: Inputs) -> dict[str, Any]:
+def _joined(batch: Inputs) -> dict[str, Any]:
     return {k: v[:, 0] if k in APART else v for k, v in batch.items() if k != DOCUMENTS}
 
 
@@ -237,7 +237,7 @@ def _config(model: nn.Module) -> Any:
     return getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
 
 
-# --- knobs and log-probs ----------------------------------------------------------------------------------------------
+# --- settings and log-probs -------------------------------------------------------------------------------------------
 
 LOGPROBS = "_get_per_token_logps_and_entropies"
 
@@ -259,7 +259,7 @@ def _knobs(trainer: Any, inputs: Inputs) -> dict[str, float]:
 
 def _logprobs(trainer: Any) -> Callable[[nn.Module, Inputs], Tensor]:
     def logprobs(model: nn.Module, changed: Inputs) -> Tensor:
-        batch = _together(changed)
+        batch = _joined(changed)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         shown = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return getattr(trainer, LOGPROBS)(model, ids, shown, batch["completion_ids"].shape[1])[0]
@@ -291,7 +291,7 @@ def _setting(trainer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def unchanged(trainer: Any) -> Iterator[dict[str, float]]:
-    """Counters, metrics and logs of the trainer are put back; what it logged meanwhile is handed out."""
+    """Counters, metrics and logs of the trainer are restored; what it logged meanwhile is returned."""
     kept = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _plain(value)}
     logged: dict[str, float] = {}
     try:

@@ -1,5 +1,5 @@
-"""What the watch asks of the updates themselves: whether gradients are cleared between two of them, whether the logged
-norm is that of what the optimizer is handed, whether there is a learning rate, and who owns what."""
+"""What the watch checks of the updates themselves: whether gradients are cleared between two of them, whether the
+logged norm is that of what the optimizer is given, whether there is a learning rate, and who owns what."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from earnest.audit.verdict import Finding
 
-ENOUGH = 4  # looks before "always" is said
-SURE = 8  # … where one look alone says little
+ENOUGH = 4  # looks before "always" is reported
+SURE = 8  # … where one look is weak evidence
 MANY = 20  # looks; a warm-up from 0 is over by then, or is seen to rise
 SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
 
 
 @dataclass
 class Cleared:
-    """Between two updates ``.grad`` has to be empty once when a backward arrives. One small parameter is asked, by a
-    hook that is gone at the next update.
+    """Between two updates ``.grad`` has to be empty once when a backward arrives. One small parameter is observed, by a
+    hook that is removed at the next update.
 
-    Two optimizers that take turns clear at the start of their turns, when the other's backward has been through: so it
-    is not the first backward that is asked, but any.
+    Two optimizers that take turns clear at the start of their turns, when the other's backward has been through: so any
+    backward counts, not only the first.
     """
 
     looks: int = 0
@@ -78,7 +78,8 @@ def _any(grad: Tensor | None) -> bool:
 
 @dataclass
 class Norm:
-    """A logged ``grad_norm`` is the whole norm, before a clip or after it: never below what the optimizer is handed."""
+    """A logged ``grad_norm`` is the whole norm, before a clip or after it: never below the norm that the optimizer is
+    given."""
 
     looks: int = 0
     short: int = 0
@@ -103,7 +104,7 @@ class Norm:
             return
         broken = self.short == self.looks
         yield Finding(
-            "MR", "grad_norm", f"at most {self.ratio:.2g} of what the optimizer is handed, in {self.looks} looks",
+            "MR", "grad_norm", f"at most {self.ratio:.2g} of what the optimizer is given, in {self.looks} looks",
             f"≥ {SLACK:g}", "fails" if broken else "holds",
             "The norm that is logged, and perhaps clipped by, is that of a part: one rank's shard, one group, or the "
             "last micro-batch." if broken else "",
@@ -135,8 +136,8 @@ class Rates:
             self.ever |= any(self.now.values())
 
     def full(self, p: Tensor) -> bool:
-        """Whether an update is meant to be seen: at the foot of a warm-up, or the end of a decay, 16 bits lawfully lose
-        it."""
+        """Whether an update is meant to be seen: at the foot of a warm-up, or the end of a decay, 16 bits legitimately
+        lose it."""
         return self.now.get(id(p), 0.0) > 0 and self.now[id(p)] >= 0.5 * self.peaks[id(p)]
 
     def finding(self) -> Iterator[Finding]:
@@ -146,5 +147,5 @@ class Rates:
             "GL", "the learning rate", f"{'above' if self.ever else 'always'} 0 in {self.looks} looks", "above 0",
             "holds" if self.ever else "fails",
             "" if self.ever else "Every group's learning rate is 0 while gradients come: a schedule that was cast to "
-            "whole numbers, or counts epochs. (One that ends at 0 is no fault.)",
+            "whole numbers, or counts epochs. (A schedule that ends at 0 is not an error.)",
         )  # fmt: skip

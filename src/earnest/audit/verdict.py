@@ -1,4 +1,4 @@
-"""What an audit found: one row a law and subject, and never a pass for what was not checked."""
+"""What an audit found: one row per law and subject, and never a pass for what was not checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from earnest.errors import EarnestError
+from earnest.audit.errors import EarnestError
 
 Outcome = Literal["holds", "fails", "not applicable", "not declared"]
 UNCHECKED = "could not be checked ("
@@ -22,7 +22,7 @@ class LawBroken(EarnestError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One law on one subject. ``meaning`` says what a failure means and where to look, for a tired person."""
+    """One law on one subject. ``meaning``: what a failure means, and where to look."""
 
     law: str
     subject: str
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All findings of an audit. ``notes`` say what was different from the user's run while it was audited."""
+    """All findings of an audit. ``notes``: what differed from the user's run during the audit."""
 
     findings: tuple[Finding, ...]
     cost: float = 0.0  # in step times
@@ -46,7 +46,7 @@ class Verdict:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """What could not be checked because something raised: no failure of the step, and no pass either."""
+        """What could not be checked because something raised: neither a failure nor a pass."""
         return tuple(f for f in self.findings if f.measured.startswith(UNCHECKED))
 
     @property
@@ -55,7 +55,7 @@ class Verdict:
         return not self.failures and any(f.outcome == "holds" for f in self.findings)
 
     def raise_if_failed(self) -> Verdict:
-        """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise hand the verdict back."""
+        """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise return the verdict."""
         if not self.holds:
             lines = [f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}" for f in self.failures]
             raise LawBroken(
@@ -103,7 +103,7 @@ def unchecked(code: str, subject: str, error: Exception) -> Finding:
     what = f"{UNCHECKED}{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''})"
     return Finding(
         code, subject, what, "-", "not applicable",
-        "The step runs as it is, and raised when one thing of it was changed: the check has no answer.",
+        "The unchanged step runs, but raised when the law changed something: the law was not checked.",
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Term(Checked):
     gradient), "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current
     its gradient is REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with
     gradient 0), "dormant_at_source" (no gradient while the policy equals the source, or within a threshold of it: see
-    ``woken``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
+    ``activated``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
     """
 
     error: ClassVar[type[EarnestError]] = ObjectiveError
@@ -127,9 +127,9 @@ class Term(Checked):
             return None
         return f"no {' or '.join(self.roles)} row was found for this batch"
 
-    def woken(self, metrics: Mapping[str, float]) -> Self:
-        """This term with its threshold, if it has one, within what these metrics say: what an audit looks at while
-        the term sleeps by design."""
+    def activated(self, metrics: Mapping[str, float]) -> Self:
+        """This term with its threshold, if it has one, within reach of these metrics: what an audit checks while the
+        term is inactive by design."""
         return self
 
     def initial_state(self) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class KLBarrier(Term):
         }
         return Value(loss, f"{self.over} of {view.ran(self.need)} against {self.reference}, tau {self.tau:g}", metrics)
 
-    def woken(self, metrics: Mapping[str, float]) -> Self:
+    def activated(self, metrics: Mapping[str, float]) -> Self:
         return self if metrics["aggregate"] > self.tau else replace(self, tau=0.5 * metrics["aggregate"])
 
     def calibrated(self, batch: Batch, scalars: Scalars, margin: float = 2.0) -> Self:
@@ -204,7 +204,7 @@ class SpectralCap(Term):
         }
         return Value(torch.relu(norms - self.cap).mean(), f"mean excess over {self.cap:g}, {view.ran(need)}", metrics)
 
-    def woken(self, metrics: Mapping[str, float]) -> Self:
+    def activated(self, metrics: Mapping[str, float]) -> Self:
         return self if metrics["sigma_max"] > self.cap else replace(self, cap=0.5 * metrics["sigma"])
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from earnest.audit.alive import prove_alive
 from earnest.errors import EarnestError, NothingToTrain
+from earnest.proving import prove
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.collect import Source, sample_record
@@ -203,7 +203,7 @@ class Loop:
                 f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, so there is nothing "
                 f"to learn from. {WAY_OUT} With check=false the run trains without this check."
             )
-        verdict = prove_alive(self.setup.require_local("check"), objective, batch)
+        verdict = prove(self.setup.require_local("check"), objective, batch, quick=True)
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from earnest import report
 from earnest.adapters.trained import TEMPLATE
-from earnest.audit import Verdict, prove
+from earnest.audit import Verdict
 from earnest.audit.progress import shown
 from earnest.config import LoopConfig, RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
+from earnest.proving import prove
 from earnest.runs import environment, verdicts
 from earnest.runs.evaluate import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free

@@ -21,8 +21,6 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
-from earnest.audit.alive import prove_alive
-from earnest.audit.own import prove
 from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.disk import clean
 from earnest.engines import LocalEngine
@@ -30,6 +28,7 @@ from earnest.errors import EarnestError
 from earnest.models import SampleSpec
 from earnest.objectives import Objective
 from earnest.objectives.needs import LogProb
+from earnest.proving import prove
 from earnest.serve import gate, learning, lessons, versions
 from earnest.serve.attempts import REASON
 from earnest.serve.decode import Batch as Decoding
@@ -288,8 +287,7 @@ class Learner:
             alive = [b for b in ready if len(objective.idle(b)) < len(list(objective.live()))]
             if not alive:
                 raise EarnestError(f"nothing to learn: {'; '.join(objective.idle(ready[0]).values())}")
-            audit = prove_alive if config.audit == "alive" else prove
-            verdict = audit(engine, objective, alive[0])
+            verdict = prove(engine, objective, alive[0], quick=config.audit == "alive")
         curve: list[dict[str, Any]] = []
         for step in range(config.updates):
             for batch in alive:

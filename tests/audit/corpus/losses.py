@@ -65,12 +65,12 @@ def expert_step(added: bool, twice: bool = False) -> Step:
     )
 
 
-@defect("3a", "the load-balancing loss is never added", "KG LAW DF", lambda: expert_step(True))
+@defect("3a", "the load-balancing loss is never added", "KG DF", lambda: expert_step(True))
 def _() -> Step:
     return expert_step(False)
 
 
-@defect("3b", "the load-balancing loss is computed on softmax(softmax(x))", "KG LAW DF", lambda: expert_step(True))
+@defect("3b", "the load-balancing loss is computed on softmax(softmax(x))", "KG DF", lambda: expert_step(True))
 def _() -> Step:
     return expert_step(True, twice=True)
 
@@ -78,7 +78,7 @@ def _() -> Step:
 @defect(
     "10",
     "an all-ones attention mask switches packing off: documents attend each other",
-    "MI",
+    "MI-PACKED",
     lambda: sft_step(packed=True),
 )
 def _() -> Step:
@@ -170,7 +170,7 @@ def reference_step(switched: bool) -> Step:
 
 
 @defect(
-    "16", "the adapter is injected in place: the reference is the adapted model", "IG LAW", lambda: reference_step(True)
+    "16", "the adapter is injected in place: the reference is the adapted model", "IG", lambda: reference_step(True)
 )
 def _() -> Step:
     return reference_step(False)

@@ -56,7 +56,7 @@ def normalised(rewards: Tensor, keepdim: bool) -> Tensor:
     return ((table - mean) / (std + 1e-6)).sum(-1) + rewards - rewards.mean()
 
 
-@defect("4b", "masked_normalize lacks keepdim: statistics broadcast along the wrong axis", "SE LAW",
+@defect("4b", "masked_normalize lacks keepdim: statistics broadcast along the wrong axis", "SE ADV",
         lambda: AdvantageEstimator(lambda r, _: normalised(r, True), "equal", over="batch"))  # fmt: skip
 def _() -> AdvantageEstimator:
     return AdvantageEstimator(lambda r, _: normalised(r, False), "equal", over="batch")
@@ -101,7 +101,7 @@ def outer(start: Tensor, locals_: list[Tensor], alpha: float = 0.0, *, sign: int
     return new
 
 
-@defect("15a", "the pseudo-gradient is local - global: the outer step moves away", "LAW KG", lambda: OuterStep(outer))
+@defect("15a", "the pseudo-gradient is local - global: the outer step moves away", "OUTER KG", lambda: OuterStep(outer))
 def _() -> OuterStep:
     return OuterStep(lambda s, ls, **k: outer(s, ls, sign=-1, **k))
 
@@ -118,7 +118,7 @@ def mixing(in_place: bool) -> OuterStep:
     return OuterStep(step, knobs={"alpha": 0.0})
 
 
-@defect("15b", "lerp is not in place: mixing does nothing", "LAW KG", lambda: mixing(True))
+@defect("15b", "lerp is not in place: mixing does nothing", "OUTER KG", lambda: mixing(True))
 def _() -> OuterStep:
     return mixing(False)
 
@@ -241,7 +241,7 @@ def dare(x: Tensor, density: float, kept: bool = True) -> Tensor:
     return pruned
 
 
-@defect("23", "DARE's rescaling is computed and thrown away", "LAW KG", lambda: Unbiased(dare))
+@defect("23", "DARE's rescaling is computed and thrown away", "UNBIASED KG", lambda: Unbiased(dare))
 def _() -> Unbiased:
     return Unbiased(lambda x, d: dare(x, d, kept=False))
 
@@ -353,7 +353,7 @@ def by_place(rewards: Tensor, groups: Tensor) -> Tensor:
     return (table - table.mean(-1, keepdim=True)).flatten()
 
 
-@defect("28", "prompts are tiled and grouped as if consecutive: advantages across prompts", "LAW RT SE",
+@defect("28", "prompts are tiled and grouped as if consecutive: advantages across prompts", "ADV RT SE",
         lambda: AdvantageEstimator(centred, "equal"))  # fmt: skip
 def _() -> AdvantageEstimator:
     return AdvantageEstimator(by_place, "equal")

@@ -4,7 +4,6 @@ from earnest.audit.law import Law
 from earnest.audit.laws import (
     at_reference,
     averages,
-    behind,
     clipping,
     coverage,
     critic,
@@ -15,7 +14,7 @@ from earnest.audit.laws import (
     finite_difference,
     identical,
     inputs,
-    kl_sides,
+    kl_direction,
     knobs,
     likelihood,
     liveness,
@@ -28,6 +27,7 @@ from earnest.audit.laws import (
     ratio,
     reads,
     rewards,
+    row_length,
     shadow,
     shift,
     splits,
@@ -51,7 +51,7 @@ LAWS: tuple[Law, ...] = tuple(
         at_reference,
         likelihood,
         identical,
-        kl_sides,
+        kl_direction,
         pairs,
         splits,
         masks,
@@ -67,7 +67,7 @@ LAWS: tuple[Law, ...] = tuple(
         direction,
         shadow,
         dropout,
-        behind,
+        row_length,
         targets,
     )
 )

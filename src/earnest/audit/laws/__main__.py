@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from earnest.audit.laws import LAWS
-from earnest.audit.mutation import LAW as MU
 from earnest.audit.subjects import LAWS as SUBJECTS
 
 
 def table() -> str:
-    lines = ["| law | says | needs | what fools it | would have caught |", "|---|---|---|---|---|"]
-    for law in (*LAWS, *SUBJECTS, MU):
+    lines = ["| law | statement | needs | exceptions | detects |", "|---|---|---|---|---|"]
+    for law in (*LAWS, *SUBJECTS):
         cells = (f"{law.code}, {law.name}", law.sentence, law.needs, law.traps, law.caught)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""How much of an update arrives in parameters of 16 bits: a part of GL.
+"""How much of an update 16-bit parameters receive: a part of GL.
 
 share = ⟨Δp, Δq⟩ / ⟨Δq, Δq⟩,  Δq being what the same optimizer does to a copy q of p in fp32
 
-One update says little where the optimizer keeps what it could not write (a master copy, Kahan's compensation) or rounds
-at random: those arrive with time. So where little arrives, the same gradient is handed over again and again; where it
-is only rounded to nearest, that changes nothing. No law's gradient is needed for that, and the cost is optimizer steps.
+Optimizers with master weights, Kahan summation or stochastic rounding may apply an update later. So where little
+changed, the same gradient is applied again and again; with plain rounding to nearest that changes nothing. No law's
+gradient is needed for that, and the cost is optimizer steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from earnest.audit.restore import held, seeded
 
 COARSE = 1e-4  # the eps of fp32 is far below, those of bf16 and fp16 above
 SHARE = 0.5  # rounding to nearest that is fair overall keeps about all of an update
-ENTRIES = 2**24  # at most so many entries are followed, of parameters spread over the model
+ENTRIES = 2**24  # at most N entries are followed, of parameters spread over the model
 REPEATS = 256  # of the same gradient; fewer where they take long
 LONG = 2**20
 
@@ -73,7 +73,7 @@ def after_warmup(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _handed(probe: Probe, gradient: Gradient, still: list[str]) -> dict[str, Tensor]:
-    """The clipped gradient of what is followed: what stood still first, then parameters spread over the model."""
+    """The clipped gradient of what is followed: what stayed constant first, then parameters spread over the model."""
     step = probe.step
     assert step.optimizer is not None
     owned = {id(p) for group in step.optimizer.param_groups for p in group["params"]}

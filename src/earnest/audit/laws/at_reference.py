@@ -1,4 +1,4 @@
-"""LAW, penalties: at the reference a KL penalty is 0 and pulls nowhere.
+"""KL-ZERO, penalties: at the reference a KL penalty is 0 and has a zero gradient.
 
 lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is
 no loss)
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
@@ -21,17 +21,17 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     if not named:
         why = "no term has a metric named like a kl"
-        yield Finding("LAW", "a penalty at the reference", why, "-", "not applicable")
+        yield LAW.not_applicable("a penalty at the reference", why)
         return
     if step.logprobs is None:
-        yield not_declared("LAW", "a penalty at the reference", "logprobs=lambda model, batch: …")
+        yield LAW.not_declared("a penalty at the reference", "logprobs=lambda model, batch: …")
         return
     key = step.roles["reference"]
-    with probe.kicked():
+    with probe.perturbed():
         away = probe.off_policy()
         now = probe.now()
         if now.shape != away[key].shape:
-            yield Finding("LAW", "a penalty at the reference", "other shapes than logprobs has", "-", "not applicable")
+            yield LAW.not_applicable("a penalty at the reference", "other shapes than logprobs has")
             return
         at = {**away, key: now.to(away[key].dtype)}
         for metric, knob in named.items():
@@ -48,7 +48,7 @@ def check(probe: Probe) -> Iterator[Finding]:
                 f"value {value:.2g}, own gradient {here / max(usual, 1e-300):.2g} of the usual",
                 "0 and 0",
                 abs(value) <= room and here <= room * max(usual, 1e-300),
-                f"Where the policy equals the reference, {metric} must be 0 and pull nowhere. It does not: the "
+                f"Where the policy equals the reference, {metric} must be 0 and have a zero gradient. It does not: the "
                 "estimator's formula is off, or it is k1, whose gradient has no reference in it.",
             )
 
@@ -59,12 +59,12 @@ def _about_the_reference(metric: str) -> bool:
 
 
 LAW = Law(
-    code="LAW",
+    code="KL-ZERO",
     name="at the reference",
-    sentence="At the reference a KL penalty is 0 and pulls nowhere.",
+    sentence="At the reference a KL penalty has value 0 and a zero gradient.",
     needs="terms with a metric named kl; role reference with per-token log-probs; logprobs=fn",
-    how="The reference is set to what the policy says now; the term's own gradient is the difference between two "
-    "weights.",
+    how="The reference log-probs are set to the current policy's; the term's own gradient is the difference between "
+    "two weights.",
     traps="k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.",
     caught="CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and not the one that is trained",
     check=check,

@@ -1,4 +1,4 @@
-"""MR: a metric that is an average does not see how many rows there are, nor how far they are padded.
+"""MR-MEAN: a metric that is an average does not depend on the number of rows or on the padding.
 
 every row twice          the same number; or as many times as the loss itself, where that is a sum
 3 columns of padding     the same number
@@ -16,7 +16,7 @@ from earnest.audit.verdict import Finding
 
 USUAL = {"kl", "entropy", "accuracy", "accuracies", "margin", "margins", "ratio", "clipfrac", "frac", "fraction",
          "nll", "perplexity", "ppl", "logp", "logps", "logprob", "logprobs", "loss"}  # fmt: skip
-# Sums, extremes, spreads and lengths lawfully see the rows or the padding.
+# Sums, extremes, spreads and lengths may depend on the rows or the padding.
 APART = {"sum", "total", "count", "num", "tokens", "max", "min", "pad", "padding", "padded", "length", "len", "std",
          "var", "time", "step", "lr", "sec"}  # fmt: skip
 
@@ -25,9 +25,9 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     names = [n for n in probe.look().metrics if is_average(probe, n)]
     if not names:
-        yield Finding("MR", "averages", "no metric that is known to be one", "-", "not applicable")
+        yield LAW.not_applicable("averages", "no metric that is known to be one")
         return
-    with probe.kicked():
+    with probe.perturbed():
         here = probe.look()
         changes = {"3 more columns of padding": list(edits.paddings(step))} if _paddable(probe) else {}
         if step.rows > 1 and not step.rows_interact:
@@ -38,8 +38,9 @@ def check(probe: Probe) -> Iterator[Finding]:
                 try:
                     found = probe.fair(_compare(probe, subject, names, here, probe.look(batch)))
                 except Exception as error:
-                    found = found or Finding("MR", f"averages, {subject}", f"cannot be run ({type(error).__name__})",
-                                             "-", "not applicable", str(error)[:120])  # fmt: skip
+                    found = found or LAW.not_applicable(
+                        f"averages, {subject}", f"cannot be run ({type(error).__name__})", str(error)[:120]
+                    )
                 if found.outcome == "holds":
                     break
             if found is not None:
@@ -80,9 +81,9 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there:
 
 
 LAW = Law(
-    code="MR",
+    code="MR-MEAN",
     name="averages",
-    sentence="A metric that is an average does not see how many rows there are, nor how far they are padded.",
+    sentence="A metric that is an average does not depend on the number of rows or on the padding.",
     needs="a step that returns (loss, metrics) under usual names, or metrics=… and terms; ids and a mask for padding",
     how="Metrics of the batch with every row twice, and with three more columns of padding.",
     traps="Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, "

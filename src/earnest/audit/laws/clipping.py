@@ -1,9 +1,9 @@
-"""LAW, clips: a pessimistic clip at ε is silent only where the ratio has already gone the way that the advantage asks.
+"""PG-CLIP: clipping at ε zeroes a token's gradient only where its ratio has moved past the bound as its advantage
+wants.
 
-ratio in (1-ε, 1+ε)        every token pulls, whatever the sign of its advantage
-ratio > 1+ε, A > 0         pulls less than inside (for a hard clip: not at all); likewise ratio < 1-ε, A < 0
-ratio > 1+ε, A < 0         still pulls: what became likely and was bad must be able to come back; likewise the other
-side
+ratio in (1-ε, 1+ε)   every token has a gradient, whatever the sign of its advantage
+ratio > 1+ε, A > 0    a smaller gradient than inside (a hard clip: 0); likewise ratio < 1-ε, A < 0
+ratio > 1+ε, A < 0    a gradient: a token that became likely and was bad must become unlikely; likewise the other side
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.laws.clip_names import HIGH, LOW, last
 from earnest.audit.laws.on_policy import on_policy
-from earnest.audit.laws.ratio import at_one, pull, slopes, whitening
+from earnest.audit.laws.ratio import at_one, slopes, token_weights, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 DONE, UNDONE = 0.7, 0.1
-INSIDE = 0.3  # of the usual pull: soft clips fade inside their range, a lost sign or a wrong bound is at 0
+INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 Case = tuple[float, int]
 
 
@@ -32,43 +32,43 @@ def check(probe: Probe) -> Iterator[Finding]:
     if step.kind != "policy gradient" or step.ratio_role not in step.roles:
         return
     if not {"advantages", "rewards"} & step.roles.keys():
-        yield not_declared("LAW", "clip", 'roles={"advantages": …} (or "rewards")')
+        yield LAW.not_declared("clip", 'roles={"advantages": …} (or "rewards")')
         return
     low, high = clip_range(probe)
     if low is None or high is None:
-        yield Finding("LAW", "clip", "no knob named like a clip, with a value below 1", "-", "not applicable")
+        yield LAW.not_applicable("clip", "no setting is named like a clip and has a value below 1")
         return
     if step.logprobs is None:
-        yield not_declared("LAW", "clip", "logprobs=lambda model, batch: …")
+        yield LAW.not_declared("clip", "logprobs=lambda model, batch: …")
         return
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
-    with probe.kicked():
+    with probe.perturbed():
         how = whitening(probe) if "advantages" in step.roles else None
-        if how is not None:  # the sign that a row is given is not the sign that its ratio meets
-            yield Finding("LAW", "clip", how, "-", "not applicable")
+        if how is not None:  # the sign of a row's advantage in the loss differs from the given one
+            yield LAW.not_applicable("clip", how)
             return
-        pulls = _pulls(probe, cases, probe.step.quiet)
+        pulls = _pulls(probe, cases, probe.step.terms_off)
         if isinstance(pulls, str):
-            yield Finding("LAW", "clip", pulls, "-", "not applicable")
+            yield LAW.not_applicable("clip", pulls)
             return
         other = None
         if not _right(pulls):
-            again = _pulls(probe, cases, probe.step.quiet, rows=True)
+            again = _pulls(probe, cases, probe.step.terms_off, rows=True)
             pulls = again if not isinstance(again, str) and _right(again) else pulls
         if step.drops_tokens and not _right(pulls):
-            yield Finding("LAW", "clip", "tokens are dropped by declaration", "-", "not applicable")
+            yield LAW.not_applicable("clip", "tokens are dropped by declaration")
             return
         if pulls[0] <= INSIDE or pulls[2] <= UNDONE:
-            other = _silencer(probe, cases)
+            other = _other_threshold(probe, cases)
     inside, done, undone = pulls
     if other is not None:
-        why = f"{other} silences tokens here, and not the clip."
-        yield Finding("LAW", "clip", f"silent inside its range, unless {other} is far away", "-", "not applicable", why)
+        why = f"{other} removes tokens here, and not the clip."
+        yield LAW.not_applicable("clip", f"no gradient inside its range, unless {other} is far away", why)
         return
-    yield _finding("inside the clip range", inside, "every token pulls", inside > INSIDE)
-    yield _finding("outside, already done", done, "pulls less than inside", done < DONE)
-    yield _finding("outside, to be undone", undone, "pulls", undone > UNDONE)
+    yield _finding("inside the clip range", inside, "every token has a gradient", inside > INSIDE)
+    yield _finding("outside, already done", done, "a smaller gradient than inside", done < DONE)
+    yield _finding("outside, to be undone", undone, "a gradient", undone > UNDONE)
 
 
 def _right(pulls: tuple[float, float, float]) -> bool:
@@ -78,19 +78,20 @@ def _right(pulls: tuple[float, float, float]) -> bool:
 def _finding(subject: str, measured: float, expected: str, holds: bool) -> Finding:
     return LAW.finding(
         f"clip: {subject}",
-        f"pull {measured:.2g} of the usual",
+        f"gradient {measured:.2g} of the usual",
         expected,
         holds,
-        "The clip does not do what a pessimistic clip does: a bound is wrong on one side, minimum and maximum are "
-        "swapped, or one of two uses of the setting is ignored. (A threshold that silences whole rows does this too: "
-        "declare it as a knob.)",
+        "This is not how a pessimistic clip acts: a bound is wrong on one side, minimum and maximum are "
+        "swapped, or one of two uses of the setting is ignored. (A threshold that removes whole rows has the same "
+        "effect: "
+        "declare it in knobs.)",
     )
 
 
-def _silencer(probe: Probe, cases: list[Case]) -> str | None:
-    """Another setting that is inert at ratio 1 and gives the pull back when it is far away: a threshold on the distance
-    to the sampler, say, whose silence is not the clip's."""
-    step, quiet = probe.step, probe.step.quiet
+def _other_threshold(probe: Probe, cases: list[Case]) -> str | None:
+    """Another setting that has no effect at ratio 1 and restores the gradient when it is far away: for example a
+    threshold on the distance to the sampler."""
+    step, quiet = probe.step, probe.step.terms_off
     for knob, value in step.knobs.items():
         known = knob in quiet or last(knob) in LOW + HIGH or isinstance(value, bool)
         if known or not isinstance(value, int | float) or not value or not probe.afford(3, keep=0):
@@ -120,37 +121,37 @@ def _value(probe: Probe, names: tuple[str, ...]) -> float | None:
 def _pulls(
     probe: Probe, cases: list[Case], knobs: Mapping[str, Any], rows: bool = False
 ) -> tuple[float, float, float] | str:
-    """How hard tokens pull against how hard they pull at ratio 1: the least inside the range, the most where it is
-    already done, the least where it is to be undone. Or why that cannot be asked. ``rows``: the ratio is a product over
-    a row, and every token gets its share."""
+    """Per-token gradient weights relative to those at ratio 1: the least inside the range, the largest where the ratio
+    is past the bound in the rewarded direction, the least where it is past the other bound. Or why they cannot be
+    measured. ``rows``: the ratio is a product over a row, and every token gets its share."""
     step, base = probe.step, dict(on_policy(probe))
     ours, here = "advantages" in step.roles, at_one(probe).inputs
-    usual, reference = pull(here), here.get("reference")
+    usual, reference = token_weights(here), here.get("reference")
     if ours:
         a: Tensor = base[step.roles["advantages"]]
         base[step.roles["advantages"]] = a.abs()
         if usual is not None:
-            usual = usual.abs()  # linear in the advantages, which has its own law; unless one sign has no pull at all
+            usual = usual.abs()  # linear in the advantages (its own law), unless one sign has a zero gradient
             on = edits.fit(edits.supervised(step), usual)
             asked = (a != 0).reshape(len(a), -1).any(-1) & (True if on is None else on.flatten(1).any(-1))
             if not bool(usual.flatten(1).any(-1)[asked].all()):
-                usual = pull(slopes(probe, ("behaviour", "proximal"), base, knobs).inputs)
+                usual = token_weights(slopes(probe, ("behaviour", "proximal"), base, knobs).inputs)
     if usual is None or not bool((usual != 0).any()):
         return "the ratio is under a stop-gradient, it has no slope"
     if reference is not None and bool((reference != 0).any()):
-        return "the rewards hold a KL to the reference, and with it the behaviour"
+        return "the rewards contain a KL to the reference, and with it the behaviour"
     found: dict[int, float] = {}
     plans = _given_signs(probe, cases, base) if ours else _own_signs(cases, usual, found)
     for chosen, sign in plans:
         _measure(probe, cases, base, knobs, usual, chosen, sign, found, rows)
     pairs = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
     if not all(pairs) or (ours and len(found) < len(cases)):
-        return "no row with a pull for every side of the clip"
+        return "no row has a gradient for every side of the clip"
     return min(pairs[0]), max(pairs[1]), min(pairs[2])
 
 
 def _given_signs(probe: Probe, cases: list[Case], base: edits.Batch) -> Iterator[tuple[list[int], Tensor | None]]:
-    """A case for every row, and the sign that its advantage is given for it."""
+    """A case for every row, and the sign of its advantage in that case."""
     step = probe.step
     rows, a = len(base[step.roles[step.ratio_role]]), base[step.roles["advantages"]]
     for start in range(0, len(cases), rows):
@@ -159,8 +160,8 @@ def _given_signs(probe: Probe, cases: list[Case], base: edits.Batch) -> Iterator
 
 
 def _own_signs(cases: list[Case], pulls: Tensor, found: dict[int, float]) -> Iterator[tuple[list[int], Tensor | None]]:
-    """The step makes its advantages; their signs are those of the pull at ratio 1, and each row gets a case of its
-    sign, in turns until all are ``found`` or every row has had each."""
+    """The step computes its advantages: their signs are those of the gradient weights at ratio 1. Each row gets a case
+    of its sign, in turns until all are ``found`` or every row has had each."""
     signs = [+1 if total > 0 else -1 for total in pulls.flatten(1).sum(-1).tolist()]
     by_sign = {sign: [c for c, case in enumerate(cases) if case[1] == sign] for sign in (+1, -1)}
     before = [signs[:row].count(sign) for row, sign in enumerate(signs)]
@@ -187,16 +188,16 @@ def _measure(
     count = (usual != 0).reshape(len(usual), -1).sum(-1).clamp(min=1).reshape(shape) if rows else 1
     moved = behaviour - ratio.log() / count
     possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
-    # The sampler's log-probs go with the trainer's, so that the gap between the two stays 0.
+    # The sampler's log-probs change with the trainer's, so that the gap between the two stays 0.
     both = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
     batch = {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}
     if sign is not None:
         a = base[step.roles["advantages"]]
         batch[step.roles["advantages"]] = a * sign.reshape(-1, *[1] * (a.ndim - 1))
-    slope = pull(slopes(probe, ("behaviour", "proximal"), batch, knobs).inputs)
+    slope = token_weights(slopes(probe, ("behaviour", "proximal"), batch, knobs).inputs)
     slope = torch.zeros_like(usual) if slope is None else slope
     for row, case in enumerate(chosen):
-        # Of a row that has both signs, only the tokens that its case is about.
+        # In a row with both signs, only the tokens of the case's sign.
         on = possible[row] & ((usual[row] != 0) if sign is not None else usual[row] * cases[case][1] > 0)
         whole = float((usual[row].abs() * on).sum())
         if whole > 0:
@@ -206,15 +207,17 @@ def _measure(
 
 
 LAW = Law(
-    code="LAW",
+    code="PG-CLIP",
     name="clipping",
-    sentence="A pessimistic clip is silent only where the ratio has already gone the way that the advantage asks.",
-    needs="a knob named like a clip, with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn",
-    how="Rows are put at ratios inside and outside the range; each token's own pull is the loss's slope by its "
-    "behaviour and proximal together. Where the step makes its advantages, their signs are read off at ratio 1.",
-    traps="A threshold that silences rows is found among the declared knobs. Soft clips (SAPO) and one-sided ones "
-    "(CISPO) have settings of other names and are not asked.",
-    caught="swapped minimum and maximum, a clip that is obeyed on one side only, TRL #4499",
+    sentence="Clipping may zero a token's gradient only when its ratio has already moved past the bound in the "
+    "direction that its advantage rewards.",
+    needs="a setting named like a clip, with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn",
+    how="Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's "
+    "derivative by its behaviour and proximal log-probs together. Where the step computes its own advantages, their "
+    "signs are measured at ratio 1.",
+    traps="A threshold that removes whole rows is searched among the declared settings. Soft clips (SAPO) and "
+    "one-sided ones (CISPO) have settings with other names and are not checked.",
+    caught="minimum and maximum swapped, a clip that acts on one side only, TRL #4499",
     check=check,
     quick=False,
 )

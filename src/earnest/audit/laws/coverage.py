@@ -1,4 +1,4 @@
-"""CV: every supervised position matters, the last one of a completion too; the supervised share is neither 0 nor 1."""
+"""CV: every supervised position has a gradient, the last one of a completion too; the share is neither 0 nor 1."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding, unchecked
+from earnest.audit.verdict import Finding
 
 ROWS = 2
 ANSWERS = "every answer's last token"
@@ -25,7 +25,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         if on is None:
             return
     if on is None:
-        yield not_declared("CV", "supervised positions", 'roles={"mask": …} or {"labels": …}')
+        yield LAW.not_declared("supervised positions", 'roles={"mask": …} or {"labels": …}')
         return
     on = on if on.ndim == 2 else on.flatten(2).any(-1) if on.ndim > 2 else on[:, None]
     share = _share(step.value("attention"), on)
@@ -47,7 +47,7 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 def _share(attention: Tensor | None, on: Tensor) -> float:
-    """Supervised tokens among the real ones; an attention mask that is not beside them says nothing."""
+    """Supervised tokens among the real ones; an attention mask of another width is ignored."""
     fits = attention is not None and attention.ndim == 2 and attention.shape[1] - on.shape[1] in (0, 1)
     real = int((attention != 0).sum()) if attention is not None and fits else on.numel()
     return int(on.sum()) / max(real, 1)
@@ -67,7 +67,7 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     if role is None and step.kind == "sft" and "mask" in step.roles and not step.drops_tokens:
         role = "mask"
     if role is None:
-        yield not_declared("CV", "every supervised position", "labels, or a signal with one value a token")
+        yield LAW.not_declared("every supervised position", "labels, or a signal with one value per token")
         return
     key = step.roles[role]
     bounds = edits.bounds(step, role) if role == "teacher" else None
@@ -87,52 +87,52 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
     flat = weighed
     if not bool(flat.any()):
-        yield Finding("CV", "every supervised position", f"no position to ask{aside}", "-", "not applicable")
+        yield LAW.not_applicable("every supervised position", f"no position to check{aside}")
         return
-    felt = _slopes(probe, role, flat)
-    if felt is not None:
-        quiet = [(row, place, f"{place}th") for row, place in (flat & ~felt).nonzero().tolist()]
+    found_by_slope = _slopes(probe, role, flat)
+    if found_by_slope is not None:
+        unreached = [(row, place, f"{place}th") for row, place in (flat & ~found_by_slope).nonzero().tolist()]
         count = int(flat.sum())
-        found = f"{count - len(quiet)} of {count}" if quiet else f"all {count}"
-        yield _verdict(probe, quiet, count, f"{found} matter (through {key!r}){aside}")
+        found = f"{count - len(unreached)} of {count}" if unreached else f"all {count}"
+        yield _verdict(probe, unreached, count, f"{found} matter (through {key!r}){aside}")
         return
     asked: list[tuple[int, int, str]] = []
     for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
         places = flat[row].nonzero()[:, 0].tolist()
         ends = {places[-1]: "last", places[0]: "first"} if not asked else {places[-1]: "last"}
         asked += [(row, place, what) for place, what in ends.items()]
-    silent: list[tuple[int, int, str]] = []
+    missing: list[tuple[int, int, str]] = []
     where_only = False
     for number, one in enumerate(asked):
-        if number > len(silent) and not probe.afford(1 if role in ("labels", "mask") else 3, keep=_later(probe)):
+        if number > len(missing) and not probe.afford(1 if role in ("labels", "mask") else 3, keep=_later(probe)):
             asked = asked[:number]
             break
         spot = _at(flat, *one[:2])
-        if _felt(probe, role, spot, where_only):
+        if _matters(probe, role, spot, where_only):
             continue
         if one is asked[0] and role == "labels" and labels_say_where(probe):
-            where_only, aside = True, f"{aside}; labels only say where, and are taken away"
-            if _felt(probe, role, spot, where_only):
+            where_only, aside = True, f"{aside}; labels only mark positions, and are removed"
+            if _matters(probe, role, spot, where_only):
                 continue
-        silent.append(one)
+        missing.append(one)
     yield _verdict(
-        probe, silent, len(asked), f"{len(asked) - len(silent)} of {len(asked)} matter (through {key!r}){aside}"
+        probe, missing, len(asked), f"{len(asked) - len(missing)} of {len(asked)} matter (through {key!r}){aside}"
     )
 
 
 def _later(probe: Probe) -> float:
-    """What the laws to come need: slopes in 16 bits are asked of a copy in fp32."""
+    """The cost that later laws need: in 16 bits finite differences use a copy in fp32."""
     return 8.0 if probe.coarse else 6.0
 
 
-def _verdict(probe: Probe, silent: list[tuple[int, int, str]], count: int, measured: str) -> Finding:
+def _verdict(probe: Probe, missing: list[tuple[int, int, str]], count: int, measured: str) -> Finding:
     dropped = probe.step.drops_tokens
     return LAW.finding(
         "every supervised position",
         measured,
         "some, tokens are dropped by declaration" if dropped else "all",
-        ("holds" if len(silent) < count else "not applicable") if dropped else not silent,
-        f"{', '.join(f'the {what} one of row {row}' for row, _, what in silent[:4])} is in the mask and not in the "
+        ("holds" if len(missing) < count else "not applicable") if dropped else not missing,
+        f"{', '.join(f'the {what} one of row {row}' for row, _, what in missing[:4])} is in the mask and not in the "
         "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
         "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
     )
@@ -145,7 +145,7 @@ def _at(flat: Tensor, row: int, place: int) -> Tensor:
 
 
 def labels_say_where(probe: Probe) -> bool:
-    """Whether other labels teach the same: they only say where, while the ids say what."""
+    """Whether other labels give the same gradient: then labels only mark positions and the ids are the targets."""
     if probe not in _WHERE:
         key = probe.step.roles["labels"]
         labels = probe.step.batch[key]
@@ -155,7 +155,7 @@ def labels_say_where(probe: Probe) -> bool:
 
 
 def known_to_say_where(probe: Probe) -> bool:
-    """The same, if it was asked before."""
+    """The same, if it was measured before."""
     return _WHERE.get(probe, False)
 
 
@@ -173,25 +173,25 @@ def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
 
 
 def _slopes(probe: Probe, role: str, flat: Tensor) -> Tensor | None:
-    """Where the loss has a slope by the signal; None where slopes do not tell.
+    """Where the loss has a derivative by the signal; None where derivatives do not show it.
 
-    A clipped token has none under one sign of its advantage, so those that are silent are asked under the other one;
-    and what is then still silent with behaviour = the policy as it is, where no clip acts.
+    A clipped token has none under one sign of its advantage, so tokens without one are tried under the other sign, and
+    then with behaviour = current policy, where no clip acts.
     """
     step = probe.step
     if not step.batch[step.roles[role]].is_floating_point():
         return None
-    felt = torch.zeros_like(flat)
+    found_by_slope = torch.zeros_like(flat)
     asked = [lambda: dict(step.batch), lambda: edits.opposite(step, step.batch), lambda: _at_ratio_one(probe, role)]
     for make in asked:
         batch = make()
         slope = None if batch is None else probe.slope(role, batch)
         if slope is None:
             return None
-        felt = felt | (slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1))
-        if bool(felt[flat].all()):
-            return felt
-    return felt if bool(felt[flat].any()) else None
+        found_by_slope = found_by_slope | (slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1))
+        if bool(found_by_slope[flat].all()):
+            return found_by_slope
+    return found_by_slope if bool(found_by_slope[flat].any()) else None
 
 
 def _at_ratio_one(probe: Probe, role: str) -> edits.Batch | None:
@@ -204,38 +204,38 @@ def _at_ratio_one(probe: Probe, role: str) -> edits.Batch | None:
     return {**step.batch, **{k: probe.now().reshape(step.batch[k].shape).to(step.batch[k].dtype) for k in keys}}
 
 
-def _felt(probe: Probe, role: str, only: Tensor, silenced: bool) -> bool:
+def _matters(probe: Probe, role: str, only: Tensor, removed: bool) -> bool:
     """Whether any other value of this one token's signal changes the gradient; the opposite advantages are tried
     last."""
     for base in (probe.step.batch, edits.opposite(probe.step, probe.step.batch)):
         if base is None:
             continue
         origin = probe.gradient(base)
-        changes = _silence(probe, dict(base), only) if silenced else _changes(probe, dict(base), role, only)
+        changes = _removed(probe, dict(base), only) if removed else _changes(probe, dict(base), role, only)
         if any(probe.differs(origin, probe.gradient(changed)) for changed in changes):
             return True
     return False
 
 
-def _silence(probe: Probe, base: edits.Batch, only: Tensor) -> Iterator[edits.Batch]:
+def _removed(probe: Probe, base: edits.Batch, only: Tensor) -> Iterator[edits.Batch]:
     key = probe.step.roles["labels"]
     yield {**base, key: torch.where(only, -100, base[key])}
 
 
 def _answers(probe: Probe) -> Iterator[Finding]:
-    """The last token of either answer of a few pairs, one at a time: another id there teaches something else."""
+    """The last token of either answer of a few pairs, one at a time: another id there changes the gradient."""
     step = probe.step
-    silent: list[str] = []
+    missing: list[str] = []
     tried = flat = 0
     for side in edits.SIDES:
         ids: Tensor = step.batch[step.roles[side]]
         on = next((v for v in (step.value(f"{side}_mask"), step.value(f"{side}_attention")) if v is not None), None)
         if on is None or ids.ndim != 2 or on.ndim != 2 or ids.shape[1] - on.shape[1] not in (0, 1):
-            yield not_declared("CV", ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
+            yield LAW.not_declared(ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
             return
         on = torch.nn.functional.pad(on != 0, (ids.shape[1] - on.shape[1], 0))
         for number, row in enumerate(on.any(-1).nonzero()[:ROWS, 0].tolist()):
-            if number and not silent and not probe.afford(2, keep=_later(probe)):
+            if number and not missing and not probe.afford(2, keep=_later(probe)):
                 break
             last = int(on[row].nonzero()[-1])
             other = edits.other_ids(step, ids, _at(on, row, last))
@@ -245,22 +245,22 @@ def _answers(probe: Probe) -> Iterator[Finding]:
             try:
                 pulls = probe.gradient(edits.take_rows(step, torch.tensor([row]))).norm()
             except Exception as error:
-                yield unchecked("CV", ANSWERS, error)
+                yield LAW.unchecked(ANSWERS, error)
                 return
             if pulls > 0:
-                silent.append(f"the {side} answer of pair {row}")
-            else:  # beyond the margin of a hinge, say
+                missing.append(f"the {side} answer of pair {row}")
+            else:  # for example beyond the margin of a hinge
                 flat += 1
     if tried == flat:
-        yield Finding("CV", ANSWERS, f"none of {tried} pairs pulls", "-", "not applicable")
+        yield LAW.not_applicable(ANSWERS, f"none of {tried} pairs has a gradient")
         return
-    aside = f"; {flat} of pairs that do not pull are left out" if flat else ""
+    aside = f"; {flat} of pairs without a gradient are left out" if flat else ""
     yield LAW.finding(
         ANSWERS,
-        f"{tried - flat - len(silent)} of {tried - flat} matter{aside}",
+        f"{tried - flat - len(missing)} of {tried - flat} matter{aside}",
         "all",
-        not silent or step.drops_tokens,
-        f"The last token of {', '.join(silent[:4])} is not in the gradient: it is cut off by a shift, masked because "
+        not missing or step.drops_tokens,
+        f"The last token of {', '.join(missing[:4])} is not in the gradient: it is cut off by a shift, masked because "
         "its id equals the padding's, or the reward is read at another token.",
     )
 
@@ -278,8 +278,8 @@ def _fit(role: str, on: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterator[edits.Batch]:
-    """Other values for one token, of which at least one must be felt. A clipped token is silent under its own
-    advantage and speaks under the opposite one; a ratio just outside its clip comes back inside from one side."""
+    """Other values for one token, of which at least one must change the gradient. A clipped token has a zero gradient
+    under its own advantage and not under the opposite one; a ratio just outside its clip comes back from one side."""
     step, key = probe.step, probe.step.roles[role]
     old: Tensor = base[key]
     where = only
@@ -304,12 +304,13 @@ def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterat
 LAW = Law(
     code="CV",
     name="coverage",
-    sentence="Every supervised position matters, the terminal token too, and the supervised share is neither 0 nor 1.",
+    sentence="Every supervised position has a gradient, the terminal token too, and the supervised share is neither 0 "
+    "nor 1.",
     needs="roles mask or labels, or chosen_mask and rejected_mask; ids and tokenizer to show the span",
     how="The signal of single supervised tokens is changed, and each must move the gradient.",
-    traps="A token whose ratio is clipped is silent by design under one sign of its advantage, so both are tried. Rows "
-    "of advantage 0 are silent under both, and left out, and so are pairs beyond a hinge. A loss that leaves out "
-    "tokens on purpose declares drops_tokens=True.",
+    traps="A clipped token has a zero gradient by design under one sign of its advantage, so both signs are tried. "
+    "Rows of advantage 0 have none under either sign and are left out, and so are pairs beyond a hinge. A loss that "
+    "drops tokens on purpose declares drops_tokens=True.",
     caught="Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos",
     check=check,
     quick=False,

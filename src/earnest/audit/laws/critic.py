@@ -1,6 +1,6 @@
-"""LAW, critics: the value loss counts the larger of two errors, and the policy's loss leaves the critic alone.
+"""PG-CRITIC: the value loss takes the larger of two errors, and the policy's loss has no gradient in the critic.
 
-old values far away   max((v - R)², (clipped v - R)²) feels where they are; a minimum does not
+old values far away   max((v - R)², (clipped v - R)²) depends on them; a minimum does not
 terms at weight 0     what the log-probs do not depend on, and a declared term trains, gets no gradient
 """
 
@@ -24,15 +24,15 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.kind != "policy gradient" or not {"values", "returns"} & step.roles.keys():
         return
-    with probe.kicked():
+    with probe.perturbed():
         if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
             yield _larger_error(probe)
         if step.logprobs is not None and step.terms:
-            yield _apart(probe)
+            yield _critic_untouched(probe)
 
 
 def _larger_error(probe: Probe) -> Finding:
-    """Two sets of old values, both far from every return. A rule that takes the smaller error sees neither."""
+    """Two sets of old values, both far from every return. A rule that takes the smaller error depends on neither."""
     step, base = probe.step, probe.off_policy()
     key = step.roles["values"]
     largest = max(float(base[step.roles[r]].float().abs().max()) for r in ("values", "returns"))
@@ -43,7 +43,7 @@ def _larger_error(probe: Probe) -> Finding:
         if len(losses) > 1 and not apart <= 4 * probe.noise() * abs(losses[0]):
             break
     if not all(map(math.isfinite, losses)):
-        return Finding("LAW", "old values that are far away", "the loss overflows there", "-", "not applicable")
+        return LAW.not_applicable("old values that are far away", "the loss overflows there")
     return LAW.finding(
         "old values that are far away",
         f"the loss is {losses[0]:.4g} with one set, {losses[-1]:.4g} with another",
@@ -51,7 +51,7 @@ def _larger_error(probe: Probe) -> Finding:
         apart > 4 * probe.noise() * abs(losses[0]),
         "Old values that are a thousand times too large do not matter, so of the plain and the clipped value error the "
         "smaller one counts: a pessimistic clip takes the maximum. With the minimum, values that went the wrong way "
-        "are never drawn back.",
+        "are never corrected.",
     )
 
 
@@ -60,10 +60,10 @@ def _far(probe: Probe, old: Tensor, largest: float, salt: int) -> Tensor:
     return (FAR * max(largest, 1.0) * (0.3 + noise.abs()) * noise.sign()).to(old.dtype)
 
 
-def _apart(probe: Probe) -> Finding:
+def _critic_untouched(probe: Probe) -> Finding:
     """Parameters that the log-probs do not reach, that a declared term trains, and that still move when all terms are
     off."""
-    step, batch, subject = probe.step, probe.off_policy(), "the policy's loss leaves the critic alone"
+    step, batch, subject = probe.step, probe.off_policy(), "the policy's loss has no gradient in the critic"
     assert step.logprobs is not None
     probe.cost += 1
     with seeded(step.seed), torch.enable_grad():
@@ -71,8 +71,8 @@ def _apart(probe: Probe) -> Finding:
     reached = dict(zip(probe.parameters, probe.differentiate(now.sum(), list(probe.parameters.values())), strict=True))
     apart = [name for name, g in reached.items() if g is None]
     if not apart:
-        return Finding("LAW", subject, "log-probs depend on every parameter", "-", "not applicable")
-    full, alone = probe.gradient(batch), probe.gradient(batch, step.quiet)
+        return LAW.not_applicable(subject, "log-probs depend on every parameter")
+    full, alone = probe.gradient(batch), probe.gradient(batch, step.terms_off)
     usual = full.norm()
 
     def size(g: Tensor | None) -> float:
@@ -89,7 +89,7 @@ def _apart(probe: Probe) -> Finding:
         "none",
         not pulled,
         f"With every declared term at weight 0, {', '.join(pulled[:3])} still gets a gradient, and the log-probs do "
-        "not depend on it: the policy's loss reaches into the critic, through advantages that are not detached.",
+        "not depend on it: the policy's loss depends on the critic through advantages that are not detached.",
     )
 
 
@@ -98,14 +98,14 @@ def _differs(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 LAW = Law(
-    code="LAW",
+    code="PG-CRITIC",
     name="critic",
-    sentence="A clipped value loss counts the larger error, and the policy's loss leaves the critic alone.",
+    sentence="A clipped value loss takes the larger error, and the policy's loss has no gradient in the critic.",
     needs="roles values and returns; logprobs=fn and terms={value loss: its weight} for the second",
-    how="Two looks with old values far from every return: the loss must tell them apart. Then all terms off: what the "
-    "log-probs do not depend on must have no gradient.",
-    traps="Clipped-only value losses (no maximum) feel far values too. Heads that no declared term trains are not "
-    "asked.",
+    how="Two evaluations with old values far from every return must give different losses. Then, with all terms off, "
+    "parameters that the log-probs do not depend on must have a zero gradient.",
+    traps="Clipped-only value losses (no maximum) depend on far values too. Heads that no declared term trains are "
+    "not checked.",
     caught="openai/baselines #765 (minimum of the two squares), returns - V(θ) that is not detached",
     check=check,
     quick=False,

@@ -1,4 +1,4 @@
-"""DR: a step along minus a term's own gradient lowers the metric that the term is about. Only this sees a sign
+"""DR: a step along minus a term's own gradient lowers the metric that the term is about. Only this law detects a sign
 error."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
@@ -17,9 +17,9 @@ from earnest.audit.verdict import Finding
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if not step.terms:
-        yield not_declared("DR", "terms", "terms={metric: knob that weighs it}")
+        yield LAW.not_declared("terms", "terms={metric: setting that weighs it}")
         return
-    with probe.kicked():
+    with probe.perturbed():
         batch = probe.off_policy()
         for metric, term in step.terms.items():
             knob = step.weights[metric]
@@ -28,7 +28,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             own = probe.gradient(batch, {knob: 2 * weight}).minus(probe.gradient(batch, {knob: 0.0}))
             size = own.norm()
             if size == 0:
-                continue  # KG says so
+                continue  # see KG
             before = probe.look(batch).metrics.get(metric)
             after = _after(probe, batch, own.parts, size, metric)
             if before is None or after is None:
@@ -67,10 +67,10 @@ LAW = Law(
     name="direction",
     sentence="A step along minus a term's own gradient lowers the metric that the term is about.",
     needs="terms, and their metrics in what the step returns",
-    how="The term's gradient is the difference between two weights; one small step along it, and the metric is read "
-    "again.",
-    traps="An entropy bonus raises its metric: declare Raises(knob).",
-    caught="sign errors, swapped chosen and rejected, torchft #233 in spirit",
+    how="The term's gradient is the difference between two weights; after one small step along it the metric is "
+    "measured again.",
+    traps="An entropy bonus raises its metric: declare Raises(setting).",
+    caught="sign errors, swapped chosen and rejected, a step that moves away as in torchft #233",
     check=check,
     quick=False,
 )

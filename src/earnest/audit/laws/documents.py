@@ -1,9 +1,9 @@
-"""MI, packed rows: documents that share a row do not see each other.
+"""MI-PACKED: documents that share a packed row are independent.
 
-other documents     one document of a row speaks: ids and signals of those before and behind it do not matter
+other documents     one document of a row is supervised: ids and signals of the others do not matter
 sums along the row  tokens of one document and rewards, values or returns of the next: their effects add up
-alone               what stands in front of a later document is cut off: it teaches the same (positions begin again)
-first tokens        a document's first token is not to be predicted from the document before it
+alone               a later document without what precedes it has the same gradient (positions begin again)
+first tokens        a document's first token is not predicted from the document before it
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding, unchecked
+from earnest.audit.verdict import Finding
 
 PACKED, ALONE, FIRST = "another document in the packed row", "a later document alone", "documents' first tokens"
 SUMS = "sums along the packed row"
@@ -27,17 +27,17 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     documents, ids, on = step.value("documents"), step.value("ids"), edits.supervised(step)
     if documents is None or ids is None or on is None:
-        yield not_declared("MI", PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,')
+        yield LAW.not_declared(PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,')
         return
     if documents.shape != ids.shape or on.shape[0] != ids.shape[0] or ids.shape[1] - on.shape[1] not in (0, 1):
         why = f"documents {tuple(documents.shape)}, ids {tuple(ids.shape)} and the mask {tuple(on.shape)} do not fit"
-        yield Finding("MI", PACKED, why, "-", "not applicable")
+        yield LAW.not_applicable(PACKED, why)
         return
     begins = edits.begins(documents)
     if not bool(begins.any()):
-        yield Finding("MI", PACKED, "every row is one document", "-", "not applicable")
+        yield LAW.not_applicable(PACKED, "every row is one document")
         return
-    with probe.kicked():
+    with probe.perturbed():
         parts = {
             PACKED: _others(probe, begins),
             SUMS: _sums(probe, begins),
@@ -48,7 +48,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             try:
                 yield from part
             except Exception as error:
-                yield unchecked("MI", subject, error)
+                yield LAW.unchecked(subject, error)
 
 
 def _whole(probe: Probe) -> Tensor:
@@ -62,19 +62,19 @@ def _whole(probe: Probe) -> Tensor:
 def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     step = probe.step
     number = begins.long().cumsum(-1)
-    # A document's first token is predicted from the one before it, which is another's: edges stay silent.
+    # A document's first token is predicted from another document's last: edges are not supervised.
     edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
     inside = _whole(probe) & ~edges
     signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
-    first = _speaking(number, inside, 0)
+    first = _supervised_documents(number, inside, 0)
     if first is None:
-        yield Finding("MI", PACKED, "no loss is taken inside a document that shares its row", "-", "not applicable")
+        yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
         return
     passes = [first]
     behind = any(doc < int(number[row, -1]) for row, doc in first.items())
-    if signals and not behind and (second := _speaking(number, inside, 1)) is not None:
+    if signals and not behind and (second := _supervised_documents(number, inside, 1)) is not None:
         passes.append(second)  # attention leaks forwards only; returns that are summed from the end leak backwards
-    change, spoke = 0.0, False
+    change, supervised = 0.0, False
     for chosen in passes:
         doc = torch.full((len(number), 1), -1, device=number.device, dtype=number.dtype)
         for row, chosen_one in chosen.items():
@@ -82,20 +82,20 @@ def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         batch = edits.only(step, step.batch, inside & (number == doc))
         before = probe.gradient(batch)
         if before.norm() > 0:
-            spoke = True
+            supervised = True
             change = max(change, before.distance(probe.gradient(_changed(probe, batch, number != doc, signals))))
-    if not spoke:
-        yield Finding("MI", PACKED, "no loss is taken inside a document that shares its row", "-", "not applicable")
+    if not supervised:
+        yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
         return
     yield LAW.finding(
         PACKED, f"moved the gradient by {change:.2g}", f"≤ {probe.tolerance:.1g}", change <= probe.tolerance,
-        "Documents of one packed row see each other. Either the packing is not told to the attention (position ids, "
+        "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
         "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
     )  # fmt: skip
 
 
-def _speaking(number: Tensor, inside: Tensor, turn: int) -> dict[int, int] | None:
-    """For every packed row the document that speaks: one in the middle, or by turns the last and the first."""
+def _supervised_documents(number: Tensor, inside: Tensor, turn: int) -> dict[int, int] | None:
+    """For every packed row the document that is supervised: one in the middle, or by turns the last and the first."""
     chosen: dict[int, int] = {}
     for row in range(len(number)):
         last, taken = int(number[row, -1]), number[row][inside[row]].unique().tolist()
@@ -133,7 +133,7 @@ def _sums(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     rest = both.minus(mine).minus(there).plus(here).norm() / size if size > 0 else 0.0
     yield LAW.finding(
         SUMS, f"what both change is off its sum by {rest:.2g}", f"≤ {probe.tolerance:.1g}", rest <= probe.tolerance,
-        f"What a token learns depends on {' and '.join(summed)} of another document of its row: returns or advantages "
+        f"A token's gradient depends on {' and '.join(summed)} of another document of its row: returns or advantages "
         "are summed along the row and do not stop where a document ends.",
     )  # fmt: skip
 
@@ -151,21 +151,21 @@ def _signals(probe: Probe, batch: edits.Batch, where: Tensor, roles: list[str]) 
 
 
 def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
-    """A row of its own that begins with its second document. Looks first; gradients where the loss is another."""
+    """A row that begins with its second document. Loss values first; gradients where these differ."""
     step = probe.step
     if step.rows_interact:
-        yield Finding("MI", ALONE, "rows interact by declaration", "-", "not applicable")
+        yield LAW.not_applicable(ALONE, "rows interact by declaration")
         return
     if (why := _other_shapes(probe)) is not None:
-        yield Finding("MI", ALONE, why, "-", "not applicable")
+        yield LAW.not_applicable(ALONE, why)
         return
     places = torch.arange(begins.shape[1], device=begins.device)
-    speaks = _whole(probe) & (begins.long().cumsum(-1) > 0) & ~begins
-    rows = speaks.any(-1).nonzero()[:, 0].tolist()
+    inside_later = _whole(probe) & (begins.long().cumsum(-1) > 0) & ~begins
+    rows = inside_later.any(-1).nonzero()[:, 0].tolist()
     if not rows:
-        yield Finding("MI", ALONE, "no loss is taken inside a later document", "-", "not applicable")
+        yield LAW.not_applicable(ALONE, "no loss is taken inside a later document")
         return
-    start, quiet = int(begins[rows[0]].long().argmax()), probe.step.quiet
+    start, quiet = int(begins[rows[0]].long().argmax()), probe.step.terms_off
     row = edits.take_rows(step, torch.tensor(rows[:1]))
     row = edits.only(step, row, (places > start)[None])
     off = math.inf
@@ -174,21 +174,20 @@ def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         if "positions" in step.roles:  # alone, a document begins at 0
             cut[step.roles["positions"]] = cut[step.roles["positions"]] - cut[step.roles["positions"]][:, :1]
         try:
-            off = min(off, _apart(probe, row, cut, quiet))
+            off = min(off, _difference(probe, row, cut, quiet))
         except Exception as error:
-            yield Finding("MI", ALONE, f"cannot be run ({type(error).__name__})", "-", "not applicable",
-                          str(error)[:120])  # fmt: skip
+            yield LAW.not_applicable(ALONE, f"cannot be run ({type(error).__name__})", str(error)[:120])
             return
         if off <= probe.tolerance:
             break
     yield LAW.finding(
         ALONE, f"differs from it in its packed row by {off:.2g}", f"≤ {probe.tolerance:.1g}", off <= probe.tolerance,
-        "A document teaches something else behind another one than alone: its positions run on instead of beginning "
-        "at 0 again, or it sees what stands before it.",
+        "A document has another gradient after another one than alone: its positions run on instead of restarting "
+        "at 0, or it attends to what precedes it.",
     )  # fmt: skip
 
 
-def _apart(probe: Probe, a: edits.Batch, b: edits.Batch, quiet: dict[str, object]) -> float:
+def _difference(probe: Probe, a: edits.Batch, b: edits.Batch, quiet: dict[str, object]) -> float:
     step = probe.step
     if step.value_is_loss or (step.value_is_loss is None and step.kind != "policy gradient"):
         here, there = (probe.look(batch, quiet).loss for batch in (a, b))
@@ -200,13 +199,13 @@ def _apart(probe: Probe, a: edits.Batch, b: edits.Batch, quiet: dict[str, object
 
 
 def value_room(probe: Probe) -> float:
-    """What two values of a loss may differ by, relatively, and be taken for the same without asking for gradients: a
-    mean over tokens is more exact than a gradient."""
+    """The relative difference up to which two loss values count as equal, without comparing gradients: a mean over
+    tokens is more exact than a gradient."""
     return min(probe.tolerance, (1 if probe.coarse else 16) * probe.coarsest)
 
 
 def _other_shapes(probe: Probe) -> str | None:
-    """What says where documents lie in other ways (cu_seqlens, a value a document) cannot be cut with the columns."""
+    """A tensor that gives document boundaries in another form (cu_seqlens) and cannot be cut with the columns."""
     step = probe.step
     wide = set().union(*edits.readings(step))
     for key, value in step.batch.items():
@@ -216,23 +215,23 @@ def _other_shapes(probe: Probe) -> str | None:
 
 
 def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
-    """Only documents' first tokens speak, where the batch supervises them: then nothing may be learned."""
+    """Only documents' first tokens are supervised, where the batch supervises them: they must have no effect."""
     step = probe.step
     ids, labels, mask = step.value("ids"), step.value("labels"), step.value("mask")
     assert ids is not None
     ahead = edits.ahead(step)
     if not (ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])):
-        yield Finding("MI", FIRST, "nothing says which label is which token's", "-", "not applicable")
+        yield LAW.not_applicable(FIRST, "it is not known which label belongs to which token")
         return
     where = begins.roll(-1, dims=-1) if ahead else begins
     keep = _whole(probe) & where
     shown = ids[begins & (keep.roll(1, dims=-1) if ahead else keep)].unique()
     if len(shown) < 2:
-        # One and the same token opens every document: to learn that it follows an end is harmless, and often meant.
+        # The same token begins every document: learning that it follows an end is harmless, and often intended.
         what = "none is supervised" if len(shown) == 0 else "all documents begin with the same token"
-        yield LAW.finding(FIRST, what, "no pull", True if len(shown) == 0 else "not applicable")
+        yield LAW.finding(FIRST, what, "no gradient", True if len(shown) == 0 else "not applicable")
         return
-    batch, quiet = edits.only(step, step.batch, keep), probe.step.quiet
+    batch, quiet = edits.only(step, step.batch, keep), probe.step.terms_off
     pull = 0.0
     value = probe.look(batch, quiet).loss
     if math.isfinite(value) and value != 0:
@@ -249,15 +248,15 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
 
 
 LAW = Law(
-    code="MI",
-    name="documents",
-    sentence="Documents of a packed row do not see each other: neither ids nor signals of others matter, a later one "
-    "teaches what it teaches alone, and its first token is not predicted from the one before.",
+    code="MI-PACKED",
+    name="packed documents",
+    sentence="Documents in one packed row are independent: ids and signals of the others do not matter, the gradient "
+    "of a later document equals its gradient when it is alone in the row, and its first token is not a target.",
     needs="roles documents and ids beside mask or labels; positions, where the batch has them",
-    how="One document speaks while the others are changed; tokens of one and signals of the next are changed; what "
-    "stands before a later one is cut off; only first tokens speak.",
-    traps="Rotary positions may run on, since only distances matter; so what is learned is compared, not the ids. A "
-    "first token that all documents share (BOS after EOS) may be supervised. Batches with cu_seqlens cannot be cut.",
+    how="One document is supervised while the others are changed; tokens of one and signals of the next are changed; "
+    "what precedes a later one is cut off; only first tokens are supervised.",
+    traps="Rotary positions may run on, since only distances matter; so gradients are compared, not ids. A first "
+    "token that all documents share (BOS after EOS) may be supervised. Batches with cu_seqlens cannot be cut.",
     caught="TRL #4170, torchtitan #4075, nanoVLM #201, GAE that runs on across packed documents",
     check=check,
 )

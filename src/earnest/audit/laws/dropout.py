@@ -1,4 +1,4 @@
-"""FD: with dropout as it is in the run, the gradient still agrees with the loss's finite difference.
+"""FD-DROPOUT: with dropout as it is in the run, the gradient still agrees with the loss's finite difference.
 
 Every evaluation starts from one seed, so that all draw the same masks; a backward that runs a part of the forward again
 has to draw them too.
@@ -27,20 +27,20 @@ def check(probe: Probe) -> Iterator[Finding]:
         if not rates or stops or probe.coarse:
             coarse = "too coarse in this dtype" if probe.coarse else "the value is not the loss"
             why = coarse if rates else "no dropout"
-            yield Finding("FD", SUBJECT, why, "-", "not applicable")
+            yield LAW.not_applicable(SUBJECT, why)
             return
         if not probe.afford(COST, keep=0):
-            yield Finding("FD", SUBJECT, "the promised cost is spent", "-", "not applicable")
+            yield LAW.not_applicable(SUBJECT, "the budget is spent")
             return
         size, slope = _both(probe)
     if size == 0:
-        yield Finding("FD", SUBJECT, "no gradient, or none that is finite: GL says so", "-", "not applicable")
+        yield LAW.not_applicable(SUBJECT, "no gradient, or none that is finite: see GL")
         return
     off = abs(slope - size) / size
     # A step with a detach by design (DoRA's norm) is off without dropout too, and about as much.
     if off > ROOM and (probe.random() or _off_without(probe) > off / 4):
         why = "Without dropout it is off as well, or the step is random: see FD."
-        yield Finding("FD", SUBJECT, "not a matter of dropout", "-", "not applicable", why)
+        yield LAW.not_applicable(SUBJECT, "not a matter of dropout", why)
         return
     yield LAW.finding(
         SUBJECT,
@@ -58,7 +58,7 @@ def _both(probe: Probe) -> tuple[float, float]:
     gradient = probe.gradient(batch)
     size, slopes = gradient.norm(), [0.0]
     if size == 0 or not gradient.finite():
-        return 0.0, 0.0  # GL says so
+        return 0.0, 0.0  # see GL
     for reach in (1e-3, 1e-4, 1e-2, 3e-5, 1e-5):
         slopes.append(_slope(probe, batch, gradient.parts, size, reach))
         if abs(slopes[-1] - size) <= ROOM * size:
@@ -72,14 +72,15 @@ def _off_without(probe: Probe) -> float:
 
 
 LAW = Law(
-    code="FD",
+    code="FD-DROPOUT",
     name="dropout",
-    sentence="With dropout on, and its masks held, the gradient is still that of the loss.",
+    sentence="With dropout on and its masks fixed, the finite difference of the loss agrees with the gradient.",
     needs="a model with dropout; value_is_loss=True for policy gradients",
-    how="Central differences along the gradient, every evaluation from the same seed. Looked at again without dropout "
+    how="Central differences along the gradient, every evaluation from the same seed. Measured again without dropout "
     "where they disagree.",
-    traps="A step that is off without dropout, or random, is not judged here. Not in 16 bits, where 5 % is rounding.",
-    caught="OLMo-core #828 (checkpointing that draws the mask again)",
+    traps="A step that also disagrees without dropout, or is random, is not judged here. Not in 16 bits, where 5 % is "
+    "rounding.",
+    caught="OLMo-core #828 (checkpointing that draws a new mask)",
     check=check,
     quick=False,
 )

@@ -1,4 +1,4 @@
-"""LAW, entropies: how uncertain the policy is at a token does not depend on which token was drawn there.
+"""PG-ENTROPY: the entropy at a position does not depend on which token was sampled there.
 
 another id at a row's last supervised place   H = -Σ π log π stays;  -log π(id) moves with the id
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe, fresh, without_graph
 from earnest.audit.verdict import Finding
 
@@ -24,51 +24,50 @@ def check(probe: Probe) -> Iterator[Finding]:
     named = [m for m in step.terms if "entropy" in m.lower() and "cross" not in m.lower()]
     if step.kind != "policy gradient" or not named:
         return
-    subject = f"term {named[0]} and the tokens that were drawn"
+    subject = f"term {named[0]} and the sampled tokens"
     spot = _last(probe)
     if spot is None:
-        yield not_declared("LAW", subject, 'roles={"ids": …, "mask": …}, one beside the other')
+        yield LAW.not_declared(subject, 'roles={"ids": …, "mask": …}, one beside the other')
         return
     base, first = probe.look().metrics, _other(probe, spot, 1)
     there = probe.look(first).metrics
     for metric in named:
-        subject = f"term {metric} and the tokens that were drawn"
+        subject = f"term {metric} and the sampled tokens"
         if metric not in base or metric not in there:
             continue
         change = there[metric] - base[metric]
         small = max(SMALL, 4 * probe.noise()) * max(abs(base[metric]), 1e-30)
-        said = f"another last token moved it by {change:.2g}"
+        moved = f"another last token changed it by {change:.2g}"
         if not abs(change) > small:
-            yield LAW.finding(subject, said, "not moved", True)
+            yield LAW.finding(subject, moved, "unchanged", True)
         elif step.logprobs is None:
-            yield not_declared("LAW", subject, "logprobs=lambda model, batch: …")
+            yield LAW.not_declared(subject, "logprobs=lambda model, batch: …")
         else:
-            yield probe.fair(_judged(probe, metric, subject, said, (first, _other(probe, spot, 2))))
+            yield probe.fair(_judged(probe, metric, subject, moved, (first, _other(probe, spot, 2))))
 
 
-def _judged(probe: Probe, metric: str, subject: str, said: str, changed: tuple[edits.Batch, edits.Batch]) -> Finding:
-    """It moves: as -log π of the drawn token does, for two other tokens, or otherwise (a mask made from ids)."""
+def _judged(probe: Probe, metric: str, subject: str, moved: str, changed: tuple[edits.Batch, edits.Batch]) -> Finding:
+    """It changes: as -log π of the sampled token does, for two other tokens, or otherwise (a mask made from ids)."""
     base = probe.look().metrics[metric]
     factors = []
     for batch in changed:
-        gap = _surprise(probe, batch) - _surprise(probe, dict(probe.step.batch))
+        gap = _negative_logprobs(probe, batch) - _negative_logprobs(probe, dict(probe.step.batch))
         factors.append((probe.look(batch).metrics[metric] - base) / gap if gap else 0.0)
     low, high = sorted(factors)
     if not (low > 0 and high - low <= ROOM[probe.coarse] * high):
-        why = "It depends on the ids, and not as a log-prob does: a mask or a length may be made from them."
-        return Finding("LAW", subject, said, "-", "not applicable", why)
+        why = "It depends on the ids, but not as a log-prob does: a mask or a length may be computed from them."
+        return LAW.not_applicable(subject, moved, why)
     return LAW.finding(
         subject,
-        f"{said}: {low:.2g} times what its -log π moves",
-        "not moved",
+        f"{moved}: {low:.2g} times the change of -log π",
+        "unchanged",
         False,
-        f"{metric} is the mean of -log π of the tokens that were drawn. As a value that estimates the entropy; as a "
-        "term it is none: its gradient is 0 on average, so that the bonus is noise. Take -Σ π log π over the "
-        "vocabulary.",
+        f"{metric} is the mean of -log π of the sampled tokens. Its value estimates the entropy, but its expected "
+        "gradient is 0, so the bonus is noise. Use -Σ π log π over the vocabulary.",
     )
 
 
-def _surprise(probe: Probe, batch: edits.Batch) -> float:
+def _negative_logprobs(probe: Probe, batch: edits.Batch) -> float:
     """-Σ log π of the supervised tokens."""
     step = probe.step
     assert step.logprobs is not None
@@ -108,14 +107,14 @@ def _other(probe: Probe, spot: Tensor, times: int) -> edits.Batch:
 
 
 LAW = Law(
-    code="LAW",
+    code="PG-ENTROPY",
     name="entropy",
-    sentence="An entropy term does not depend on which tokens were drawn.",
+    sentence="An entropy term does not depend on which tokens were sampled.",
     needs="terms with a metric named entropy; roles ids and mask; logprobs=fn",
-    how="The last supervised token of a row, which nothing reads that is supervised, is given another id: one look. "
-    "If the metric moves, a second id tells whether it moves as -log π does.",
-    traps="A mask that is made from the ids moves it too, and is told apart by the second id.",
-    caught="an entropy bonus from the drawn tokens' log-probs, whose gradient is 0 on average",
+    how="The last supervised token of a row, which no supervised position reads, gets another id. If the metric "
+    "changes, a second id shows whether it changes as -log π does.",
+    traps="A mask that is computed from the ids changes it too; the second id distinguishes the two.",
+    caught="an entropy bonus from the sampled tokens' log-probs, whose expected gradient is 0",
     check=check,
     quick=False,
 )

@@ -17,13 +17,13 @@ from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 TOO_COARSE = 1.0
-"""From here on a slope of 0 would be within the room."""
+"""From this tolerance on a slope of 0 would pass."""
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.value_is_loss is False:
-        yield Finding("FD", step.name, "stop-gradients by declaration", "-", "not applicable", "")
+        yield LAW.not_applicable(step.name, "stop-gradients by declaration")
         return
     # A divergence whose teacher is no input has it made in the step, under a detach as a rule.
     detached = step.kind == "divergence" and "teacher" not in step.roles
@@ -35,9 +35,9 @@ def check(probe: Probe) -> Iterator[Finding]:
         )  # fmt: skip
         return
     wide = _wide(probe) if probe.coarse else None
-    if wide is not None:  # whether value and gradient belong together is no question of precision
+    if wide is not None:  # whether value and gradient agree does not depend on the precision
         room = 0.05
-        with wide.kicked():
+        with wide.perturbed():
             found = _nearest(wide, room)
         probe.cost += wide.cost
     else:
@@ -46,13 +46,13 @@ def check(probe: Probe) -> Iterator[Finding]:
         if room >= TOO_COARSE:
             yield Finding(
                 "FD", step.name, f"only within {room:.0%} in this dtype", "-", "not declared",
-                "A slope of nothing would pass; audit the step on an fp32 copy of the model to have this checked.",
+                "A slope of 0 would pass; audit the step on an fp32 copy of the model to have this checked.",
             )  # fmt: skip
             return
-        with probe.kicked():
+        with probe.perturbed():
             found = _nearest(probe, room)
     if isinstance(found, str):
-        yield Finding("FD", step.name, found, "-", "not applicable")
+        yield LAW.not_applicable(step.name, found)
         return
     slope, size = found
     yield LAW.finding(
@@ -74,7 +74,7 @@ def _wide(probe: Probe) -> Probe | None:
     try:
         model = copy.deepcopy(step.model).float()
         batch = edits.lifted(step.batch, torch.float32)
-        twin = Probe(replace(step, model=model, batch=batch, optimizer=None, clipped=None))
+        twin = Probe(replace(step, model=model, batch=batch, optimizer=None, clipped=None, backward=None, update=None))
         reached = twin.gradient().norm() > 0
     except Exception:
         return None
@@ -88,7 +88,7 @@ def _nearest(probe: Probe, room: float) -> tuple[float, float] | str:
     gradient = probe.gradient(batch)
     size = gradient.norm()
     if size == 0 or not gradient.finite():
-        return f"gradient norm {size:.3g}: GL says so"
+        return f"gradient norm {size:.3g}: see GL"
     slopes: list[float] = []
     for reach in (1e-3, 1e-2, 1e-4, 3e-5, 1e-5):
         slopes.append(_slope(probe, batch, gradient.parts, size, reach))
@@ -125,8 +125,8 @@ LAW = Law(
     sentence="The finite difference of the reported loss agrees with the gradient.",
     needs="value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and "
     "preferences are taken to be so",
-    how="Central differences along the gradient, from a kicked, off-policy state, at four step lengths, the best "
-    "counts (a clip has corners).",
+    how="Central differences along the gradient, from a perturbed, off-policy state, at five step lengths; the best "
+    "one counts (a clip has corners).",
     traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with "
     "a detached factor (DoRA's norm): they declare value_is_loss=False. So may a loss over the student's own top k, "
     "which jumps.",

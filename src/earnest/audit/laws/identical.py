@@ -1,7 +1,7 @@
-"""LAW, divergences: what is identical costs least and pulls nowhere.
+"""DIV-ZERO: identical distributions have the least cost and a zero gradient.
 
 teacher = student   →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
-GJS_α between two that share nothing is H(α)·scale, largest at α = ½: swapped outer weights turn that round
+GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.laws.clip_names import last
 from earnest.audit.laws.on_policy import on_policy
 from earnest.audit.laws.parts import Part, mixer, weakest
@@ -30,14 +30,14 @@ def check(probe: Probe) -> Iterator[Finding]:
     if "teacher" not in step.roles:
         return
     if step.student is None:
-        yield not_declared("LAW", "identical distributions", "student=lambda model, batch: …, in the teacher's form,")
+        yield LAW.not_declared("identical distributions", "student=lambda model, batch: …, in the teacher's form,")
         return
     sampled = step.ratio_role in step.roles  # teachers as advantages: 0 only where the sampler is the policy
     if sampled and step.logprobs is None:
-        yield not_declared("LAW", "identical distributions", "logprobs=lambda model, batch: …")
+        yield LAW.not_declared("identical distributions", "logprobs=lambda model, batch: …")
         return
     key = step.roles["teacher"]
-    with probe.kicked():
+    with probe.perturbed():
         base = on_policy(probe) if sampled else step.batch
         with without_graph(step.seed):
             own = step.student(step.model, fresh(step.batch)).detach()
@@ -58,7 +58,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             if mixing is not None:
                 name, value = mixing
                 yield Finding(
-                    "LAW", "identical distributions", measured, "0 and 0", "not declared",
+                    "DIV-ZERO", "identical distributions", measured, "0 and 0", "not declared",
                     f"At {name} = {value:g} nothing is left: {name} mixes another loss in. Declare "
                     f'pure={{"{name}": {value}}} and the divergence alone is checked.',
                 )  # fmt: skip
@@ -68,7 +68,7 @@ def check(probe: Probe) -> Iterator[Finding]:
                     measured,
                     "0 (or the teacher's entropy) and 0",
                     outcome,
-                    "A student that equals its teacher is still pushed: mixture weights are swapped, log-probs are "
+                    "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are "
                     "mixed in place of probabilities, supports differ, a temperature is applied to one side only, or "
                     "another term is in the loss: declare it in terms, or pure={…} where a weight mixes the two.",
                 )
@@ -83,7 +83,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         "special-cased), or a softmax runs over an axis of length 1.",
     )
     if pull is not None:
-        yield from _turned(probe, pull.part, key, own)
+        yield from _weights_swapped(probe, pull.part, key, own)
 
 
 def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
@@ -101,9 +101,9 @@ def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
     )
 
 
-def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding]:
-    """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. One that is several times
-    larger near both ends than in the middle has its outer weights swapped against its mixture's; other divergences
+def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding]:
+    """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. If it is several times
+    larger near both ends than in the middle, its outer weights are swapped against its mixture's; other divergences
     with a setting of that name rise or fall from one end to the other."""
     step = probe.step
     teacher: Tensor = step.batch[key]
@@ -111,7 +111,7 @@ def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding
     knob = next((k for k in found if k not in part.knobs), None)
     if knob is None or part.less is not None or teacher.ndim < 3 or not teacher.is_floating_point():
         return
-    far = {**step.batch, key: elsewhere(teacher, own.reshape(teacher.shape))}
+    far = {**step.batch, key: opposite_teacher(teacher, own.reshape(teacher.shape))}
     try:
         values = [probe.look(far, {**part.knobs, knob: at}).loss for at in ENDS]
     except Exception:
@@ -137,9 +137,9 @@ def _turned(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding
     )
 
 
-def elsewhere(teacher: Tensor, own: Tensor) -> Tensor:
-    """A teacher that puts everything where the student puts least, in its own form; so far away that even a thousandth
-    power of what it leaves elsewhere is next to nothing."""
+def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:
+    """A teacher whose probability is all on the token that the student finds least likely, in the teacher's form; so
+    far away that even the thousandth root of its other probabilities is next to 0."""
     lowest = own.argmin(-1, keepdim=True)
     if edits._probability_like(teacher):
         low, high = 1e-12, 1.0
@@ -151,13 +151,14 @@ def elsewhere(teacher: Tensor, own: Tensor) -> Tensor:
 
 
 LAW = Law(
-    code="LAW",
+    code="DIV-ZERO",
     name="identical",
-    sentence="Identical distributions cost least and pull nowhere; different ones do pull.",
-    needs="roles teacher and student=fn; terms, or pure={setting: value}, where another loss is mixed in",
+    sentence="Identical distributions have the least cost and a zero gradient; different ones have a gradient.",
+    needs="roles teacher and student=fn; terms, or pure={knob: value}, where another loss is mixed in",
     how="The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.",
     traps="In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the "
-    "teacher's entropy as its value. A weight named alpha may mix a likelihood in: its own end is found and asked for.",
+    "teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is "
+    "searched and must then be declared.",
     caught="a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture "
     "weights",
     check=check,

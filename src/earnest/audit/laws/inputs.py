@@ -1,4 +1,4 @@
-"""IG: the gradient depends on every declared input, and the reference does not move when the policy does."""
+"""IG: the gradient depends on every declared input, and the reference does not change with the policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe, seeded
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
@@ -17,15 +17,15 @@ from earnest.audit.verdict import Finding
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    with probe.kicked():
+    with probe.perturbed():
         base = probe.off_policy()
         origin = probe.gradient(base)
         if not origin.finite():
             yield LAW.finding(
                 "every input", "not finite off-policy", "finite", False,
-                "The gradient is finite as the step is, and NaN or infinite as soon as the policy has moved a little "
-                "away from the behaviour and the reference, as it does in training: a root, a logarithm or a division "
-                "without room.",
+                "The gradient is finite on the given batch, and NaN or infinite once the policy differs a little from "
+                "the "
+                "behaviour and the reference, as it does in training: a root, a logarithm or a division by 0.",
             )  # fmt: skip
             return
         for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
@@ -36,7 +36,7 @@ def check(probe: Probe) -> Iterator[Finding]:
                 "the teacher's tokens", f"its numbers at other tokens moved the gradient by {change:.2g}",
                 f"above {probe.tolerance:.1g}", True if change > probe.tolerance else "not declared",
                 "It does not matter which tokens the teacher finds likely: its values are sorted, or compared with the "
-                "student's by rank, top against top. Across two vocabularies that is meant (ULD), in one it is not.",
+                "student's by rank. Across two vocabularies that is intended (ULD), within one it is not.",
             )  # fmt: skip
         if "correct" in step.roles:
             yield _must_matter(probe, "correct", _largest(probe, base, origin))
@@ -52,7 +52,7 @@ def check(probe: Probe) -> Iterator[Finding]:
                 yield _must_matter(probe, role, origin.distance(probe.gradient(other)))
     if step.reference is None:
         if "reference" in step.roles or "reference_chosen" in step.roles:
-            yield not_declared("IG", "the reference policy", "reference=lambda: …, what the reference says now,")
+            yield LAW.not_declared("the reference policy", "reference=lambda: …, the reference's log-probs,")
         return
     yield from _reference_stays(probe)
 
@@ -70,24 +70,24 @@ def _must_matter(probe: Probe, role: str, change: float, how: str = "") -> Findi
 
 
 def _values(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: int) -> Finding:
-    """What other values do: usual ones, then with the weights that are 0 awake (a KL of weight 0 reads no reference),
-    then far ones (a hinge feels its reference only beyond its corner)."""
+    """The change by other values: usual ones, then with zero weights set to 1 (a KL of weight 0 reads no reference),
+    then extreme ones (a hinge depends on its reference only beyond its corner)."""
     change = _change(probe, base, origin, role, salt)
     if change > 4 * probe.noise():
         return _must_matter(probe, role, change)
-    if asleep := _asleep(probe.step):
+    if on := _zero_weights(probe.step):
         other = edits.perturb(probe.step, base, role, edits.generator(probe.step, salt))
-        change = probe.gradient(base, asleep).distance(probe.gradient(other, asleep))
+        change = probe.gradient(base, on).distance(probe.gradient(other, on))
         if change > 4 * probe.noise():
-            awake = " and ".join(f"{k} = {v:g}" for k, v in asleep.items())
-            return _must_matter(probe, role, change, f", at {awake} (it is 0)")
+            values = " and ".join(f"{k} = {v:g}" for k, v in on.items())
+            return _must_matter(probe, role, change, f", at {values} (it is 0)")
     if role in edits.LOGPROBS:
-        return _must_matter(probe, role, _far_change(probe, base, origin, role), ", far away")
+        return _must_matter(probe, role, _change_by_extremes(probe, base, origin, role), ", far away")
     return _must_matter(probe, role, change)
 
 
-def _far_change(probe: Probe, base: edits.Batch, origin: Gradient, role: str) -> float:
-    """Much less likely rows and almost certain ones; then the same where all other references are far already."""
+def _change_by_extremes(probe: Probe, base: edits.Batch, origin: Gradient, role: str) -> float:
+    """Much less likely rows and almost certain ones; then the same where all other references are extreme, too."""
     others, change = [r for r in edits.LOGPROBS if r in probe.step.roles and r != role], 0.0
     for odd in (0, 1):
         change = max(change, origin.distance(probe.gradient(far(probe.step, base, [role], 30.0, odd))))
@@ -114,13 +114,14 @@ def far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd:
     return batch
 
 
-def _asleep(step: Step) -> dict[str, float]:
+def _zero_weights(step: Step) -> dict[str, float]:
     """Declared weights that are 0, at 1."""
-    return {k: 1.0 for k in step.quiet if not step.knobs[k]}
+    return {k: 1.0 for k in step.terms_off if not step.knobs[k]}
 
 
 def _change(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: int) -> float:
-    """What other values do. Integers have few other ones, and some hide (every row of a group one more): some tries."""
+    """The change by other values. Integers have few, and some have no effect (all of a group one more): several
+    tries."""
     change = 0.0
     for again in range(1 if base[probe.step.roles[role]].is_floating_point() else 4):
         other = edits.perturb(probe.step, base, role, edits.generator(probe.step, salt + 1000 * again))
@@ -131,8 +132,8 @@ def _change(probe: Probe, base: edits.Batch, origin: Gradient, role: str, salt: 
 
 
 def _largest(probe: Probe, base: edits.Batch, origin: Gradient) -> float:
-    """What judging one row the other way changes, at most: a share p(1-p) of right ones is blind to single flips, and a
-    flip may leave nothing to train on, which the step may refuse."""
+    """The largest change by flipping one row's value: p(1-p) may not change with a single flip, and a flip may leave
+    nothing to train on, which the step may refuse."""
     key, change = probe.step.roles["correct"], 0.0
     for row in range(min(probe.step.rows, 4)):
         value = base[key].clone()
@@ -147,7 +148,7 @@ def _largest(probe: Probe, base: edits.Batch, origin: Gradient) -> float:
 
 
 def _thin_mask(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch:
-    """Silence every second supervised token of a row; of the batch, where no row has two. Never all of it."""
+    """Mask every second supervised token of a row; of the batch, where no row has two. Never all of them."""
     key = probe.step.roles[role]
     return {**batch, key: torch.where(_every_second(batch[key] != 0), torch.zeros_like(batch[key]), batch[key])}
 
@@ -164,20 +165,20 @@ def _every_second(on: Tensor) -> Tensor:
 
 
 def _labels(probe: Probe, base: edits.Batch, origin: Gradient) -> Finding:
-    """Other targets; or, where labels only say where and the ids say what, fewer of them."""
+    """Other targets; or fewer of them, where labels only mark positions and the ids are the targets."""
     change = origin.distance(probe.gradient(_other_labels(probe, base)))
     if change > 4 * probe.noise():
         return _must_matter(probe, "labels", change)
     key = probe.step.roles["labels"]
     fewer = torch.where(_every_second(base[key] != -100), torch.full_like(base[key], -100), base[key])
     return _must_matter(
-        probe, "labels", origin.distance(probe.gradient({**base, key: fewer})), ", by where they stand alone"
+        probe, "labels", origin.distance(probe.gradient({**base, key: fewer})), ", by their positions only"
     )
 
 
 def _other_vocabulary(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
-    """The teacher's probabilities at other tokens: what is compared by rank alone does not feel it. Asked where the
-    vocabulary is the student's; across two vocabularies ranks are all that there is (ULD)."""
+    """The teacher's probabilities at other tokens: a comparison by rank does not change. Only where the vocabulary is
+    the student's; across two vocabularies only ranks can be compared (ULD)."""
     value = probe.step.value("teacher")
     if value is None or value.ndim < 3 or not value.is_floating_point() or value.shape[-1] < 3:
         return None
@@ -224,9 +225,9 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
     real = shown != 0 if shown is not None and shown.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
     on = step.value(f"{role}_mask") if role in ("chosen", "rejected") else edits.supervised(step, batch)
     if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
-        # Only the context: a token that is a target as well would be felt through the target alone.
+        # Only the context: a token that is also a target would matter through the target alone.
         target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
-        # Packed rows have prompts behind answers too, so any token that some answer follows is one.
+        # Packed rows have prompts after answers too, so any token that some answer follows is one.
         follows = target.flip(-1).cumsum(-1).flip(-1) > 0
         context = real & (target == 0) & follows
         real = context if bool(context.any()) else real
@@ -237,23 +238,23 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
 
 
 def _reference_stays(probe: Probe) -> Iterator[Finding]:
-    """The reference is one function: the same under another seed, and when the policy has moved."""
+    """The reference gives the same log-probs under another seed and after the policy has changed."""
     reference, seed = probe.step.reference, probe.step.seed
     assert reference is not None
 
-    def says(at: int) -> Tensor:
+    def logprobs(at: int) -> Tensor:
         with torch.no_grad(), seeded(at):
             return reference().detach().clone()
 
-    before, redrawn = says(seed), says(seed + 1)
-    with probe.kicked(0.2):
-        after = says(seed)
-    noise = _apart(before, says(seed))
-    drawn, change = _apart(before, redrawn), _apart(before, after)
+    before, redrawn = logprobs(seed), logprobs(seed + 1)
+    with probe.perturbed(0.2):
+        after = logprobs(seed)
+    noise = _largest_difference(before, logprobs(seed))
+    drawn, change = _largest_difference(before, redrawn), _largest_difference(before, after)
     if drawn > 4 * noise:
         yield LAW.finding(
             "the reference policy, drawn again",
-            f"another seed moved it by {drawn:.2g}",
+            f"another seed changed it by {drawn:.2g}",
             "0",
             False,
             "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every "
@@ -261,30 +262,30 @@ def _reference_stays(probe: Probe) -> Iterator[Finding]:
         )
     yield LAW.finding(
         "the reference policy",
-        f"kicking the policy moved it by {change:.2g}",
+        f"perturbing the policy changed it by {change:.2g}",
         "0",
         change <= 4 * noise,
-        "The reference follows the policy that it should hold: both are the same weights (an adapter that was "
+        "The reference changes with the policy: both are the same weights (an adapter that was "
         "injected in place, a disable_adapter() that is not used as a context manager). Its KL is 0 whatever "
         "happens.",
     )
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference; equal infinities are none."""
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference; equal infinities do not differ."""
     return float(torch.where(a == b, torch.zeros_like(a), a - b).abs().max()) if a.numel() else 0.0
 
 
 LAW = Law(
     code="IG",
     name="inputs",
-    sentence="The gradient depends on every declared input; the reference is one function, and does not move when the "
+    sentence="The gradient depends on every declared input; the reference is deterministic and does not move when the "
     "policy does.",
     needs="roles; reference=… for the reference policy",
-    how="Each input is changed where the loss is taken, from a kicked, off-policy state, and the gradient must change.",
-    traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has no gradient: both are left "
-    "first. A term of weight 0 reads nothing, and a hinge feels its reference beyond its corner only: a weight of 1 "
-    "and far values are tried before anything is said.",
+    how="Each input is changed where the loss is taken, from a perturbed, off-policy state; the gradient must change.",
+    traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both "
+    "states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its "
+    "corner: a weight of 1 and extreme values are tried before the law fails.",
     caught="SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534",
     check=check,
 )

@@ -1,4 +1,4 @@
-"""KG: the gradient depends on every knob, an option's modes differ, and a term's weight weighs it."""
+"""KG: the gradient depends on every setting, an option's modes differ, and a term's weight scales it linearly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
 from earnest.audit.laws.inputs import far
 from earnest.audit.laws.targets import TARGETS
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding, unchecked
+from earnest.audit.verdict import Finding
 
 GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
 
@@ -28,11 +28,11 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not step.knobs and not step.options:
         yield Finding("KG", "knobs", "none declared", "-", "not declared", "Declare knobs={…} and options={…}.")
         return
-    with probe.kicked():
+    with probe.perturbed():
         base = probe.off_policy()
         origin = probe.gradient(base)
         if not origin.finite():
-            yield Finding("KG", "knobs", "not finite off-policy", "-", "not applicable", "IG says more.")
+            yield LAW.not_applicable("knobs", "not finite off-policy", "see IG.")
             return
         weights = set(step.weights.values())
         for knob, value in step.knobs.items():
@@ -47,19 +47,19 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 def candidates(value: Any) -> list[Any]:
-    """Other legal values of a knob, from mild to strong."""
+    """Other legal values of a setting, from mild to strong."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
         return [value + 1, max(1, value // 2), value * 4 + 3]
     if isinstance(value, float):
-        # A threshold far from where the step stands is felt only when it is crossed, so the last ones go far.
+        # A threshold far from the present state matters only when it is crossed, so the last values are extreme.
         return [0.1, 1.0, 100.0] if value == 0 else [value * f for f in (1.5, 0.5, 0.1, 10.0, 100.0, 1000.0)]
     return []
 
 
 def _inert(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Finding:
-    """A chunk's length must not matter, above all a short one, which leaves a remainder."""
+    """A chunk length must not matter; a short one is tried, which leaves a remainder."""
     others = [3 if value != 3 else 2, value * 4 + 3] if type(value) is int else candidates(value)[:2]
     changes: dict[Any, float] = {}
     for other in others:
@@ -68,10 +68,10 @@ def _inert(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: 
         except Exception:
             continue  # the step refuses this value, as it may
     if not changes:
-        return Finding("KG", f"knob {knob}", f"no other legal value of {value!r} was found", "-", "not applicable")
+        return LAW.not_applicable(f"setting {knob}", f"no other legal value of {value!r} was found")
     worst = max(changes, key=lambda k: changes[k])
     return LAW.finding(
-        f"knob {knob}",
+        f"setting {knob}",
         f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
         f"≤ {probe.tolerance:.1g}, declared inert",
         changes[worst] <= probe.tolerance,
@@ -85,10 +85,10 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
     clip = last(knob) in LOW + HIGH + BEYOND
     at_one = clip and probe.step.ratio_role not in probe.step.roles
     others = candidates(value)[: 2 if at_one else None]
-    tiny = clip and isinstance(value, float) and 0 < value < 0.1  # GSPO's: every ratio is beyond it
+    tiny = clip and isinstance(value, float) and 0 < value < 0.1  # such as GSPO's: every ratio is beyond it
     if tiny and value < 0.01:
         others.reverse()  # the far end first
-    for other, batch in (*(_beside(probe, base, value) if tiny else ()), *_tries(probe, base, others)):
+    for other, batch in (*(_near_the_clip(probe, base, value) if tiny else ()), *_tries(probe, base, others)):
         if tried and not probe.afford(1 if batch is base else 2):
             break
         try:
@@ -98,33 +98,34 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
         tried.append(other)
         if gradient.finite() and probe.differs(present, gradient):
             moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
-            yield LAW.finding(f"knob {knob}", moved, "above 0", True)
+            yield LAW.finding(f"setting {knob}", moved, "above 0", True)
             if not (clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
                 yield from _vanished(knob, value, other, present.norm(), gradient.norm())
             return
     if not tried:
         yield Finding(
-            "KG", f"knob {knob}", f"no other legal value of {value!r} was found", "-", "not declared",
+            "KG", f"setting {knob}", f"no other legal value of {value!r} was found", "-", "not declared",
             "Declare it in options, with its modes.",
         )  # fmt: skip
     elif at_one:
         yield Finding(
-            "KG", f"knob {knob}", "no change", "-", "not declared",
+            "KG", f"setting {knob}", "no change", "-", "not declared",
             "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
             f'step is on-policy by design, inert=("{knob}",).',
         )  # fmt: skip
-    elif (mode := _elsewhere(probe, base, knob, value)) is not None:
-        yield Finding("KG", f"knob {knob}", f"it acts with {mode} only", "-", "not applicable")
-    elif (elsewhen := _elsewhen(probe, base, knob, others)) is not None:
-        yield LAW.finding(f"knob {knob}", elsewhen, "above 0", True)
+    elif (mode := _in_other_modes(probe, base, knob, value)) is not None:
+        yield LAW.not_applicable(f"setting {knob}", f"it acts with {mode} only")
+    elif (elsewhen := _in_other_states(probe, base, knob, others)) is not None:
+        yield LAW.finding(f"setting {knob}", elsewhen, "above 0", True)
     elif len(set(tried)) < min(3, len(candidates(value))):
-        yield Finding(
-            "KG", f"knob {knob}", f"no change by {len(tried)} values, and the audit's budget is spent", "-",
-            "not applicable", "It was not tried far enough to say that it does nothing.",
-        )  # fmt: skip
+        yield LAW.not_applicable(
+            f"setting {knob}",
+            f"no change by {len(tried)} values, and the audit's budget is spent",
+            "Too few values were tried to conclude that it does nothing.",
+        )
     else:
         yield LAW.finding(
-            f"knob {knob}",
+            f"setting {knob}",
             f"{value} → {', '.join(f'{t:g}' for t in dict.fromkeys(tried))} left the gradient bit-equal"
             if not probe.noise()
             else "no change above the noise",
@@ -143,9 +144,9 @@ def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple
             yield from ((other, batch) for other in some)
 
 
-def _elsewhen(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
-    """What the knob moves at values far beyond the usual ones, with ratios of whole rows beside it (they leave every
-    clip at once), or where the references are far away (a hinge sleeps on its good side)."""
+def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
+    """What the setting moves at values far beyond the usual ones, with ratios of whole rows beside it (they leave every
+    clip at once), or where the references are far away (a hinge is inactive on its good side)."""
     step, value = probe.step, probe.step.knobs[knob]
     beyond = [1e6 * (value or 1.0)] if isinstance(value, float) else []  # a threshold that was set by another state
     if last(knob) in TARGETS:
@@ -168,7 +169,7 @@ def _elsewhen(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> 
     return None
 
 
-def _beside(probe: Probe, base: edits.Batch, value: float) -> Iterator[tuple[float, edits.Batch]]:
+def _near_the_clip(probe: Probe, base: edits.Batch, value: float) -> Iterator[tuple[float, edits.Batch]]:
     """A somewhat larger clip, where every token's ratio is between the two."""
     if probe.step.ratio_role in probe.step.roles and probe.step.logprobs is not None:
         for odd in (0, 1):
@@ -189,8 +190,8 @@ def _ratios(probe: Probe, base: edits.Batch, value: Any, odd: int, rows: bool = 
     return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
 
 
-def _elsewhere(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
-    """The mode of an option in which the knob does act, if there is one."""
+def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
+    """The mode of an option in which the setting does act, if there is one."""
     for option, modes in probe.step.options.items():
         for mode in list(modes)[1:]:
             for other in candidates(value)[:2]:
@@ -206,10 +207,10 @@ def _elsewhere(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | 
 
 
 def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Iterator[Finding]:
-    """A setting whose present value all but ends the training, where one within a factor of two does not."""
+    """A setting whose present value leaves almost no gradient, while one within a factor of two does not."""
     if here < GONE * there:
         yield LAW.finding(
-            f"knob {knob}, its present value",
+            f"setting {knob}, its present value",
             f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}",
             f"≥ {GONE:g}",
             False,
@@ -223,12 +224,12 @@ def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes
         try:
             gradients[mode] = probe.gradient(base, {option: mode})
         except Exception:
-            continue  # this mode contradicts another setting, and says so
+            continue  # this mode contradicts another setting
     twins = probe.step.twins | {(b, a) for a, b in probe.step.twins}
     pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
     same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.differs(gradients[a], gradients[b])]
     if not pairs:
-        yield Finding("KG", f"option {option}", "no other mode runs here", "-", "not applicable", "")
+        yield LAW.not_applicable(f"option {option}", "no other mode runs here")
         return
     yield LAW.finding(
         f"option {option}",
@@ -247,7 +248,7 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
         at = origin if probe.step.knobs[knob] else probe.gradient(base, {knob: value})
         none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
     except Exception as error:
-        yield unchecked("KG", f"term {metric}", error)
+        yield LAW.unchecked(f"term {metric}", error)
         return
     once, second = at.minus(none), twice.minus(at)
     share = once.norm() / max(at.norm(), none.norm(), 1e-300)
@@ -266,7 +267,7 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
         f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not "
         "at all; or it is a constant that rounding alone moves (the normaliser of what is normalised already).",
     )
-    # The difference of two large gradients is only as exact as they are; below that nothing can be said of linearity.
+    # The difference of two large gradients is only as exact as they are; below that linearity cannot be judged.
     if alive and share > 4 * probe.tolerance:
         bend = once.distance(second)
         room = max(probe.tolerance / share, 1e-3)
@@ -281,11 +282,11 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
 
 LAW = Law(
     code="KG",
-    name="knobs",
-    sentence="The gradient depends on every knob and not on inert ones, every mode of an option differs from the "
-    "others, a weight weighs its term.",
-    needs="knobs, options, terms; inert for what must not matter",
-    how="Gradients (never loss values) at other values of the knob, from a kicked, off-policy state.",
+    name="settings",
+    sentence="The gradient depends on every setting and not on inert ones, every mode of an option differs from the "
+    "others, and a weight scales its term linearly.",
+    needs="knobs, options, terms; inert for settings that must not matter",
+    how="Gradients (never loss values) at other values of the setting, from a perturbed, off-policy state.",
     traps="A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not "
     "sufficient: a sign or swapped modes pass here and fail elsewhere.",
     caught="SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means "

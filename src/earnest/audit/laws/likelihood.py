@@ -1,6 +1,6 @@
-"""LAW, likelihoods: the least likely label, alone in the loss, becomes more likely.
+"""NLL: the least likely label, alone in the loss, becomes more likely.
 
-cos(-∇L, ∇lp) > 0.   With the weight p undetached, ∇(-p·lp) = -(1 + lp)·p·∇lp turns round below p = 1/e.
+cos(-∇L, ∇lp) > 0.   With the weight p undetached, ∇(-p·lp) = -(1 + lp)·p·∇lp reverses below p = 1/e.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ AWAY = -0.5  # a mask that marks the predicting place leaves a cosine of about 0
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    held = "reference" in step.roles and not step.terms  # a pull towards a reference alone imitates nobody
+    held = "reference" in step.roles and not step.terms  # a penalty towards a reference alone is not imitation
     if step.kind != "sft" or step.logprobs is None or step.rows_interact or held:
         return
-    with probe.kicked():
+    with probe.perturbed():
         probe.cost += 1
         with seeded(step.seed), torch.enable_grad():
             now = step.logprobs(step.model, fresh(step.batch))
         on = edits.fit(edits.supervised(step), now)
         if on is None or on.shape != now.shape or not bool(on.any()):
-            yield Finding("LAW", "the least likely label", "log-probs do not fit the labels", "-", "not applicable")
+            yield LAW.not_applicable("the least likely label", "log-probs do not fit the labels")
             return
         lowest = torch.where(on, now.detach(), torch.full_like(now, torch.inf)).argmin()
         row, column = divmod(int(lowest), now.shape[1])
         found = probe.differentiate(now[row, column], list(probe.parameters.values()))
         up = Gradient(dict(zip(probe.parameters, found, strict=True)))
-        down = probe.gradient(_alone(probe, row, column - now.shape[1]), step.quiet)
+        down = probe.gradient(_alone(probe, row, column - now.shape[1]), step.terms_off)
     size = down.norm() * up.norm()
     if size == 0 or not down.finite():
-        yield Finding("LAW", "the least likely label", "alone it has no gradient: CV says more", "-", "not applicable")
+        yield LAW.not_applicable("the least likely label", "alone it has a zero gradient: see CV")
         return
     cosine = -down.dot(up) / size
     yield LAW.finding(
@@ -46,7 +46,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         f"alone: cosine {cosine:+.2f} between -∇L and ∇lp, at lp = {float(now[row, column].detach()):.2g}",
         "above 0",
         cosine > AWAY,
-        "Training makes an unlikely label less likely still: a weight that depends on its probability is not detached, "
+        "Training makes an unlikely label even less likely: a weight that depends on its probability is not detached, "
         "or a sign is lost.",
     )
 
@@ -64,13 +64,13 @@ def _alone(probe: Probe, row: int, column: int) -> edits.Batch:
 
 
 LAW = Law(
-    code="LAW",
+    code="NLL",
     name="likelihood",
     sentence="The least likely label, alone in the loss, becomes more likely.",
     needs="SFT with labels or a mask, and logprobs=fn(model, batch)",
     how="All labels but one are masked; the loss's gradient is compared with that of the label's log-prob.",
-    traps="Regularisers and other conventions for where a mask stands turn it a little; only a gradient that points "
-    "away is a fault. Unlikelihood training is not SFT.",
+    traps="Regularisers and other mask conventions rotate the gradient a little; only a gradient that points away is "
+    "a failure. Unlikelihood training is not SFT.",
     caught="a DFT weight that is not detached",
     check=check,
     quick=False,

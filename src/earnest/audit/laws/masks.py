@@ -1,4 +1,4 @@
-"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, silent rows."""
+"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, masked rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.probe import Probe
-from earnest.audit.verdict import Finding, unchecked
+from earnest.audit.verdict import Finding
 
-SILENT = "a fully masked row"
+MASKED = "a fully masked row"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -22,27 +22,27 @@ def check(probe: Probe) -> Iterator[Finding]:
     paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
-        yield not_declared("MI", "masks", f"roles={what}")
+        yield LAW.not_declared("masks", f"roles={what}")
         return
-    with probe.kicked():
+    with probe.perturbed():
         base = probe.off_policy()
         origin = probe.gradient(base)
         if not origin.finite():
-            yield Finding("MI", "masks", "not finite off-policy", "-", "not applicable", "IG says more.")
+            yield LAW.not_applicable("masks", "not finite off-policy", "see IG.")
             return
         both = None if paired else _both(probe)
         parts = {"signals where masked": _signals(probe, base, origin), "more padding": _padding(probe, both)}
         if not paired:
-            parts[SILENT] = _silent_row(probe, both)
+            parts[MASKED] = _masked_row(probe, both)
         for subject, part in parts.items():
             try:
                 yield from part
             except Exception as error:
-                yield unchecked("MI", subject, error)
+                yield LAW.unchecked(subject, error)
 
 
 def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Finding]:
-    """Every per-token signal at once; where that matters, one at a time, to name the culprit."""
+    """All per-token signals at once; if the gradient changes, one at a time, to find which of them matters."""
     step = probe.step
     changes: dict[str, edits.Batch] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
@@ -50,7 +50,7 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
         if bounds is None or bool(bounds[1].all()):
             continue
         where = ~bounds[1].expand_as(step.batch[step.roles[role]])
-        if role == "rewards":  # they may be summed without a mask, if they are 0 where there is none
+        if role == "rewards":  # may be summed without a mask if they are 0 where masked
             where = where & (step.batch[step.roles[role]] != 0)
         changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
         if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
@@ -59,7 +59,7 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
         if (hidden := _under_padding(probe, base, role, attention)) is not None:
             changes[role] = hidden
     if not changes:
-        yield Finding("MI", "signals where masked", "nothing that is declared is masked", "-", "not applicable")
+        yield LAW.not_applicable("signals where masked", "no declared signal is masked")
         return
     whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
     together = origin.distance(probe.gradient(whole))
@@ -72,7 +72,7 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
             f"{role} where masked",
             origin.distance(probe.gradient(changed)),
             f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the "
-            "model, is shifted by one, or another tensor stands in its place.",
+            "model, is shifted by one, or another tensor is used in its place.",
         )
 
 
@@ -92,12 +92,12 @@ def _under_padding(probe: Probe, batch: edits.Batch, role: str, mask: str) -> ed
 
 
 def _both(probe: Probe) -> Gradient | None:
-    """The gradient with three more columns and one more row, all of it silent; None where that cannot be asked."""
+    """The gradient with three more columns and one more row, all masked; None where that cannot be run."""
     step = probe.step
     if _coupled(probe) or step.value("ids") is None:
         return None
     try:
-        found = probe.gradient(edits.add_silent_row(replace(step, batch=edits.pad(step))))
+        found = probe.gradient(edits.add_masked_row(replace(step, batch=edits.pad(step))))
     except Exception:
         return None
     return found if found.finite() else None
@@ -113,30 +113,30 @@ def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
     sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
     if not (edits.supervised(step) is not None or sides) or (step.value("ids") is None and not paired):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
-        yield not_declared("MI", "more padding", what)
+        yield LAW.not_declared("more padding", what)
         return
     for side in ("right", "left"):
         subject = f"3 more columns of padding on the {side}"
         if side == "left" and not _pads_left(probe):
-            # A step that never sees left padding owes it nothing: absolute positions may well begin at 0.
-            yield Finding("MI", subject, "no row of this batch begins with padding", "-", "not applicable")
+            # A step whose batches have no left padding need not support it: absolute positions may begin at 0.
+            yield LAW.not_applicable(subject, "no row of this batch begins with padding")
             return
-        # All at once; a mean over rows sees the row, so then again alone.
+        # Both changes at once; a mean over rows counts the added row, so then the padding alone.
         at_once = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
         change = at_once if at_once <= probe.tolerance else _padded(probe, side)
         if isinstance(change, Exception):
             why = f"cannot be run ({type(change).__name__})"
-            yield Finding("MI", subject, why, "-", "not applicable", str(change)[:120])
+            yield LAW.not_applicable(subject, why, str(change)[:120])
             return
         yield probe.fair(_must_not_matter(
             probe, subject, change,
-            "The length to which a batch happens to be padded changes what is learned: a mean over positions counts "
-            "padding, padded positions are supervised, or positions are counted from the padding's first.",
+            "The gradient depends on how far the batch is padded: a mean over positions counts "
+            "padding, padded positions are supervised, or positions are counted from the first padded one.",
         ))  # fmt: skip
 
 
 def _padded(probe: Probe, side: str) -> float | Exception:
-    """The least that padding changes, over the readings of which tensors belong to the padded ones."""
+    """The smallest change by padding, over the possible sets of tensors that are padded together."""
     found: list[float] = []
     first: Exception | None = None
     for batch in edits.paddings(probe.step, side):
@@ -151,7 +151,7 @@ def _padded(probe: Probe, side: str) -> float | Exception:
 
 
 def _pads_left(probe: Probe) -> bool:
-    """Whether a row begins with padding, by an attention mask that is the ids' own."""
+    """Whether a row begins with padding, by the attention mask of the ids."""
     pairs = [(probe.step.value(m), probe.step.value(r)) for r, m in
              (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))]  # fmt: skip
     return any(
@@ -160,53 +160,53 @@ def _pads_left(probe: Probe) -> bool:
     )
 
 
-def _silent_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
+def _masked_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
     step = probe.step
     if _coupled(probe):
-        yield Finding("MI", SILENT, "rows interact by declaration", "-", "not applicable")
+        yield LAW.not_applicable(MASKED, "rows interact by declaration")
         return
     whole = probe.gradient()
     try:
-        silent = both if both is not None and _counts(probe, both) else probe.gradient(edits.add_silent_row(step))
+        masked = both if both is not None and _counts(probe, both) else probe.gradient(edits.add_masked_row(step))
     except Exception as error:
         why = f"one more row cannot be run ({type(error).__name__})"
         needs = "The loss needs its rows together (fixed group or pair sizes)."
-        yield Finding("MI", SILENT, why, "-", "not applicable", needs)
+        yield LAW.not_applicable(MASKED, why, needs)
         return
-    if not silent.finite():
+    if not masked.finite():
         yield LAW.finding(
-            SILENT, "the gradient is not finite", "finite", False,
+            MASKED, "the gradient is not finite", "finite", False,
             "A row without a single supervised token gives 0/0; divide by max(count, 1).",
         )  # fmt: skip
         return
-    factor = silent.best_scale(whole)
-    rest = silent.distance(whole.times(factor))
+    factor = masked.best_scale(whole)
+    rest = masked.distance(whole.times(factor))
     yield probe.fair(LAW.finding(
-        SILENT,
+        MASKED,
         f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1",
         rest <= probe.tolerance and step.rows / (step.rows + 1) - 0.02 <= factor <= 1.02,
-        "A row in which no loss is taken still changes the gradient's direction: some part of the loss does not see "
-        "the mask.",
+        "A row in which no loss is taken changes the gradient's direction: some part of the loss ignores the mask.",
     ))  # fmt: skip
 
 
-def _counts(probe: Probe, silent: Gradient) -> bool:
-    """Whether it is the same gradient, the silent row counted as one or not at all."""
+def _counts(probe: Probe, masked: Gradient) -> bool:
+    """Whether the gradient is the same, with the masked row counted as a row or not at all."""
     whole, rows = probe.gradient(), probe.step.rows
-    return any(whole.times(factor).distance(silent) <= probe.tolerance for factor in (1.0, rows / (rows + 1)))
+    return any(whole.times(factor).distance(masked) <= probe.tolerance for factor in (1.0, rows / (rows + 1)))
 
 
 LAW = Law(
     code="MI",
     name="masks",
-    sentence="Signals where no loss is taken, ids under padding, more padding and silent rows do not matter.",
+    sentence="Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do "
+    "not matter.",
     needs="roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest",
-    how="Each is changed or added, and the gradient must stay within the step's own resolution.",
-    traps="Prompt tokens do matter, through attention. A sequence mean may count a silent row, so a factor B/(B+1) "
-    "is allowed. Padding is added on the left only where the batch has some there. Tensors that are as wide as the "
-    "rows by accident (prompts beside completions) must not be padded with them, so other readings are tried. Rewards "
-    "of a token that are 0 wherever they are masked may be summed without the mask.",
+    how="Each is changed or added; the gradient must stay the same within the step's own resolution.",
+    traps="Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so "
+    "a factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' "
+    "width by accident (prompts beside completions) must not be padded with them, so other readings are tried. "
+    "Per-token rewards that are 0 wherever they are masked may be summed without the mask.",
     caught="verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask",
     check=check,
 )

@@ -1,5 +1,4 @@
-"""MR: a metric is what it says: the loss it logs is the loss, it stays in its range, it moves, and it knows the
-unchanged policy."""
+"""MR: a metric equals what it names, stays in its range, varies, and is neutral for an unchanged policy."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.laws.clipping import clip_range
 from earnest.audit.laws.on_policy import on_policy
 from earnest.audit.probe import Probe
@@ -32,7 +31,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     reading = probe.read()
     found = dict(reading.metrics)
     if not found:
-        yield not_declared("MR", "metrics", "metrics by returning (loss, {name: value})")
+        yield LAW.not_declared("metrics", "metrics by returning (loss, {name: value})")
         return
     if "loss" in found:
         value = reading.loss
@@ -54,7 +53,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     )
     states = [found]
     for size in (0.05, 1.0):
-        with probe.kicked(size):
+        with probe.perturbed(size):
             states.append(dict(probe.look(probe.off_policy()).metrics))
     # The opposite policy: what a threshold metric needs to move.
     with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
@@ -62,7 +61,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     yield from _ranges(probe, states)
     yield from _moves(probe, states)
     if step.logprobs is not None and step.ratio_role in step.roles:
-        with probe.kicked():
+        with probe.perturbed():
             yield from _unchanged(probe)
 
 
@@ -98,7 +97,7 @@ def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
         for size in (0.3, 3.0, 10.0):
             if len(set(seen)) > 1:
                 break
-            with probe.kicked(size):
+            with probe.perturbed(size):
                 seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
         yield LAW.finding(
             f"metric {name}",
@@ -212,12 +211,11 @@ def _means(values: Tensor, mask: Tensor) -> list[float]:
 LAW = Law(
     code="MR",
     name="metrics",
-    sentence="A metric is what it says: it equals what it names, stays in its range, moves, and is neutral for an "
-    "unchanged policy.",
+    sentence="A metric equals the quantity that it names, stays in its range, varies, and is neutral for an unchanged "
+    "policy.",
     needs="a step that returns (loss, metrics); metrics={name: (low, high)} and terms",
-    how="Metrics on the batch, on far-off states, and with behaviour = current.",
-    traps="Counts and settings are constant by nature; only declared metrics are asked to move, and those in still "
-    "are not.",
+    how="Metrics on the batch, in distant states, and with behaviour = current policy.",
+    traps="Counts and settings are constant by nature; only declared metrics must vary, and those in still need not.",
     caught="OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is "
     "always 0",
     check=check,

@@ -1,7 +1,7 @@
-"""LAW, policy gradients: with behaviour = current policy the gradient is REINFORCE with the loss's own normaliser.
+"""PG-ONPOLICY: with behaviour = current policy the gradient is REINFORCE with the loss's own normaliser.
 
 on-policy, no other term:   ∇L = -Σ c_t A_t ∇lp_t,   c_t = -∂L/∂A_t (ratio form)   or   -(∂L/∂A_t)/lp_t (surrogate form)
-and then: linear in A; 0 for A = 0; a clip whose range contains 1 does nothing
+and then: linear in A; 0 for A = 0; a clip whose range contains 1 has no effect
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.laws import clip_names
 from earnest.audit.laws.clip_names import HIGH as HIGH
 from earnest.audit.laws.clip_names import LOW as LOW
@@ -27,7 +27,7 @@ from earnest.audit.laws.ratio import (
     others,
     policy,
     proportion,
-    pull,
+    token_weights,
     whitening,
     wider,
     without_advantages,
@@ -36,7 +36,7 @@ from earnest.audit.laws.ratio import on_policy as on_policy
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding, Outcome
 
-ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift is far outside
+ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift exceeds it
 REINFORCE = "on-policy gradient = REINFORCE"
 MEANING = (
     "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
@@ -49,16 +49,16 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.kind != "policy gradient":
         return
-    quiet = probe.step.quiet
+    quiet = probe.step.terms_off
     if "advantages" not in step.roles:
         yield from _own_advantages(probe, quiet)
         return
-    with probe.kicked():
+    with probe.perturbed():
         if step.logprobs is None:
             batch = probe.off_policy()
             left = probe.gradient(without_advantages(probe, batch), quiet).norm()
             yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
-            yield not_declared("LAW", REINFORCE, "logprobs=lambda model, batch: …")
+            yield LAW.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
             return
         rows = list(_at_ratio_one(probe, quiet))
         if not step.rows_interact and (bend := proportion(probe)) <= probe.tolerance:
@@ -70,7 +70,7 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 def _at_ratio_one(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
-    """Of what the advantages do; what is left without them is taken off first."""
+    """Checks of the advantages' part of the gradient; what remains without advantages is subtracted first."""
     step, batch = probe.step, on_policy(probe)
     assert step.logprobs is not None
     how = whitening(probe)
@@ -81,23 +81,23 @@ def _at_ratio_one(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     if how is None:
         yield from _reinforce(probe, batch, now)
     else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
-        yield Finding("LAW", REINFORCE, how, "-", "not applicable")
+        yield LAW.not_applicable(REINFORCE, how)
     yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
 def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
-    """Of a step that makes its advantages from rewards: the clips, which need no advantage to be inert."""
+    """For a step that computes its advantages from rewards: the clips, which must have no effect at ratio 1."""
     step = probe.step
     if "rewards" not in step.roles:
-        yield not_declared("LAW", "on-policy gradient", 'roles={"advantages": …}')
+        yield LAW.not_declared("on-policy gradient", 'roles={"advantages": …}')
         return
-    yield Finding("LAW", REINFORCE, "the step makes its own advantages", "-", "not applicable")
+    yield LAW.not_applicable(REINFORCE, "the step computes its own advantages")
     if not wider(probe):
         return
     if step.logprobs is None or step.ratio_role not in step.roles:
-        yield not_declared("LAW", "clips at ratio 1", 'logprobs=lambda model, batch: … and roles={"behaviour": …}')
+        yield LAW.not_declared("clips at ratio 1", 'logprobs=lambda model, batch: … and roles={"behaviour": …}')
         return
-    with probe.kicked():
+    with probe.perturbed():
         once = at_one(probe).gradient
         for knob, value in wider(probe).items():
             change = once.distance(probe.gradient(on_policy(probe), {**quiet, knob: value}))
@@ -105,9 +105,9 @@ def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]
 
 
 def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
-    """``affine``: what is left beside it does not disturb the policy gradient, which is right by itself."""
+    """``affine``: what remains at A = 0 is another term; the policy gradient is correct by itself."""
     step, share = probe.step, left / max(usual, 1e-300)
-    settings = bool(set(step.knobs) - set(probe.step.quiet) - set(clip_names.clips(step))) and not step.terms
+    settings = bool(set(step.knobs) - set(probe.step.terms_off) - set(clip_names.clips(step))) and not step.terms
     outcome: Outcome = "holds" if left <= probe.tolerance * max(usual, 1e-300) else "fails"
     meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
@@ -115,21 +115,21 @@ def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     )
     if outcome == "fails" and math.isfinite(left) and (affine or settings):
         outcome = "not declared"
-        meaning = "There is another term in the loss; declare terms={metric: knob} so that it can be switched off."
-    baseline = ' If the step takes a baseline off them first, they are rewards: declare roles={"rewards": …}.'
+        meaning = "There is another term in the loss; declare terms={metric: setting} so that it can be switched off."
+    baseline = ' If the step subtracts a baseline from them first, they are rewards: declare roles={"rewards": …}.'
     return LAW.finding("zero advantages", f"gradient {share:.2g} of the usual", "0", outcome, meaning + baseline)
 
 
 def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str | None) -> Iterator[Finding]:
-    """Twice the advantages, twice the gradient; and wider clips change nothing, nor do ratios of ρ but for a factor ρ
-    (or 1, without a ratio). All at once, apart only if that fails."""
+    """Twice the advantages give twice the gradient; wider clips change nothing, and ratios of ρ only a factor ρ (or 1,
+    without a ratio). All in one evaluation; separately only if that fails."""
     key, subject = probe.step.roles["advantages"], "linear in the advantages, on-policy"
     once, wide = policy(probe).gradient, wider(probe)
     bend, both = 0.0, False
     # A difference of two gradients is as exact as they are, and they may be larger than it.
     room = min(0.5, probe.tolerance * max(1.0, at_one(probe).gradient.norm() / max(once.norm(), 1e-300)))
     if how is not None:
-        yield Finding("LAW", subject, how, "-", "not applicable")
+        yield LAW.not_applicable(subject, how)
     else:
         if others(probe) is None:
             bend = proportion(probe)
@@ -158,7 +158,7 @@ def _inert(knob: str, change: float, room: float) -> Finding:
         f"moved the gradient by {change:.2g}",
         f"≤ {room:.1g}",
         change <= room,
-        f"At ratio 1 a clip range that contains 1 cannot act, but {knob} does: it clamps the ratio itself, or "
+        f"At ratio 1 a clip range that contains 1 has no effect, but {knob} has one: it clamps the ratio itself, or "
         "the ratio is not 1 for the unchanged policy.",
     )
 
@@ -166,8 +166,8 @@ def _inert(knob: str, change: float, room: float) -> Finding:
 def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Finding]:
     """Take the normaliser from the loss itself, through its derivative by the advantages, and rebuild the gradient.
 
-    A row's part is shared over its tokens evenly, or as the loss itself shares it (weights by token, a discount), which
-    its derivative by the behaviour tells."""
+    A row's part is distributed over its tokens evenly, or as the loss itself does it (token weights, a discount), which
+    is measured by its derivative by the behaviour."""
     step = probe.step
     a: Tensor = batch[step.roles["advantages"]]
     if not a.is_floating_point():
@@ -181,13 +181,13 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     linear = abs(total - here.loss) <= ROOM * float((a * slope).double().abs().sum())
     on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(now) if on is None else on.to(now.dtype)
-    own = pull(here.inputs)
+    own = token_weights(here.inputs)
     own = own.reshape(now.shape).to(now.dtype) if own is not None and own.numel() == now.numel() else None
     even = _weights(now, slope, a, mask, mask)
     forms = [even, _weights(now, slope, a, mask, mask, surrogate=True)]
     if own is not None:
         shared = _weights(now, slope, a, mask, own * mask, whole=own)
-        # A product over the row is differentiated by every one of its tokens: as many times the row's part.
+        # A product over the row is differentiated by each of its N tokens: N times the row's part.
         forms += [shared, shared * mask.flatten(1).sum(-1).reshape(-1, *[1] * (now.ndim - 1))]
         if not linear:  # a regression on the advantages: what multiplies ∇lp is not A·∂L/∂A
             forms.append(own * mask)
@@ -197,7 +197,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(rebuilt, factors, strict=True))
     room = max(probe.tolerance, ROOM)
     holds = off <= room and factor > 0
-    bent = "" if linear else " The loss is not linear in the advantages: c, which is its slope by them, may mislead."
+    bent = "" if linear else " The loss is not linear in the advantages: c, its derivative by them, may be wrong."
     yield LAW.finding(
         REINFORCE,
         f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}"
@@ -218,8 +218,8 @@ def _weights(
     whole: Tensor | None = None,
     surrogate: bool = False,
 ) -> Tensor:
-    """c·A by token, from ∂L/∂A. ``shares``: how a row's part is shared; ``whole``: what they are shares of."""
-    if slope.ndim == now.ndim and slope.shape[-1] == 1 != now.shape[-1]:  # [B, 1] is one a row
+    """c·A per token, from ∂L/∂A. ``shares``: how a row's part is distributed; ``whole``: what they are shares of."""
+    if slope.ndim == now.ndim and slope.shape[-1] == 1 != now.shape[-1]:  # [B, 1] is one per row
         slope, advantages = slope[..., 0], advantages[..., 0]
     lp = now.detach() if surrogate else torch.ones_like(now)
     if slope.ndim < now.ndim:
@@ -245,18 +245,18 @@ def _rebuilt(probe: Probe, now: Tensor, weights: Tensor) -> Gradient:
 
 
 def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
-    """Which tokens pull otherwise than their advantage asks, where the loss has a slope by the behaviour."""
+    """Which tokens have another gradient weight than their advantage gives, if the loss depends on the behaviour."""
     if own is None:
-        return "The loss has no slope by the behaviour that would tell which tokens disagree."
+        return "The loss does not depend on the behaviour, so it is not known which tokens disagree."
     outside = int(((own != 0) & (mask == 0)).sum())
     size = float(expected.abs().max())
     wrong = ((own - expected).abs() > ROOM * size) & (mask != 0)
     if not bool(wrong.any()) and not outside:
         return (
-            "Every token pulls as its advantage asks, so it is the log-probs that differ: the loss differentiates "
-            "others than the declared function gives (temperature, shift), or a gradient goes another way."
+            "Every token has the gradient weight of its advantage, so the log-probs differ: the loss differentiates "
+            "others than the declared function returns (temperature, shift), or there is another gradient path."
         )
-    says = [f"{outside} tokens outside the mask pull."] if outside else []
+    says = [f"{outside} tokens outside the mask have a gradient."] if outside else []
     rows = wrong.reshape(len(wrong), -1)
     if bool(wrong.any()):
         row = int(rows.sum(-1).argmax())
@@ -264,13 +264,13 @@ def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
         got, asked = own.reshape(rows.shape)[row, places[0]], expected.reshape(rows.shape)[row, places[0]]
         says.append(
             f"{int(rows.sum())} tokens disagree, most in row {row} (places {', '.join(map(str, places[:6]))}): at "
-            f"{places[0]} the pull is {float(got):.3g}, the advantage's even share {float(asked):.3g}."
+            f"{places[0]} the weight is {float(got):.3g}, the advantage's even share {float(asked):.3g}."
         )
     return " ".join(says)
 
 
 def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centred: bool) -> Finding:
-    """Along -∇L the sum of A·lp over supervised tokens must rise: the sign that no other law sees."""
+    """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
     step = probe.step
     down = policy(probe).gradient
     a: Tensor = batch[step.roles["advantages"]]
@@ -282,7 +282,7 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     up = Gradient(dict(zip(probe.parameters, found, strict=True)))
     cosine = -down.dot(up) / max(down.norm() * up.norm(), 1e-300)
     return LAW.finding(
-        "descending raises what was better",
+        "descending the loss raises Σ A·lp",
         f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp",
         "above 0",
         cosine > 0.05,
@@ -292,14 +292,14 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
 
 
 LAW = Law(
-    code="LAW",
+    code="PG-ONPOLICY",
     name="on-policy",
     sentence="With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.",
     needs="roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off",
-    how="The normaliser is read from ∂L/∂A, its shares by token from ∂L/∂behaviour; the gradient is rebuilt from them "
-    "and compared; clips must be inert.",
+    how="The normaliser is taken from ∂L/∂A and its share per token from ∂L/∂behaviour; the gradient is rebuilt from "
+    "them and compared. A clip whose range contains 1 must have no effect.",
     traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates "
-    "(−A·lp) are recognised as such. A step that whitens its advantages over the batch declares rows_interact=True.",
+    "(−A·lp) are recognised. A step that whitens its advantages over the batch declares rows_interact=True.",
     caught="TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283",
     check=check,
     quick=False,

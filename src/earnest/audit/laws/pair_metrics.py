@@ -1,4 +1,4 @@
-"""MR: of a pair, the side that the loss wants is the side that the metrics call right.
+"""MR-PAIR: the metrics of a pair agree with the side that the loss prefers.
 
 L(chosen, rejected) < L(rejected, chosen)   ⟺   margin > 0 and accuracy = 1, for one pair alone
 """
@@ -30,14 +30,14 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not names:
         return
     seen: dict[str, list[bool]] = {name: [] for name in names}
-    with probe.kicked(0.5):
+    with probe.perturbed(0.5):
         for row in range(min(PAIRS, step.rows)):
             one = edits.take_rows(step, torch.tensor([row]))
             try:
-                here, there = (probe.look(b, step.quiet) for b in (one, swapped(step, one)))
+                here, there = (probe.look(b, step.terms_off) for b in (one, swapped(step, one)))
             except Exception as error:
                 why = f"one pair alone cannot be run ({type(error).__name__})"
-                yield Finding("MR", "metrics of a pair", why, "-", "not applicable", str(error)[:120])
+                yield LAW.not_applicable("metrics of a pair", why, str(error)[:120])
                 return
             gap = there.loss - here.loss
             if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
@@ -45,22 +45,22 @@ def check(probe: Probe) -> Iterator[Finding]:
             for name in names:
                 centre = 0.0 if set(re.split(r"[^a-z]+", name.lower())) & WIDE else 0.5
                 a, b = here.metrics[name] - centre, there.metrics[name] - centre
-                if a * b < 0:  # it tells the two sides apart, so it can be asked which
+                if a * b < 0:  # it distinguishes the two sides
                     seen[name].append((a > 0) == (gap > 0))
     for name, agree in seen.items():
-        if len(agree) > 1:  # a term beside the preference may outweigh it in a pair; turned round, it is wrong in all
+        if len(agree) > 1:  # a term beside the preference may outweigh it in a pair; reversed, it is wrong in all
             yield LAW.finding(
                 f"metric {name}, which side",
                 f"{sum(agree)} of {len(agree)} pairs as the loss has it",
                 "above 0",
                 any(agree),
-                f"{name} calls the answers right that the loss pushes down: a comparison is turned round, or chosen "
+                f"{name} prefers the answers that the loss makes less likely: a comparison is reversed, or chosen "
                 "and rejected are swapped in one of the two.",
             )
 
 
 def _own_side(probe: Probe) -> Iterator[Finding]:
-    """A log-prob that is named for one side is not the other side's, as a sum or as a mean over tokens."""
+    """A log-prob metric that is named for one side is not the other side's, as a sum or as a mean over tokens."""
     step, found = probe.step, probe.look().metrics
     names = {n: sides for n in found if len(sides := [s for s in edits.SIDES if s in n.lower()]) == 1
              and re.search(r"log_?p", n.lower())}  # fmt: skip
@@ -88,14 +88,14 @@ def _own_side(probe: Probe) -> Iterator[Finding]:
 
 
 LAW = Law(
-    code="MR",
+    code="MR-PAIR",
     name="pair metrics",
-    sentence="Of a pair, the side that the loss wants is the side that accuracy and margin call right, and a log-prob "
-    "is that of the side it is named for.",
+    sentence="Accuracy and margin of a pair agree with the side that the loss prefers, and a log-prob metric belongs "
+    "to the side that it is named for.",
     needs="roles chosen and rejected; a metric named accuracy or margin; logprobs=fn for metrics named logps",
-    how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics say?",
-    traps="Other terms are switched off where they are declared, and may outweigh the preference in some pairs where "
-    "they are not; a metric that does not change sides when the pair does is not asked.",
+    how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show?",
+    traps="Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric "
+    "whose sign does not change with the sides is not checked.",
     caught="an accuracy that is 1 - accuracy, a margin of rejected minus chosen, LLaMA-Factory #6050 (logps swapped)",
     check=check,
     quick=False,

@@ -1,7 +1,7 @@
-"""LAW, preferences: a pair whose answers are one text pulls nowhere, and descending widens the margin.
+"""PAIR: a pair of two identical answers has a zero gradient, and descending widens the margin.
 
 chosen = rejected, token by token   →   gradient 0
-lp = reference                      →   every pair pulls alike, towards a wider margin
+lp = reference                      →   every pair has the same weight, towards a wider margin
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.laws.clip_names import last
-from earnest.audit.laws.parts import Part, Pull, mixer, undeclared_weight, weakest
+from earnest.audit.laws.parts import Part, RelativeGradient, mixer, undeclared_weight, weakest
 from earnest.audit.probe import Probe, fresh, seeded, without_graph
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
@@ -29,20 +29,20 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if not {"chosen", "rejected"} <= step.roles.keys():
         return
-    with probe.kicked():
+    with probe.perturbed():
         pull = None
         if not step.pairwise:
             why = "each answer is weighed by itself, by declaration"
-            yield Finding("LAW", "identical pairs", why, "-", "not applicable")
+            yield LAW.not_applicable("identical pairs", why)
         elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
             why = "chosen and rejected are padded differently."
-            yield Finding("LAW", "identical pairs", "shapes differ", "-", "not applicable", why)
+            yield LAW.not_applicable("identical pairs", "shapes differ", why)
         else:
-            same = probe.kept_batch("identical pairs", lambda: _one_text(step))
+            same = probe.kept_batch("identical pairs", lambda: _identical_answers(step))
             pull = weakest(probe, step.batch, same, probe.tolerance)
             yield from _identical(probe, pull, same)
         if step.logprobs is None:
-            yield not_declared("DR", "the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
+            yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
         else:
             yield from _margin(probe, pull.part if pull is not None else _remaining(probe))
         yield from _smoothing(probe, pull)
@@ -58,34 +58,34 @@ def sides(step: Step) -> list[tuple[str, str]]:
 
 
 def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
-    """Every chosen answer in its rival's place, and the other way round, with masks and references."""
+    """Chosen and rejected answers exchanged, with their masks and references."""
     other = dict(batch)
     for chosen, rejected in sides(step):
         other[chosen], other[rejected] = batch[rejected], batch[chosen]
     return other
 
 
-def told_apart(step: Step) -> bool:
-    """Whether all that belongs to either answer has its counterpart, so that they can be swapped."""
+def can_be_swapped(step: Step) -> bool:
+    """Whether everything that belongs to one answer has a counterpart, so that the answers can be swapped."""
     apart = {k for pair in sides(step) for k in pair}
     named = all(k in apart for k in step.batch if "chosen" in k or "rejected" in k)
     return named and {step.roles["chosen"], step.roles["rejected"]} <= apart
 
 
-def _one_text(step: Step) -> edits.Batch:
-    """Every rejected answer is its rival's text, with that one's masks and reference."""
+def _identical_answers(step: Step) -> edits.Batch:
+    """Every rejected answer is replaced by the chosen one, with its masks and reference."""
     return {**step.batch, **{rejected: step.batch[chosen] for chosen, rejected in sides(step)}}
 
 
 def _remaining(probe: Probe) -> Part:
     """The loss without its declared terms, where anything is left of it."""
-    part = Part("the loss without its other terms", {**probe.step.quiet, **probe.step.pure})
+    part = Part("the loss without its other terms", {**probe.step.terms_off, **probe.step.pure})
     return part if part.gradient(probe, None).norm() > 0 else Part("the loss", {})
 
 
-def _identical(probe: Probe, pull: Pull | None, same: edits.Batch) -> Iterator[Finding]:
+def _identical(probe: Probe, pull: RelativeGradient | None, same: edits.Batch) -> Iterator[Finding]:
     if pull is None:
-        yield Finding("LAW", "identical pairs", "no gradient: GL says so", "-", "not applicable")
+        yield LAW.not_applicable("identical pairs", "no gradient: see GL")
         return
     measured, outcome = f"gradient {pull.size:.2g} of the usual", pull.size <= probe.tolerance
     why: str | None = None
@@ -99,16 +99,16 @@ def _identical(probe: Probe, pull: Pull | None, same: edits.Batch) -> Iterator[F
             knob, end = mixing
             why = f"At {knob} = {end:g} nothing is left: {knob} weighs another term. Declare it in terms or switches."
         elif weight := undeclared_weight(probe, pull.part, probe.step.batch, same):
-            why = f"{weight} does not feel such a pair: it weighs the preference. Declare terms={{metric: {weight!r}}}."
+            why = f"{weight} has no effect on such a pair: it weighs the preference; declare it in terms."
     if why is not None:
-        yield Finding("LAW", "identical pairs", measured, "0", "not declared", why)
+        yield Finding("PAIR", "identical pairs", measured, "0", "not declared", why)
         return
     yield LAW.finding(
         "identical pairs",
         measured,
         "0",
         outcome,
-        "A pair whose two answers are one text has nothing to prefer, yet it pulls: roles are mixed up, one side is "
+        "A pair of two identical answers has a gradient: roles are mixed up, one side is "
         "masked or normalised differently, or another term is in the loss (declare it in terms or switches; where each "
         "answer is weighed by itself, pairwise=False).",
     )
@@ -140,14 +140,15 @@ def _pushes_down(probe: Probe, part: Part) -> bool:
 
 
 def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
-    """Descending the loss must widen the margin; and at the reference every pair pulls alike."""
+    """Descending the loss must widen the margin; and at the reference every pair has the same weight."""
     step = probe.step
     wider = _margin_gradient(probe, step.batch)
     cosine = -_cosine(part.gradient(probe, step.batch), wider)
     referred = set(REFERENCES) <= step.roles.keys()
     alike = _at_reference(probe, part, wider) if referred else 0.0
     measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
-    if referred and cosine <= 0.05:  # a margin beyond its target (IPO) is lawfully drawn back; at the reference none is
+    # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
+    if referred and cosine <= 0.05:
         measured += f", {-alike:+.2f} at the reference"
     yield LAW.finding(
         "descending widens the margin",
@@ -160,7 +161,7 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
         return
     if not step.pairwise or step.value_is_loss is False:
         declared = "pairs weigh differently by declaration"
-        yield Finding("LAW", "at the reference every pair pulls alike", declared, "-", "not applicable")
+        yield LAW.not_applicable("at the reference every pair has the same weight", declared)
         return
     enough = 1 - max(probe.tolerance, 1e-2)
     why: str | None = None
@@ -168,13 +169,13 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
         if _by_itself(probe, part):
             why = "Each answer is weighed by itself against the reference. Where that is meant, declare pairwise=False."
         elif (offset := _offset(probe, part, wider, enough)) is not None:
-            why = f"{offset!r} shifts each margin by its own amount; audited with 0 in its place, all pull alike."
+            why = f"{offset!r} shifts each margin by its own amount; with 0 in its place all have the same weight."
     if why is not None:
         measured = f"cosine {abs(alike):.3f}"
-        yield Finding("LAW", "at the reference every pair pulls alike", measured, "1", "not declared", why)
+        yield Finding("PAIR", "at the reference every pair has the same weight", measured, "1", "not declared", why)
         return
     yield LAW.finding(
-        "at the reference every pair pulls alike",
+        "at the reference every pair has the same weight",
         f"cosine {abs(alike):.3f} between ∇L and the plain sum over pairs",
         "1",
         abs(alike) > enough,
@@ -185,7 +186,7 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
 
 
 def _offset(probe: Probe, part: Part, wider: Gradient, enough: float) -> str | None:
-    """An undeclared number a pair (a target margin) without which every pair would pull alike."""
+    """An undeclared number per pair (a target margin) without which every pair would have the same weight."""
     step = probe.step
     for key, value in step.batch.items():
         if key in step.roles.values() or not isinstance(value, Tensor) or not value.is_floating_point():
@@ -225,14 +226,14 @@ def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, 
 
 
 def _now(step: Step) -> list[Tensor]:
-    """What the policy says of both answers."""
+    """The policy's log-probs of both answers."""
     assert step.logprobs is not None
     with without_graph(step.seed):
         return [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
 
 
 def _as_reference(step: Step, values: list[Tensor]) -> edits.Batch:
-    """These in the references' places, and in their form."""
+    """These values as the references, in their shape and dtype."""
     keys = [step.roles[r] for r in REFERENCES]
     return {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
 
@@ -246,12 +247,12 @@ def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
     return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 
-def _smoothing(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
-    """L(chosen, rejected; ε) pulls where L(rejected, chosen; 1 - ε) does: a wrong label is a swapped pair. A target
-    margin keeps the two from being equal, not from pointing one way."""
+def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
+    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
+    With a target margin the two are not equal, but point the same way."""
     step = probe.step
     knob = next((k for k, v in step.knobs.items() if last(k) in SMOOTHING and isinstance(v, float)), None)
-    if knob is None or pull is None or not told_apart(step):
+    if knob is None or pull is None or not can_be_swapped(step):
         return
     knobs = pull.part.knobs
     try:
@@ -268,14 +269,14 @@ def _smoothing(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
         "above 0",
         cosine > 0,
         f"{knob} is the share of pairs whose label is wrong, so swapping the answers and the share changes nothing. "
-        "Here it turns the gradient round: the smoothed part has a wrong sign, or does not swap the answers.",
+        "Here it reverses the gradient: the smoothed part has a wrong sign, or does not swap the answers.",
     )
 
 
-def _rest(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
-    """What is left beside the preference, a likelihood say, tells the answers apart as well: swapped, it is another."""
-    step, quiet = probe.step, {**probe.step.quiet, **probe.step.pure}
-    if pull is None or pull.part.less is None or not told_apart(step) or not probe.afford(1):
+def _rest(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
+    """What remains beside the preference (a likelihood) also changes when the answers are swapped."""
+    step, quiet = probe.step, {**probe.step.terms_off, **probe.step.pure}
+    if pull is None or pull.part.less is None or not can_be_swapped(step) or not probe.afford(1):
         return
     here, there = probe.gradient(step.batch, quiet), probe.gradient(swapped(step, step.batch), quiet)
     if here.norm() == 0 or not there.finite():
@@ -286,7 +287,7 @@ def _rest(probe: Probe, pull: Pull | None) -> Iterator[Finding]:
         f"moved the gradient by {off:.2g}",
         f"above {probe.tolerance:.1g}",
         off > probe.tolerance,
-        "Beside the preference there is a part that treats both answers alike, so the rejected ones are taught like "
+        "Beside the preference there is a part that treats both answers alike, so the rejected ones are trained like "
         "the chosen ones: a likelihood over all rows instead of the chosen half. Where that is meant, declare its "
         "weight in switches.",
     )
@@ -297,14 +298,15 @@ def _cosine(a: Gradient, b: Gradient) -> float:
 
 
 LAW = Law(
-    code="LAW",
+    code="PAIR",
     name="pairs",
-    sentence="A pair of one text pulls nowhere, descending widens the margin, at the reference every pair pulls alike.",
+    sentence="A pair of two identical answers has a zero gradient, descending the loss widens the margin, and at the "
+    "reference every pair has the same weight.",
     needs="roles chosen and rejected; logprobs=fn for the margin; terms or switches where another term is in the loss",
     how="The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε "
     "is compared with 1 - ε on swapped answers.",
-    traps="SPPO, NCA and BCO weigh each answer by itself: pairwise=False. A margin beyond its target (IPO) is drawn "
-    "back.",
+    traps="SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its "
+    "target back.",
     caught="sign errors, swapped or differently masked answers, a smoothed half with a wrong sign",
     check=check,
     quick=False,

@@ -14,9 +14,7 @@ from typing import Any
 from earnest.audit.gradient import Gradient
 from earnest.audit.probe import Probe
 
-STRONG = (
-    100.0  # times its weight, a term stands out from what it is taken from, in bf16 too; KG sees that it is a weight
-)
+STRONG = 100.0  # times its weight a term exceeds what it is subtracted from, in bf16 too; KG checks that it is a weight
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Part:
 def parts(probe: Probe) -> Iterator[Part]:
     """What is left with every declared term off, then each term by itself."""
     step = probe.step
-    quiet = {**step.quiet, **step.pure}
+    quiet = {**step.terms_off, **step.pure}
     yield Part("the loss" if not quiet else "the loss without its other terms", quiet)
     for metric, knob in step.weights.items():
         if knob not in step.pure:
@@ -54,8 +52,8 @@ def parts(probe: Probe) -> Iterator[Part]:
 
 
 @dataclass(frozen=True)
-class Pull:
-    """How hard a part pulls on a batch where it should not, over how hard it usually does."""
+class RelativeGradient:
+    """A part's gradient norm on a batch where it should be 0, relative to its usual norm."""
 
     part: Part
     usual: Gradient
@@ -63,9 +61,11 @@ class Pull:
     finite: bool
 
 
-def weakest(probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float) -> Pull | None:
+def weakest(
+    probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
+) -> RelativeGradient | None:
     """The first part that has a gradient on ``usual`` and none on ``same``; else the first that has one at all."""
-    first: Pull | None = None
+    first: RelativeGradient | None = None
     for part in parts(probe):
         try:
             present = part.gradient(probe, usual)
@@ -77,7 +77,7 @@ def weakest(probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, An
             continue  # nothing is left of the loss here
         there = part.gradient(probe, same)
         scale = present.norm() if part.less is None else max(present.norm(), part.scale(probe, same))
-        pull = Pull(part, present, there.norm() / max(scale, 1e-300), there.finite())
+        pull = RelativeGradient(part, present, there.norm() / max(scale, 1e-300), there.finite())
         if pull.size <= room and pull.finite:
             return pull
         first = first or pull
@@ -87,10 +87,10 @@ def weakest(probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, An
 def mixer(
     probe: Probe, part: Part, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
 ) -> tuple[str, float] | None:
-    """The undeclared weight, and its end, that leave ``part`` without a pull on ``same``, if there is one.
+    """The undeclared weight, and its end, that leave ``part`` without a gradient on ``same``, if there is one.
 
-    A weight enters the gradient on a straight line; a temperature or a mixture's share does not, so what is wrong at
-    any other temperature than 1 is not explained away.
+    A weight enters the gradient on a straight line; a temperature or a mixture's share does not, so an error at
+    a temperature other than 1 is not attributed to a weight.
     """
     affine, here = min(max(probe.tolerance, 1e-3), 0.1), probe.gradient(same, part.knobs)
     for knob, value in probe.step.knobs.items():
@@ -114,8 +114,8 @@ def mixer(
 
 
 def undeclared_weight(probe: Probe, part: Part, usual: Mapping[str, Any] | None, same: Mapping[str, Any]) -> str | None:
-    """The knob whose own part of the gradient vanishes on ``same`` and not on ``usual``: ORPO's λ beside a likelihood
-    of weight 1. (In a loss that has one term, everything is the knob's own part.)"""
+    """The setting whose own part of the gradient vanishes on ``same`` and not on ``usual``: ORPO's λ beside a
+    likelihood of weight 1. (In a loss that has one term, everything is the setting's own part.)"""
     here, full = probe.gradient(same, part.knobs), probe.gradient(usual, part.knobs)
     for knob, value in probe.step.knobs.items():
         if not isinstance(value, float) or not value or knob in part.knobs:

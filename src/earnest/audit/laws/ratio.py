@@ -1,9 +1,9 @@
-"""LAW, ratios: a token's pull grows with the first power of the importance weight, whichever way that is written.
+"""PG-RATIO: a token's gradient is proportional to the first power of its importance weight, however it is written.
 
 behaviour (and proximal) = now - log ρ    ∇L → ρᵏ·∇L, k = 1;  k = 0 without a weight;  k in between where it is tempered
 behaviour alone = now - log ρ             the same for the correction proximal / behaviour: k = 1, or 0 where the
                                           weights are divided by their own mean
-k = 2: the weight is counted twice;  k = -1: it is upside down
+k = 2: the weight is applied twice;  k = -1: it is inverted
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def check(probe: Probe) -> Iterator[Finding]:
     ready = step.kind == "policy gradient" and step.ratio_role in step.roles and step.logprobs is not None
     if not ready or not {"advantages", "rewards"} & step.roles.keys():
         return
-    with probe.kicked():
+    with probe.perturbed():
         yield _power(
             probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
-            "the ratio to the policy that sampled is counted twice (as a weight and in what is differentiated; "
-            "current over rollout beside current over old), or upside down",
+            "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "
+            "current over rollout beside current over old), or inverted",
         )  # fmt: skip
         if "proximal" in step.roles and "rewards" not in step.roles:
             yield _power(
                 probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
-                "the correction for the sampler (trainer's over sampler's log-probs) is upside down, or the ratio is "
-                "to the sampler already and is corrected once more",
+                "the correction for the sampler (trainer's over sampler's log-probs) is inverted, or the ratio is "
+                "already relative to the sampler and is corrected again",
             )  # fmt: skip
 
 
@@ -52,8 +52,8 @@ def doubles(probe: Probe) -> bool:
 
 
 def whitening(probe: Probe) -> str | None:
-    """How the step itself treats its advantages over the batch, where rows interact by declaration: centred ones do
-    not feel a constant, scaled ones do not feel a factor. None: they are used as they are."""
+    """Whether the step centres or scales its advantages over the batch, where rows interact by declaration: then a
+    constant, or a factor, has no effect. None: they are used as given."""
     if not probe.step.rows_interact:
         return None
     found: str | None = probe.kept_batch("whitening", lambda: {"how": _whitening(probe)})["how"]
@@ -61,7 +61,7 @@ def whitening(probe: Probe) -> str | None:
 
 
 def _whitening(probe: Probe) -> str | None:
-    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], probe.step.quiet
+    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], probe.step.terms_off
     a, once = batch[key], policy(probe).gradient
     constant = a.float().abs().mean().to(a.dtype)
     if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= ROOM:
@@ -84,7 +84,7 @@ def wider(probe: Probe) -> dict[str, Any]:
 
 
 def on_policy(probe: Probe) -> edits.Batch:
-    """Behaviour = what the current policy says; advantages of both signs."""
+    """Behaviour log-probs = the current policy's; advantages of both signs."""
     return probe.kept_batch("on-policy", lambda: _on_policy(probe))
 
 
@@ -100,8 +100,8 @@ def _on_policy(probe: Probe) -> edits.Batch:
 
 
 def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doubled: bool = False) -> edits.Batch:
-    """On-policy, and then log-probs lower by log ρ, which is always legal. A KL to the reference that is in the rewards
-    is held by shifting the reference too."""
+    """On-policy, and then log-probs lower by log ρ, which is always legal. A KL to the reference inside the rewards
+    is kept constant by shifting the reference too."""
     step = probe.step
     if "rewards" in step.roles:
         roles = (*roles, "reference")
@@ -118,28 +118,29 @@ def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doub
 
 
 def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
-    knobs = {**probe.step.quiet, **wider(probe)}
+    knobs = {**probe.step.terms_off, **wider(probe)}
     once, there = policy(probe).gradient, probe.gradient(batch, knobs)
-    if others(probe) is not None:  # what is not the advantages' has a power of its own
+    if others(probe) is not None:  # other terms have another power
         there = there.minus(probe.gradient(without_advantages(probe, batch), knobs))
     if once.norm() == 0 or not once.finite():
-        return Finding("LAW", subject, "no gradient on-policy", "-", "not applicable")
+        return LAW.not_applicable(subject, "no gradient on-policy")
     k, error, rest = exponent(once.times(factor), there, reach(probe))
     why = ""
     if rest > max(ROOM, probe.tolerance):
-        why = "Weights of whole sequences, caps and masks scale no gradient as a whole: there is no power to read off."
+        why = "Weights of whole sequences, caps and masks do not scale the gradient as a whole: there is no power."
     elif error > 0.5:
-        why = "Too coarse in this dtype to be told."
+        why = "This dtype is too coarse to measure it."
     elif _of_rows(probe, k, error, rest):
         why = "A product over a row has the row's length as its power: a weight of whole sequences."
     if why:
-        return Finding("LAW", subject, f"k = {k:.2g} ± {error:.2g}", "-", "not applicable", why)
+        return LAW.not_applicable(subject, f"k = {k:.2g} ± {error:.2g}", why)
     return LAW.finding(
         subject,
         f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
         f"a power from 0 to 1, up to {SLACK + error:.2g}",
         -SLACK - error <= k <= 1 + SLACK + error,
-        f"The gradient goes with the power {k:.1f} of the weight, which must be 1 (0 without a weight): {fault}.",
+        f"The gradient is proportional to the power {k:.1f} of the weight, which must be 1 (0 without a weight): "
+        f"{fault}.",
     )
 
 
@@ -196,7 +197,7 @@ def _kept_slopes(probe: Probe, name: str, batch: Callable[[], edits.Batch]) -> S
     roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
 
     def make() -> dict[str, Any]:
-        return {"slopes": slopes(probe, roles, batch(), probe.step.quiet)}
+        return {"slopes": slopes(probe, roles, batch(), probe.step.terms_off)}
 
     found: Slopes = probe.kept_batch(name, make)["slopes"]
     return found
@@ -208,9 +209,9 @@ def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
 
 
 def others(probe: Probe) -> Slopes | None:
-    """What is left with all advantages 0, where anything is: a term that is not declared, or a baseline.
+    """What remains with all advantages 0, if anything: a term that is not declared, or a baseline.
 
-    Twice the advantages, twice the gradient: then nothing is, and it need not be asked."""
+    Where twice the advantages give twice the gradient, nothing remains and no evaluation is needed."""
     if "advantages" not in probe.step.roles:
         return None
     if not probe.step.rows_interact and proportion(probe) <= probe.tolerance:
@@ -221,21 +222,21 @@ def others(probe: Probe) -> Slopes | None:
 
 
 def proportion(probe: Probe) -> float:
-    """How far from twice the gradient is that of twice the advantages, with wider clips and at ratios of ρ, but for a
+    """How far the gradient at twice the advantages, wider clips and ratios of ρ is from twice the gradient, up to a
     factor ρ (or 1, without a ratio)."""
-    there = probe.gradient(shifted(probe, doubled=True), {**probe.step.quiet, **wider(probe)})
+    there = probe.gradient(shifted(probe, doubled=True), {**probe.step.terms_off, **wider(probe)})
     once = at_one(probe).gradient
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 
 
 def alone(probe: Probe, gradient: Gradient) -> Gradient:
-    """An on-policy gradient without what is left of it at advantages 0."""
+    """An on-policy gradient minus what remains of it at advantages 0."""
     rest = others(probe)
     return gradient if rest is None else gradient.minus(rest.gradient)
 
 
 def policy(probe: Probe) -> Slopes:
-    """``at_one`` without what is left of it at advantages 0: what the advantages do."""
+    """``at_one`` minus what remains at advantages 0: the advantages' part."""
     here, rest = at_one(probe), others(probe)
     if rest is None:
         return here
@@ -247,9 +248,9 @@ def policy(probe: Probe) -> Slopes:
     return Slopes(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs)
 
 
-def pull(found: Mapping[str, Tensor | None]) -> Tensor | None:
-    """-∂L/∂lp, token by token: the loss sees lp only beside the log-probs that it is compared with, so the slopes by
-    behaviour and proximal sum to it. By one of the two alone, a correction's part is mixed in."""
+def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
+    """-∂L/∂lp per token: lp enters the loss only as a difference to behaviour and proximal log-probs, so the
+    derivatives by these two sum to it. One of the two alone contains a correction's part."""
     parts = [g for role in ("behaviour", "proximal") if (g := found.get(role)) is not None]
     if not parts:
         return None
@@ -260,15 +261,18 @@ def pull(found: Mapping[str, Tensor | None]) -> Tensor | None:
 
 
 LAW = Law(
-    code="LAW",
+    code="PG-RATIO",
     name="ratio",
-    sentence="A token's pull grows with the first power of its importance weight (or does not, where there is none).",
+    sentence="A token's gradient is proportional to the first power of its importance weight (or independent of it, "
+    "where there is none).",
     needs="roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)",
-    how="From the on-policy state all ratios are made ρ, inside every clip, and the power of ρ is read off the "
-    "gradient; then the correction's alone. The first costs nothing: it is the linearity law's evaluation.",
-    traps="A product over a row has the row's length as its power; caps and masks that act at ρ scale no gradient as a "
-    "whole: neither is judged.",
-    caught="slime #179 (current over rollout), a correction upside down or counted twice, CISPO with a ratio squared",
+    how="From the on-policy state all ratios are set to ρ, inside every clip, and the power of ρ is measured from the "
+    "gradient; then the same for the sampler correction alone. The first needs no evaluation of its own: it is that "
+    "of the linearity check.",
+    traps="A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the "
+    "gradient as a whole: neither is judged.",
+    caught="slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared "
+    "ratio",
     check=check,
     quick=False,
 )

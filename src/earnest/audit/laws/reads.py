@@ -1,4 +1,4 @@
-"""IG, reads: which keys of the batch the loss never asks for."""
+"""IG-READS: which keys of the batch the loss never reads."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from earnest.audit.probe import Probe, fresh, without_graph
 from earnest.audit.verdict import Finding
 
 
-class Heard(dict[str, Any]):
-    """A batch that remembers what was asked of it. Whoever goes through it, or copies it, asks for everything."""
+class RecordingBatch(dict[str, Any]):
+    """A batch that records which keys are read. Iterating over it, or copying it, reads all of them."""
 
     def __init__(self, values: Any = ()) -> None:
         super().__init__(values)
-        self.asked: set[str] = set()
+        self.accessed: set[str] = set()
 
     def _all(self) -> None:
-        self.asked |= set(dict.keys(self))
+        self.accessed |= set(dict.keys(self))
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.accessed.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.accessed.add(key)
         return super().get(key, default)
 
     def pop(self, key: str, *default: Any) -> Any:
-        self.asked.add(key)
+        self.accessed.add(key)
         return super().pop(key, *default)
 
     def __iter__(self) -> Iterator[str]:
@@ -66,30 +66,32 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     unread = _unread(probe, step.batch, others)
     if unread:
-        yield Finding(
-            "IG", f"not read: {', '.join(unread)}", "the loss never asks for it", "-", "not applicable",
-            "Nothing is declared of this part of the batch and the loss does not read it. Where it should, declare its "
-            "role, and the gradient is asked to depend on it.",
-        )  # fmt: skip
+        yield LAW.not_applicable(
+            f"not read: {', '.join(unread)}",
+            "the loss never reads it",
+            "This tensor has no declared role and the loss does not read it. Where it should, declare its "
+            "role, and law IG checks that the gradient depends on it.",
+        )
 
 
 def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str]:
-    heard = Heard(fresh(batch))
+    recording = RecordingBatch(fresh(batch))
     probe.cost += 1 / 3
     try:
         with without_graph(probe.step.seed):
-            probe.step.loss(probe.step.model, heard, **probe.settings())
+            probe.step.loss(probe.step.model, recording, **probe.settings())
     except Exception:
         return []  # some code takes plain dicts only
-    return [k for k in keys if k not in heard.asked]
+    return [k for k in keys if k not in recording.accessed]
 
 
 LAW = Law(
-    code="IG",
-    name="reads",
-    sentence="What of the batch is neither declared nor read is said; it is no fault.",
+    code="IG-READS",
+    name="unread inputs",
+    sentence="Lists batch tensors that have no declared role and are never read by the loss. Informational; never a "
+    "failure.",
     needs="a batch with tensors that have no role",
-    how="One evaluation on a batch that remembers what it is asked for.",
+    how="One evaluation on a batch that records which keys are read.",
     traps="Passing the whole batch on (**batch) reads everything.",
     caught="masks and positions that are collated and never reach the loss",
     check=check,

@@ -1,8 +1,8 @@
-"""LAW, rewards that the step turns into advantages itself.
+"""PG-REWARD: rewards that the step turns into advantages itself.
 
 one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
-rewards that are equal within every group     teach nothing, however the groups differ
-a row at the reference, not above it          is pulled up (a KL in the reward is a cost)
+rewards that are equal within every group     have a zero gradient, however the groups differ
+a row at the reference, not above it          is raised (a KL in the reward is a cost)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient, span
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
 from earnest.audit.laws.ratio import at_one, on_policy
 from earnest.audit.probe import Probe, fresh, seeded
 from earnest.audit.verdict import Finding
@@ -29,18 +29,18 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     rewards = step.batch[step.roles["rewards"]]
     if rewards.ndim not in (1, 2) or len(rewards) < 2:
-        yield Finding("LAW", "rewards", "neither one a row nor one a token, or of one row", "-", "not applicable")
+        yield LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row")
         return
     if step.logprobs is None:
-        yield not_declared("LAW", "a better reward pulls its row up", "logprobs=lambda model, batch: …")
+        yield LAW.not_declared("a better reward raises its row", "logprobs=lambda model, batch: …")
         return
-    with probe.kicked():
+    with probe.perturbed():
         row, scores = _scores(probe)
         yield _better(probe, row, scores)
         if "reference" in step.roles:
             yield from _reference(probe, row, scores)
         if "group" not in step.roles:
-            yield not_declared("LAW", "rewards that are equal within every group", 'roles={"group": …}')
+            yield LAW.not_declared("rewards that are equal within every group", 'roles={"group": …}')
         elif not step.rows_interact and "values" not in step.roles:
             yield _equal(probe)
 
@@ -52,17 +52,17 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
     best = _totals(probe, rewards).max()
     worst = _totals(probe, rewards)[row]
     better = best if bool(best > worst) else worst + 1
-    there = probe.gradient(_rewarded(probe, base, row, better - worst), probe.step.quiet)
-    return _pulled_up(
-        probe, "a better reward pulls its row up", at_one(probe).gradient, there, scores,
+    there = probe.gradient(_rewarded(probe, base, row, better - worst), probe.step.terms_off)
+    return _raised(
+        probe, "a better reward raises its row", at_one(probe).gradient, there, scores,
         f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
-        "sign of the advantage is turned, or rewards are paired with other rows.",
+        "sign of the advantage is reversed, or rewards are paired with other rows.",
     )  # fmt: skip
 
 
 def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Iterator[Finding]:
-    """A KL in the reward is a cost: a row that stands above the reference is worth less than one that is at it."""
-    step, quiet = probe.step, probe.step.quiet
+    """A KL in the reward is a cost: a row above the reference is worth less than one at the reference."""
+    step, quiet = probe.step, probe.step.terms_off
     key, base, now = step.roles["reference"], dict(on_policy(probe)), probe.now()
     if base[key].shape != now.shape:
         return
@@ -72,14 +72,14 @@ def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Ite
     there, here = probe.gradient({**base, key: above}, quiet), probe.gradient(base, quiet)
     if not probe.differs(here, there):
         return  # the reference is in a declared term, which has its own laws
-    yield _pulled_up(
+    yield _raised(
         probe, "a row at the reference, not above it", there, here, scores,
         f"Row {row} is worth more where the policy has left the reference than where it is at it: the KL in the reward "
         "has the wrong sign.",
     )  # fmt: skip
 
 
-def _pulled_up(
+def _raised(
     probe: Probe, subject: str, worse: Gradient, better: Gradient, scores: tuple[Gradient, Gradient], meaning: str
 ) -> Finding:
     """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. Rows may be alike, so a failure needs the plain
@@ -87,7 +87,7 @@ def _pulled_up(
     change = worse.minus(better)
     size = change.norm()
     if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
-        return Finding("LAW", subject, "the gradient stays", "-", "not applicable", "IG says whether it must change.")
+        return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
     cosine = change.dot(scores[0]) / max(size * scores[0].norm(), 1e-300)
     share = span(change, *scores)
     weight = share.alpha * share.lengths[0]
@@ -102,7 +102,7 @@ def _pulled_up(
 
 def _equal(probe: Probe) -> Finding:
     """Every row of a group gets one value, a power of 2, so that a mean of them is exact."""
-    step, quiet = probe.step, probe.step.quiet
+    step, quiet = probe.step, probe.step.terms_off
     base, key = on_policy(probe), step.roles["rewards"]
     usual = at_one(probe).gradient.norm()
     _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
@@ -122,7 +122,7 @@ def _equal(probe: Probe) -> Finding:
         f"gradient {off:.2g} of the usual",
         f"0, up to {room:.1g}",
         outcome,
-        "All answers to each prompt are worth the same, and still something is learned: the baseline is another "
+        "All answers to each prompt have the same reward, and there is a gradient: the baseline is another "
         "group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against "
         "interleaved).",
     )
@@ -153,7 +153,7 @@ def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
 
 
 def _totals(probe: Probe, rewards: Tensor) -> Tensor:
-    """One number a row: what it was given where its loss is taken."""
+    """One number per row: what it was given where its loss is taken."""
     on = edits.fit(edits.supervised(probe.step), rewards)
     rewards = rewards if rewards.is_floating_point() else rewards.long()
     return rewards if rewards.ndim == 1 else (rewards if on is None else rewards * on).sum(-1)
@@ -177,7 +177,7 @@ def _rewarded(probe: Probe, base: edits.Batch, row: int, more: Tensor) -> edits.
 
 
 def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
-    """These values, one a row: at the last token where rewards are by token."""
+    """These values, one per row: at the last token where rewards are by token."""
     if rewards.ndim == 1:
         return values.to(rewards.dtype)
     out = torch.zeros_like(rewards)
@@ -186,16 +186,16 @@ def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
 
 
 LAW = Law(
-    code="LAW",
+    code="PG-REWARD",
     name="rewards",
-    sentence="A better reward pulls its row up, rewards that are equal within a group teach nothing, and a KL in the "
-    "reward is a cost.",
-    needs="role rewards, where the loss makes its own advantages; logprobs=fn; role group for groups, reference for "
-    "the KL",
-    how="On-policy, the worst row is given the best reward (or is put at the reference), and the change of the "
+    sentence="A better reward makes its row more likely, rewards that are equal within a group give a zero gradient, "
+    "and a KL in the reward is a cost.",
+    needs="role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference "
+    "for the KL",
+    how="On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the "
     "gradient is compared with that row's ∇Σlp.",
-    traps="Only values that occur are given, since some estimators divide by a mean. A critic's values, and a baseline "
-    "over the batch (rows_interact=True), make equal groups teach something, lawfully.",
+    traps="Only reward values that occur are used, since some estimators divide by a mean. With a critic's values, or "
+    "a baseline over the batch (rows_interact=True), equal groups may legitimately have a gradient.",
     caught="a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)",
     check=check,
     quick=False,

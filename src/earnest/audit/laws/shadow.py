@@ -1,4 +1,4 @@
-"""F64: the step's gradient agrees with a float64 shadow of itself, on confident inputs too."""
+"""F64: the step's gradient agrees with that of a float64 copy, on confident inputs too."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ from earnest.audit.verdict import Finding
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if all(p.dtype == torch.float64 for p in probe.parameters.values()):
-        yield Finding("F64", step.name, "float64 already", "-", "not applicable", "")
+        yield LAW.not_applicable(step.name, "float64 already")
         return
     try:
         shadow = _shadow(step.model)
     except Exception as error:
-        yield Finding(
-            "F64", step.name, f"the model cannot be copied ({type(error).__name__})", "-", "not applicable", ""
-        )
+        yield LAW.not_applicable(step.name, f"the model cannot be copied ({type(error).__name__})")
         return
     for what, sharpen in (("the batch", 1.0), ("confident outputs", 12.0)):
         if sharpen > 1 and not probe.afford(2, keep=0):
-            yield Finding("F64", what, "the promised cost is spent", "-", "not applicable")
+            yield LAW.not_applicable(what, "the budget is spent")
             return
         found = _compare(probe, shadow, what, sharpen)
         if found.outcome == "fails" and probe.random():
             why = "The loss differs between two seeds: in float64 other numbers are drawn."
-            found = Finding("F64", what, "the step is random", "-", "not applicable", why)
+            found = LAW.not_applicable(what, "the step is random", why)
         yield found
 
 
@@ -49,8 +47,8 @@ def exact(probe: Probe, batch: edits.Batch, settings: Sequence[Mapping[str, Any]
 
 
 def _shadow(model: nn.Module) -> nn.Module:
-    """A float64 copy, with the gradient hooks of parameters, which a copy does not have: what they change is the step's
-    own doing."""
+    """A float64 copy, with the gradient hooks of parameters, which a copy does not have: they are part of the
+    step."""
     shadow = copy.deepcopy(model).double()
     twins = dict(shadow.named_parameters())
     for name, p in model.named_parameters():
@@ -62,14 +60,14 @@ def _shadow(model: nn.Module) -> nn.Module:
 def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Finding:
     step = probe.step
     head, twin = _head(step.model), _head(shadow)
-    # Given log-probs belong to the policy as it was: beside a sharpened one their ratios overflow, lawfully.
+    # Given log-probs belong to the policy as it was: beside a sharpened one their ratios overflow, legitimately.
     given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
     if sharpen != 1.0 and (head is None or twin is None or given):
         why = f"the {given[0]}'s log-probs belong to the policy as it is" if given else "no matrix to scale up"
-        return Finding("F64", what, why, "-", "not applicable")
+        return LAW.not_applicable(what, why)
     units = _units(step.model)
     room, own = min(0.5, units * probe.floor()), 0.0
-    with probe.kicked(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
+    with probe.perturbed(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
         lifted = dict(shadow.named_parameters())
         for name, p in probe.parameters.items():
             if sharpen == 1.0 or p is not head:
@@ -79,17 +77,17 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Find
         try:
             theirs, islands = _shadow_gradient(probe, shadow, batch)
         except Exception as error:
-            return Finding("F64", what, f"the shadow cannot run ({str(error)[:60]})", "-", "not applicable", "")
+            return LAW.not_applicable(what, f"the shadow cannot run ({str(error)[:60]})")
         change = mine.distance(theirs)
         if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
             own = _conditioning(probe, shadow, batch, theirs)
     if theirs.norm() == 0 and mine.norm() > 0:
-        return Finding("F64", what, "the loss does not use the model that it is given", "-", "not applicable", "")
+        return LAW.not_applicable(what, "the loss does not use the model that it is given")
     if not theirs.finite():
-        return Finding("F64", what, "the float64 shadow is not finite either", "-", "not applicable", "")
+        return LAW.not_applicable(what, "the float64 shadow is not finite either")
     if 8 * own > 0.5:
         why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
-        return Finding("F64", what, why, "-", "not applicable", "")
+        return LAW.not_applicable(what, why)
     room = min(0.5, max(room, units * own))
     return LAW.finding(
         what,
@@ -129,7 +127,7 @@ def _shadow_gradient(
 
 def _conditioning(probe: Probe, shadow: nn.Module, batch: edits.Batch, exact: Gradient) -> float:
     """How far the exact gradient moves when every weight, a frozen one too, does by a unit in the model's own last
-    place: what rounding alone may do here to a step that is right."""
+    place: the effect that rounding alone may have on a correct step."""
     rng = torch.Generator().manual_seed(probe.step.seed + 23)
     kept = [p.detach().clone() for p in shadow.parameters()]
     with torch.no_grad():
@@ -179,12 +177,12 @@ class _scaled:
 LAW = Law(
     code="F64",
     name="float64 shadow",
-    sentence="The step's gradient agrees with a float64 shadow of itself, on confident inputs and large margins too.",
+    sentence="The step's gradient agrees with that of a float64 copy, on confident inputs and large margins too.",
     needs="a model that can be deep-copied and a loss that uses the model it is given",
     how="A copy of the model in float64 runs the same batch; once as it is, once with its last matrix scaled up.",
-    traps="Hugging Face models cast to fp32 inside norms and rotary embeddings: such islands are counted and said. A "
-    "parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and is not "
-    "judged.",
+    traps="Hugging Face models cast to fp32 inside norms and rotary embeddings: such modules are counted and "
+    "reported. A parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and "
+    "is not judged.",
     caught="log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates",
     check=check,
     quick=False,

@@ -1,7 +1,7 @@
-"""CV, shift: a label is predicted from the token right before it, and from nothing behind that.
+"""CV-SHIFT: a label is predicted from the token right before it, and from nothing after that one.
 
-Only the last label of every row speaks. Then the input that predicts it matters, and no input behind that one does: not
-the label's own token, which is what is to be found out.
+Only the last label of every row is supervised. Then the input that predicts it matters, and no input after that one
+does, above all not the label's own token.
 """
 
 from __future__ import annotations
@@ -13,22 +13,31 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
+from earnest.audit.embedding import embedded
 from earnest.audit.law import Law
 from earnest.audit.laws.coverage import known_to_say_where, labels_say_where
 from earnest.audit.laws.documents import value_room
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
-BEFORE, PEEKING = "the token before a label predicts it", "no label is seen before it is predicted"
+BEFORE, PEEKING = "the token before a label predicts it", "no label is an input of its own prediction"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.kind not in ("sft", "divergence") or step.rows_interact or edits.supervised(step) is None:
-        return  # a term over all tokens (load balancing) reads every input lawfully; ratios have laws of their own
+    if step.kind not in ("sft", "divergence", None) or step.rows_interact or edits.supervised(step) is None:
+        return  # a term over all tokens (load balancing) reads every input legitimately; ratios have laws of their own
+    leak = _leak(probe) if step.kind != "divergence" and step.value("labels") is None else None
+    if leak is not None and leak > probe.tolerance:
+        yield _peeking(probe, leak)
+        return
+    if step.kind is None:
+        yield LAW.not_declared(BEFORE, 'family="sft", where ids are predicted one after the other,')
+        yield LAW.not_declared(PEEKING, 'family="sft"') if leak is None else _peeking(probe, leak)
+        return
     found = _places(probe)
     if isinstance(found, str):
-        yield Finding("CV", PEEKING, found, "-", "not applicable")
+        yield LAW.not_applicable(PEEKING, found)
         return
     keep, predicts = found
     ids = step.batch[step.roles["ids"]]
@@ -42,35 +51,76 @@ def check(probe: Probe) -> Iterator[Finding]:
     key = step.roles["ids"]
     before = {**batch, key: edits.other_ids(step, ids, places == predicts)}
     after = {**batch, key: edits.other_ids(step, ids, behind)}
-    with probe.kicked():
+    with probe.perturbed():
         try:
             by_last, by_own = _moved(probe, batch, before, after if bool(behind.any()) else None)
             if by_own is not None and by_own > probe.tolerance and "labels" in step.roles and labels_say_where(probe):
-                # Labels only say where; the target is the ids' own, and so only what is behind it must not matter.
+                # Labels only mark positions; the targets are the ids, so only what comes after them must not matter.
                 by_own = _moved(probe, batch, before, {**batch, key: edits.other_ids(step, ids, narrow)})[1]
         except Exception as error:
-            why = f"one label a row cannot be run ({type(error).__name__})"
-            yield Finding("CV", BEFORE, why, "-", "not applicable", str(error)[:120])
+            why = f"one label per row cannot be run ({type(error).__name__})"
+            yield LAW.not_applicable(BEFORE, why, str(error)[:120])
             return
     if by_last is None:
-        why = "the last label of a row alone teaches nothing, whatever stands before it"
-        yield Finding("CV", BEFORE, why, "-", "not applicable", "The row 'every supervised position' says more.")
+        why = "the last label of a row alone has a zero gradient"
+        yield LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'.")
         return
     yield LAW.finding(
-        BEFORE, f"changing it moved what the last label of every row teaches by {by_last:.2g}", "above 0", by_last > 0,
-        "The token right before a label has no part in predicting it: logits and labels are shifted against each other "
-        "by one too many (a model that shifts its labels itself is handed shifted ones), or the mask is.",
+        BEFORE, f"changing it changed the last labels' loss or gradient by {by_last:.2g}", "above 0", by_last > 0,
+        "The token right before a label does not matter to its prediction: logits and labels are shifted against each "
+        "other by one too many (a model that shifts its labels itself is given shifted ones), or the mask is.",
     )  # fmt: skip
-    if by_own is None:
-        yield Finding("CV", PEEKING, "nothing stands behind it", "-", "not applicable")
-        return
-    yield LAW.finding(
-        PEEKING, f"changing what stands behind moved what it teaches by {by_own:.2g}", f"≤ {probe.tolerance:.1g}",
-        by_own <= probe.tolerance,
-        "Tokens that come after the one that predicts have a part in it: the token that is to be predicted is in the "
-        "input that predicts it (logits and labels are not shifted against each other), attention looks ahead, or a "
-        "term is taken on tokens that are not supervised (a smoothing, a z-loss over padding).",
-    )  # fmt: skip
+    change = by_own if by_own is not None else leak
+    yield LAW.not_applicable(PEEKING, "nothing comes after it") if change is None else _peeking(probe, change)
+
+
+def _peeking(probe: Probe, change: float) -> Finding:
+    return LAW.finding(
+        PEEKING,
+        f"changing the tokens from it on changed the loss or the gradient by {change:.2g}",
+        f"≤ {probe.tolerance:.1g}",
+        change <= probe.tolerance,
+        "Tokens after the predicting one matter to the prediction: the token that is to be predicted is in the input "
+        "that predicts it (logits and labels are not shifted against each other), attention looks ahead, or a term is "
+        "taken on tokens that are not supervised (a smoothing, a z-loss over padding).",
+    )
+
+
+def _leak(probe: Probe) -> float | None:
+    """How much a token's own embedding matters to its prediction, where ids are inputs and targets. None where no id is
+    a target, or the model's embedding is not given the ids.
+
+    Only the last supervised place of every row counts. Its target is the token there or the next one: the one whose
+    change, with the embedded ids held, changes the loss.
+    """
+    step = probe.step
+    ids, on = step.value("ids"), edits.supervised(step)
+    if ids is None or on is None or ids.ndim != 2 or on.ndim != 2 or ids.shape[1] - on.shape[1] not in (0, 1):
+        return None
+    on = torch.nn.functional.pad(on, (ids.shape[1] - on.shape[1], 0))
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    last = torch.where(on, places, -1).amax(-1, keepdim=True)
+    batch, key, off = edits.only(step, step.batch, on & (places == last)), step.roles["ids"], probe.step.terms_off
+    with probe.perturbed():
+        try:
+            here = probe.look(batch, off).loss
+            for ahead in (0, 1):
+                other = edits.other_ids(step, ids, (places == last + ahead) & (last >= 0) & (ids >= 0))
+                with embedded(step.model, other, ids) as held:
+                    target = probe.look({**batch, key: other}, off).loss
+                if not held:
+                    return None
+                if abs(target - here) <= 4 * probe.noise() * max(abs(target), abs(here)):
+                    continue
+                with embedded(step.model, ids, other):
+                    there = probe.look(batch, off).loss
+                    if abs(there - here) <= value_room(probe) * max(abs(there), abs(here)):
+                        return 0.0
+                    changed = probe.gradient(batch, off)
+                return probe.gradient(dict(batch), off).distance(changed)
+        except Exception:  # one label per row may be refused; the law's other measurements report it
+            return None
+    return None
 
 
 def _places(probe: Probe) -> tuple[Tensor, Tensor] | str:
@@ -112,9 +162,9 @@ def _places(probe: Probe) -> tuple[Tensor, Tensor] | str:
 def _moved(
     probe: Probe, batch: edits.Batch, before: edits.Batch, after: edits.Batch | None
 ) -> tuple[float | None, float | None]:
-    """How much either change moves what is taught: the loss's value where that says enough, or else gradients. None:
-    nothing is taught, or nothing is changed."""
-    quiet = probe.step.quiet
+    """The relative change by either edit: of the loss where that is enough, or else of the gradient. None: there is no
+    gradient, or nothing to change."""
+    quiet = probe.step.terms_off
     here = probe.look(batch, quiet).loss
 
     def off(changed: edits.Batch) -> float:
@@ -136,12 +186,13 @@ def _moved(
 
 
 LAW = Law(
-    code="CV",
+    code="CV-SHIFT",
     name="shift",
-    sentence="A label is predicted from the token right before it, and from nothing behind that.",
+    sentence="A label is predicted from the token right before it, and from nothing after that token.",
     needs="role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation",
-    how="Only the last label of every row speaks; the token before it is changed, then all that stand behind.",
-    traps="A mask as wide as the ids may mark tokens or the places that predict them: it is asked only where it marks "
+    how="Only the last label of every row is supervised; the token before it is changed, then all that come after.",
+    traps="A mask as wide as the ids may mark tokens or the places that predict them: it is checked only where it "
+    "marks "
     "a row's last token. A load-balancing term reads every input: rows_interact=True.",
     caught="a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised "
     "tokens)",

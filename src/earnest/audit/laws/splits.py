@@ -1,8 +1,8 @@
-"""SE: order, repetition and cutting of the rows do not change what is learned.
+"""SE: order, repetition and cutting of the rows do not change the gradient, up to the normaliser.
 
 permuted rows     the same gradient
 every row twice   the same gradient, twice it (a sum), or something in between (a root of the count)
-whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows do not reach into each other
+whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from earnest.audit.law import Law
 from earnest.audit.laws.parts import parts
 from earnest.audit.probe import Probe
 from earnest.audit.step import Step
-from earnest.audit.verdict import Finding, unchecked
+from earnest.audit.verdict import Finding
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -27,10 +27,10 @@ def check(probe: Probe) -> Iterator[Finding]:
     if step.rows < 2:
         yield Finding("SE", "rows", f"{step.rows} row", "≥ 2", "not applicable", "A batch of one row has no order.")
         return
-    with probe.kicked():
+    with probe.perturbed():
         whole = probe.gradient()
         if not whole.finite():
-            yield Finding("SE", "rows", "the gradient is not finite", "-", "not applicable", "GL or IG says more.")
+            yield LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG.")
             return
         order = torch.randperm(step.rows, generator=edits.generator(step, 3))
         if torch.equal(order, torch.arange(step.rows)):
@@ -48,7 +48,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         elif probe.random():
             yield probe.redrawn("SE", "permuted, repeated or cut rows")
             return
-        else:  # one at a time, to say which
+        else:  # one at a time, to find which
             for subject, part in (
                 ("permuted rows", _order(probe, whole, order)),
                 ("every row twice", _twice(probe, whole)),
@@ -56,7 +56,7 @@ def check(probe: Probe) -> Iterator[Finding]:
                 try:
                     yield from part
                 except Exception as error:
-                    yield unchecked("SE", subject, error)
+                    yield LAW.unchecked(subject, error)
         yield from map(probe.fair, _parts(probe))
 
 
@@ -65,10 +65,10 @@ def _order(probe: Probe, whole: Gradient, order: Tensor) -> Iterator[Finding]:
     outcome = shuffled <= probe.tolerance
     if not outcome and probe.step.rows_interact:
         # Rows that are paired with their neighbours by definition (KTO's mismatched answers) form a ring.
-        for how, turn in _together(probe.step.rows):
+        for how, turn in _block_orders(probe.step.rows):
             if whole.distance(probe.gradient(edits.permute_rows(probe.step, turn))) <= probe.tolerance:
                 why = f"moved the gradient by {shuffled:.2g}, {how} does not"
-                yield Finding("SE", "permuted rows", why, "-", "not applicable", "Rows interact by declaration.")
+                yield LAW.not_applicable("permuted rows", why, "Rows interact by declaration.")
                 return
     yield LAW.finding(
         "permuted rows",
@@ -77,12 +77,12 @@ def _order(probe: Probe, whole: Gradient, order: Tensor) -> Iterator[Finding]:
         outcome,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
         "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
-        "that are stacked, groups one behind the other), declare rows_interact=True.",
+        "that are stacked, groups one after the other), declare rows_interact=True.",
     )
 
 
-def _together(rows: int) -> Iterator[tuple[str, Tensor]]:
-    """Orders in which rows that belong together by their place still do."""
+def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Orders that keep rows together that belong together by position."""
     places = torch.arange(rows)
     yield "a turn of the ring", places.roll(1)
     for size in (s for s in range(2, rows // 2 + 1) if rows % s == 0):
@@ -95,8 +95,8 @@ def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
     factor = twice.best_scale(whole)
     rest = twice.distance(whole.times(factor))
     outcome = rest <= probe.tolerance and _counted(factor)
-    # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group lawfully see
-    # that there are twice as many rows.
+    # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
+    # see that there are twice as many rows.
     coupled = not outcome and (probe.step.rows_interact or _grouped(probe.step))
     yield LAW.finding(
         "every row twice",
@@ -120,33 +120,33 @@ def _counted(factor: float) -> bool:
 def _parts(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.rows_interact:
-        yield Finding("SE", "whole = parts", "rows interact by declaration", "-", "not applicable", "")
+        yield LAW.not_applicable("whole = parts", "rows interact by declaration")
         return
     far = _either_side(step)
     apart = None if far is None else _pulling(probe, far)
     if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
-        yield LAW.finding("whole = parts (uneven, pairs on either side)", *_said(probe, apart), True)
+        yield LAW.finding("whole = parts (uneven, pairs on either side)", *_span_text(probe, apart), True)
         return
     try:
         found = _cut(probe, step)
     except Exception as error:
-        yield Finding(
-            "SE", "whole = parts", f"a part of the rows cannot be run alone ({type(error).__name__})", "-", "not "
-            "applicable",
+        yield LAW.not_applicable(
+            "whole = parts",
+            f"a part of the rows cannot be run alone ({type(error).__name__})",
             "The loss needs its rows together (fixed group or pair sizes).",
-        )  # fmt: skip
+        )
         return
     if found is None:
-        yield Finding("SE", "whole = parts", "a part has no finite gradient alone", "-", "not applicable", "")
+        yield LAW.not_applicable("whole = parts", "a part has no finite gradient alone")
         return
     grouped = _grouped(step)
     outcome = found.within(probe.tolerance)
     if outcome and far is not None and not (apart is None and not _one_pulls(probe, far)):
         same = apart is not None and apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance)
-        measured = "no gradient, and the first pair alone has one" if apart is None else _said(probe, apart)[0]
+        measured = "no gradient, and the first pair alone has one" if apart is None else _span_text(probe, apart)[0]
         yield LAW.finding(
             "pairs on either side", measured, f"as before, {found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂", same,
-            "How hard a pair pulls depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
+            "A pair's gradient depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
             "mean margin instead of each pair's own.",
         )  # fmt: skip
     if not outcome and grouped:
@@ -166,17 +166,18 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         outcome = even.within(probe.tolerance)
         if outcome:
             aside = f"; with equally many tokens in every row by {even.rest:.2g}: terms have normalisers of their own"
-    if not outcome and step.quiet and _term_by_term(probe):
+    if not outcome and step.terms_off and _term_by_term(probe):
         outcome, aside = True, "; every term by itself is a sum of its parts: terms have normalisers of their own"
-    measured, expected = _said(probe, found)
+    measured, expected = _span_text(probe, found)
     yield LAW.finding(
         "whole = parts (uneven)",
         measured + aside,
         expected,
         outcome,
-        "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows reach "
-        "into each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
-        "Where rows are coupled on purpose, or terms divide by counts that no role tells, declare rows_interact=True.",
+        "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
+        "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
+        "Where rows are coupled on purpose, or terms divide by counts that no role declares, declare "
+        "rows_interact=True.",
     )
 
 
@@ -191,7 +192,7 @@ def _term_by_term(probe: Probe) -> bool:
         except Exception:
             return False
         if room >= 0.5:
-            continue  # nothing is left of the loss here, or too little to be told
+            continue  # nothing remains of the loss here, or too little to judge
         if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
             return False
         asked += 1
@@ -200,7 +201,7 @@ def _term_by_term(probe: Probe) -> bool:
 
 def _either_side(step: Step) -> Step | None:
     """Half of the pairs far on the wrong side of the reference, half farther on the right one: a hinge that is
-    taken of each pair still pulls on the wrong ones, one of their mean on none."""
+    taken per pair still has a gradient on the wrong ones, one of their mean on none."""
     if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
         return None
     key = step.roles["reference_chosen"]
@@ -215,7 +216,7 @@ def _pulling(probe: Probe, step: Step) -> Span | None:
     try:
         whole = probe.gradient(step.batch)
         return None if whole.norm() == 0 else _cut(probe, step, whole)
-    except Exception:  # what a loss refuses, the cut of its own rows says
+    except Exception:  # the cut of the original rows reports what the loss refuses
         return None
 
 
@@ -229,7 +230,7 @@ def _by_count(probe: Probe, found: Span) -> bool:
 
 
 def _alike(a: Span, b: Span, error: float) -> bool:
-    """Whether two batches are put together from their parts with the same weights."""
+    """Whether two batches are combinations of their parts with the same weights."""
     rooms = zip(a.room(error), b.room(error), strict=True)
     first, second = (sum(pair) for pair in rooms)
     return abs(a.alpha - b.alpha) <= first and abs(a.beta - b.beta) <= second
@@ -242,7 +243,7 @@ def _one_pulls(probe: Probe, step: Step) -> bool:
     return probe.gradient(step.batch).norm() == 0 and alone.finite() and alone.norm() > 0
 
 
-def _said(probe: Probe, found: Span) -> tuple[str, str]:
+def _span_text(probe: Probe, found: Span) -> tuple[str, str]:
     return (
         f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
         f"≤ {probe.tolerance:.1g}, no weight below 0",
@@ -275,11 +276,12 @@ def _evenly(probe: Probe) -> Span | None:
 LAW = Law(
     code="SE",
     name="splits",
-    sentence="Permuting, repeating or cutting the rows (unevenly) does not change what is learned.",
+    sentence="Permuting, repeating or cutting the rows (unevenly) does not change the gradient, up to the normaliser.",
     needs="a batch of at least two rows",
     how="Gradients of the permuted, the doubled and the unevenly cut batch.",
-    traps="Even cuts hide accumulation bugs. Two terms with normalisers of their own are no sum of parts: then every "
-    "row is given equally many tokens. A loss that is coupled by definition declares rows_interact=True.",
+    traps="Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of "
+    "its parts: then every row gets equally many tokens. A loss that couples rows by definition declares "
+    "rows_interact=True.",
     caught="OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600",
     check=check,
     quick=False,

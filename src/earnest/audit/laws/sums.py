@@ -1,4 +1,4 @@
-"""MR, sums: where every term is declared, the loss is what they add up to.
+"""MR-SUM: where every term is declared, the loss is their sum.
 
 L = Σ weight·term + Σ fixed terms
 """
@@ -12,14 +12,14 @@ from earnest.audit.probe import Probe
 from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
 
-ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the loss; a lost term is far outside
+ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the loss; a lost term exceeds it
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if not step.fixed:
         return
-    with probe.kicked():
+    with probe.perturbed():
         reading = probe.read()
     weights = dict.fromkeys(step.fixed, 1.0)
     for metric, term in step.terms.items():
@@ -43,12 +43,12 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 LAW = Law(
-    code="MR",
+    code="MR-SUM",
     name="sums",
     sentence="Terms that are declared to be the whole loss add up to it.",
     needs="fixed=(metrics of weight 1,), and terms for the others",
-    how="The kicked step's loss and metrics, which are known already: no evaluation more.",
-    traps="A metric with another normaliser than its term's does not add up; then leave fixed undeclared.",
+    how="Loss and metrics of the perturbed step, which are known already: no further evaluation.",
+    traps="A metric with another normaliser than its term does not add up; then leave fixed undeclared.",
     caught="mlx-lm-lora #65 (ORPO without its likelihood, which is logged)",
     check=check,
 )

@@ -86,7 +86,7 @@ class Accumulation:
 
     def _twice(self, whole: Gradient, again: Gradient, precision: torch.dtype | None) -> Finding:
         """Of two calls that differ, a third says how. Where it repeats one of them, or the calls are as 1 : 2 : 3, a
-        call has left something behind; noise, or a statistic that runs, does neither."""
+        call has left something after; noise, or a statistic that runs, does neither."""
         eps = [torch.finfo(p.dtype).eps for p in self.model.parameters() if p.is_floating_point()]
         same = SAME * max([*eps, *([torch.finfo(precision).eps] if precision is not None else [])], default=0.0)
         off, room = whole.distance(again), min(LEFT, SAME * same)

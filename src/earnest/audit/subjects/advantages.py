@@ -2,7 +2,7 @@
 
 shift     + a constant on all rewards of one group changes nothing (but a common factor, where it divides by the batch)
 locality  a change in one group leaves the others alone (likewise)
-zero sum  Σ over a group is 0, where the division is by one number a group
+zero sum  Σ over a group is 0, where the division is by one number per group
 scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
 order     permuting the rows permutes the advantages
 equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
@@ -81,7 +81,7 @@ class AdvantageEstimator:
         elif self.over == "batch":
             yield (
                 self._same(
-                    "LAW",
+                    "ADV",
                     "shift of all rewards",
                     base,
                     self._run(rewards + SHIFT, groups),
@@ -135,7 +135,7 @@ class AdvantageEstimator:
             n for n, a, b in zip(("rewards", "groups"), handed, (rewards, groups), strict=True) if not a.equal(b)
         ]
         return given, judged(
-            "LAW", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
+            "ADV", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
             not written,
             "The estimator writes into its inputs: what is logged or used afterwards are no rewards any more. (Where "
             "that is meant, declare in_place=True.)",
@@ -143,14 +143,14 @@ class AdvantageEstimator:
 
     @staticmethod
     def _outside(subject: str) -> Finding:
-        return Finding("LAW", subject, "leads out of the declared values", "-", "not applicable")
+        return Finding("ADV", subject, "leads out of the declared values", "-", "not applicable")
 
     def _scaled(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
         subject = f"scale ({self.scale})"
         if self.values is not None:
             return self._outside(subject)
         return self._same(
-            "LAW",
+            "ADV",
             subject,
             base if self.scale == "free" else base * 2,
             self._run(rewards * 2, groups),
@@ -184,7 +184,7 @@ class AdvantageEstimator:
         else:
             shifted = self._run(rewards + SHIFT * first.float(), groups)
             yield self._same(
-                "LAW",
+                "ADV",
                 "shift of one group",
                 base,
                 self._alike(shifted, base, first),
@@ -196,10 +196,10 @@ class AdvantageEstimator:
         yield self._renamed(rewards, groups, base, size)
         other = self._run(torch.where(first, self._others(rewards, first), rewards), groups)
         if bool(first.all()):
-            yield Finding("LAW", "group locality", "one group", "-", "not applicable", "Declare groups=2 or more.")
+            yield Finding("ADV", "group locality", "one group", "-", "not applicable", "Declare groups=2 or more.")
         else:
             yield self._same(
-                "LAW",
+                "ADV",
                 "group locality",
                 base[~first],
                 self._alike(other[~first], base[~first], first[~first]),
@@ -213,16 +213,16 @@ class AdvantageEstimator:
             clear = (rewards - means).abs() > room * rewards.abs().max()  # not a reward that is its group's mean
             wrong = int((torch.sign(base) != torch.sign(rewards - means))[clear].sum())
             yield judged(
-                "LAW", "above the group's mean is positive", f"{wrong} of {len(base)} rows are not", "none", wrong == 0,
+                "ADV", "above the group's mean is positive", f"{wrong} of {len(base)} rows are not", "none", wrong == 0,
                 "A row's advantage has another sign than its reward against its group's mean.",
             )  # fmt: skip
             return
         if self.baseline == "other":
-            yield Finding("LAW", "sum over a group", "the baseline is not the mean", "-", "not applicable")
+            yield Finding("ADV", "sum over a group", "the baseline is not the mean", "-", "not applicable")
             return
         sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
         yield judged(
-            "LAW",
+            "ADV",
             "sum over a group",
             f"{sums:.2g}",
             f"0, up to {room * scale * self.size:.1g}",
@@ -249,9 +249,9 @@ class AdvantageEstimator:
         try:
             found = self._run(rewards, groups + NAMES)
         except Exception as error:
-            return Finding("LAW", subject, f"raises {type(error).__name__}", "-", "not applicable")
+            return Finding("ADV", subject, f"raises {type(error).__name__}", "-", "not applicable")
         return self._same(
-            "LAW", subject, base, found, size,
+            "ADV", subject, base, found, size,
             f"The same groups are called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, and advantages change in silence: "
             "a name is taken for a place or a number. Raise, or count the names that are there.",
         )  # fmt: skip
@@ -262,10 +262,10 @@ class AdvantageEstimator:
         try:
             found = self._run(rewards[:-1], groups[:-1])
         except Exception as error:
-            return Finding("LAW", subject, f"raises {type(error).__name__}", "-", "not applicable")
+            return Finding("ADV", subject, f"raises {type(error).__name__}", "-", "not applicable")
         mine = base[:-1][rest]
         return self._same(
-            "LAW", subject, mine, self._alike(found[rest], mine, torch.zeros_like(rest[rest])), size,
+            "ADV", subject, mine, self._alike(found[rest], mine, torch.zeros_like(rest[rest])), size,
             "A row is missing in one group (filtered, say), and other groups' advantages change: groups are cut by "
             "place, and rows of two prompts are compared. Raise where groups are not full.",
         )  # fmt: skip
@@ -303,17 +303,17 @@ class AdvantageEstimator:
             elif largest > worst:
                 worst, where = largest, f" for {size} rewards of {value:g}"
         if not asked:
-            return Finding("LAW", "equal rewards", "one group alone is refused", "-", "not applicable")
+            return Finding("ADV", "equal rewards", "one group alone is refused", "-", "not applicable")
         room = NOISE * scale
         if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
             return Finding(
-                "LAW", "equal rewards", f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0",
+                "ADV", "equal rewards", f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0",
                 "not declared",
                 "Where rewards are such numbers, a group without a signal is trained on its rounding: add 1e-6 or more "
                 "to the spread. Declare values=(…) with those that occur, and they are checked.",
             )  # fmt: skip
         return judged(
-            "LAW",
+            "ADV",
             "equal rewards",
             f"largest {worst:.2g}{where}",
             f"0, up to {room:.1g}",
@@ -333,7 +333,7 @@ class AdvantageEstimator:
         finite = bool(torch.isfinite(largest).all())
         found = float(largest.abs().max()) if finite else float("inf")
         yield judged(
-            "LAW",
+            "ADV",
             "one right answer among wrong ones",
             f"largest {found:.3g}",
             f"≤ {bound:g}",
@@ -345,13 +345,13 @@ class AdvantageEstimator:
             return
         subject = "the right answer stands above the wrong ones"
         if found == 0:
-            why = "One right answer teaches nothing here: lawful where such groups are left out by design."
-            yield Finding("LAW", subject, "every advantage is 0", "-", "not applicable", why)
+            why = "One right answer teaches nothing here: legitimate where such groups are left out by design."
+            yield Finding("ADV", subject, "every advantage is 0", "-", "not applicable", why)
             return
         worst, best = float(largest[right].min()), float(largest[~right].max())
         room = _room(one, groups, self._raw(one, groups), self.over) * found
         yield judged(
-            "LAW",
+            "ADV",
             subject,
             f"right {worst:.3g}, wrong up to {best:.3g}",
             f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
@@ -370,22 +370,22 @@ class AdvantageEstimator:
         try:
             found = self._run(broken, groups)
         except Exception as error:
-            return judged("LAW", subject, f"raises {type(error).__name__}", expected, True, "")
+            return judged("ADV", subject, f"raises {type(error).__name__}", expected, True, "")
         reach = groups == groups[0] if self.over == "group" else torch.ones_like(groups, dtype=torch.bool)
         reach[0] = False
         rest = torch.arange(len(groups)) != 0
         if bool(found[reach].isnan().all()) or bool((found[reach] == 0).all()):
             what = "NaN" if bool(found[reach].isnan().any()) else "left out"
-            return judged("LAW", subject, f"its group is {what}", expected, True, "")
+            return judged("ADV", subject, f"its group is {what}", expected, True, "")
         try:
             without = self._run(rewards[rest], groups[rest])
         except Exception as error:  # an estimator of groups of one size cannot be asked
-            return Finding("LAW", subject, f"cannot be left out ({type(error).__name__})", "-", "not applicable")
+            return Finding("ADV", subject, f"cannot be left out ({type(error).__name__})", "-", "not applicable")
         if not bool(torch.isfinite(without[reach[1:]]).all()):  # what is left of the group has no spread
-            return Finding("LAW", subject, "the rest of its group has no advantages", "-", "not applicable")
+            return Finding("ADV", subject, "the rest of its group has no advantages", "-", "not applicable")
         off = float((found[1:] - without)[reach[1:]].abs().max()) / max(size[0], 1e-12)
         return judged(
-            "LAW", subject, f"the others are off by {off:.2g}", expected, off <= size[1],
+            "ADV", subject, f"the others are off by {off:.2g}", expected, off <= size[1],
             "A missing reward becomes a number in silence, and the other answers are compared with it: leave the row "
             "out of its group's statistics, or raise.",
         )  # fmt: skip
@@ -415,7 +415,7 @@ def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
 
 
 LAW = Law(
-    code="LAW",
+    code="ADV",
     name="advantages (AdvantageEstimator)",
     sentence="A constant on a group's rewards changes nothing, groups do not see each other, a group sums to 0, "
     "scaling does what the mode says, order and names do not matter, equal rewards give 0, the only right answer is "
@@ -425,7 +425,7 @@ LAW = Law(
     how="Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get "
     "other names. The tolerance is rounding over the "
     "smallest spread, and the usual constant (up to 1e-4) in a denominator.",
-    traps="Centring over the batch is no fault where it is declared, nor is a division by the batch's spread "
+    traps="Centring over the batch is not an error where it is declared, nor is a division by the batch's spread "
     '(scaled_over="batch"); an estimator that takes rows by place declares interleaved=False. Rewards that never round '
     "(0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.",
     caught="one sample a prompt (all advantages 0), statistics along the wrong axis, groups by place, NeMo-RL #1518 "

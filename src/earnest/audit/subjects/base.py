@@ -20,7 +20,7 @@ COARSE = 1e-4  # bf16 and fp16 have a larger eps: there a multiple of eps would 
 @runtime_checkable
 class Subject(Protocol):
     """``check`` yields findings; it leaves what it was given as it was, as far as it can be told how: what the caller's
-    own functions move (a kick, a run) only they can put back."""
+    own functions move (a perturbation, a run) only they can restored."""
 
     def check(self) -> Iterator[Finding]: ...
 
@@ -78,7 +78,7 @@ def uneven(rows: int) -> list[int]:
 
 
 def cut(batch: Mapping[str, Any], rows: int, split: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Parts of so many rows; what has no rows (a number, a text) goes with every part."""
+    """Parts of N rows; what has no rows (a number, a text) goes with every part."""
     start = 0
     for size in split:
         part = slice(start, start + size)

@@ -31,8 +31,8 @@ class Ema:
     of the current weights: where the code has a decay, hand it 1 - rate. A decay that warms up with the number of
     updates is told by its own behaviour; an ``update`` with such a count is an object that can be deep-copied.
 
-    ``dtype`` is what the average and the current weights are kept in, and handed over in. The field ``rate`` is that of
-    the run: in 16 bits an average at a small rate stands still, so it is asked whether this one's updates add up.
+    ``dtype`` is what the average and the current weights are kept in, and passed in. The field ``rate`` is that of
+    the run: in 16 bits an average at a small rate stays constant, so it is asked whether this one's updates add up.
     """
 
     update: Callable[[Tensor, Tensor, float], Tensor | None]
@@ -71,14 +71,14 @@ class Ema:
             if before is not None:
                 room = max(room, min(SMALL, before / 4)) if rate == 0 else room
                 subject = f"{subject}, after {WARM} updates"
-            yield judged("LAW", subject, f"{off:.2g} of the way off", f"≤ {room:.1g}", off <= room, meaning)
+            yield judged("EMA", subject, f"{off:.2g} of the way off", f"≤ {room:.1g}", off <= room, meaning)
 
     def _untouched(self, old: Tensor, new: Tensor) -> Finding:
         current = new.clone()
         self._copy(self.update)(old.clone(), current, SMALL)
         moved = largest(gap(current, new))
         return judged(
-            "LAW", "the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", current.equal(new),
+            "EMA", "the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", current.equal(new),
             "An update of the average writes into the weights that are trained.",
         )  # fmt: skip
 
@@ -94,7 +94,7 @@ class Ema:
             if off <= room:
                 break
         return judged(
-            "LAW", f"rate {SMALL:g}, a second time", f"{off:.2g} of the way off", f"≤ {room:.1g}", off <= room,
+            "EMA", f"rate {SMALL:g}, a second time", f"{off:.2g} of the way off", f"≤ {room:.1g}", off <= room,
             "The second update is not like the first: it changes its own rate, or keeps something of the first.",
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ class Ema:
         """As many updates as one over the rate go two thirds of the way; at least half of that has to arrive."""
         coarse = torch.finfo(self.dtype).eps > COARSE
         if self.rate is None and coarse:
-            return not_declared("LAW", "many updates", "rate=…, that of the run,")
+            return not_declared("EMA", "many updates", "rate=…, that of the run,")
         rate = USUAL if self.rate is None else self.rate
         updates = min(MOST, math.ceil(1 / rate)) if rate > 0 else 0
         update, average = self._copy(self.update), old.clone()
@@ -113,9 +113,9 @@ class Ema:
         share = float(((average - old).double() * way).sum() / (way * way).sum())
         wanted = 0.5 * (1 - (1 - rate) ** updates)
         return judged(
-            "LAW", f"many updates at rate {rate:g}", f"{share:.2g} of the way after {updates}", f"≥ {wanted:.2g}",
+            "EMA", f"many updates at rate {rate:g}", f"{share:.2g} of the way after {updates}", f"≥ {wanted:.2g}",
             share >= wanted,
-            f"Updates at this rate are rounded away in {self.dtype}: the average stands still. Keep it in fp32.",
+            f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32.",
         )  # fmt: skip
 
     def _warmed(self, old: Tensor, new: Tensor) -> Callable[..., Tensor | None]:
@@ -153,7 +153,7 @@ def _given(update: Callable[..., Tensor | None], average: Tensor, current: Tenso
 
 
 LAW = Law(
-    code="LAW",
+    code="EMA",
     name="moving average (Ema)",
     sentence="Rate 0 keeps an average of weights, 1 copies, a small one moves it little, many of these add up; equal "
     "weights stay, and so do the current ones.",

@@ -46,11 +46,11 @@ class GAE:
         base, returns = self._run(rewards, values, mask)
         if base.shape != mask.shape:
             shapes = (str(tuple(base.shape)), str(tuple(mask.shape)))
-            yield judged("LAW", "shape", *shapes, False, "One advantage a token is expected.")
+            yield judged("GAE", "shape", *shapes, False, "One advantage a token is expected.")
             return
         if self.whitened and returns is None:
             yield Finding(
-                "LAW", "GAE", "whitened advantages without returns", "-", "not declared",
+                "GAE", "GAE", "whitened advantages without returns", "-", "not declared",
                 "Return (advantages, returns): whitened advantages alone hide what is asked here.",
             )  # fmt: skip
             return
@@ -72,7 +72,7 @@ class GAE:
         names = ("rewards", "values", "mask")
         written = [n for n, a, b in zip(names, handed, inputs, strict=True) if not a.equal(b)]
         return judged(
-            "LAW", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
+            "GAE", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
             not written,
             "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards. (Where that "
             "is meant, declare in_place=True.)",
@@ -90,11 +90,11 @@ class GAE:
                 f"values = what really came, λ = {lam:g}", found, torch.zeros_like(found), mask, room,
                 "A critic that knows the future leaves nothing to learn, and still there are advantages: γ is missing "
                 "in the temporal difference, the next value is another token's, or the last token bootstraps from "
-                "what stands behind the answer.",
+                "what comes after the answer.",
             )  # fmt: skip
 
     def _without_values(self, rewards: Tensor, values: tuple[Tensor, Tensor], mask: Tensor, room: float) -> Finding:
-        """λ = 1 is Monte Carlo: what is to be expected of a token is what came behind it."""
+        """λ = 1 is Monte Carlo: what is to be expected of a token is what came after it."""
         totals = []
         for v in values:
             found, returns = self._run(rewards, v, mask, lam=1.0)
@@ -148,12 +148,12 @@ class GAE:
             a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
         off = float((a - b).abs().max())
         return judged(
-            "LAW", "returns = advantages + values", f"off by {off:.2g}", f"≤ {room:.1g}", off <= room,
+            "GAE", "returns = advantages + values", f"off by {off:.2g}", f"≤ {room:.1g}", off <= room,
             "The critic is trained towards something else than what its advantages came from.",
         )  # fmt: skip
 
     def _mask(self) -> Tensor:
-        """A prompt in front, padding behind, rows of several lengths; a hole where holes are declared."""
+        """A prompt in front, padding after, rows of several lengths; a hole where holes are declared."""
         places = torch.arange(self.length)
         ends = self.length - torch.arange(self.rows) % max(self.length // 3, 1)
         mask = (places >= 2)[None] & (places[None] < ends[:, None])
@@ -187,11 +187,11 @@ def _last(mask: Tensor) -> Tensor:
 def _near(subject: str, a: Tensor, b: Tensor, mask: Tensor, room: float, meaning: str) -> Finding:
     on = mask.bool()
     off = float((a - b)[on].abs().max())
-    return judged("LAW", subject, f"off by {off:.2g}", f"≤ {room:.1g}", off <= room, meaning)
+    return judged("GAE", subject, f"off by {off:.2g}", f"≤ {room:.1g}", off <= room, meaning)
 
 
 LAW = Law(
-    code="LAW",
+    code="GAE",
     name="GAE (GAE)",
     sentence="Values that are what really came leave no advantage, λ = 1 gives returns without the values, λ = 0 looks "
     "one step ahead, masked tokens are not read, returns are advantages + values, inputs are left alone.",

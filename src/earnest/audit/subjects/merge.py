@@ -46,7 +46,7 @@ class Merge:
             yield from self._linear(one, size, room)
         again = largest(gap(self.delta(1.0), one)) / size
         yield judged(
-            "LAW",
+            "MERGE",
             "merge(1) again",
             f"off by {again:.2g}",
             f"≤ {room:.1g}",
@@ -67,7 +67,7 @@ class Merge:
     def _linear(self, one: Tensor, size: float, room: float) -> Iterator[Finding]:
         off = largest((one + self.delta(-1.0)).abs()) / size
         yield judged(
-            "LAW",
+            "MERGE",
             "merge(-w) = -merge(w)",
             f"off by {off:.2g}",
             f"≤ {room:.1g}",
@@ -77,7 +77,7 @@ class Merge:
         )
         half = largest((self.delta(0.5) * 2 - one).abs()) / size
         yield judged(
-            "LAW",
+            "MERGE",
             "merge(½) = ½·merge(1)",
             f"off by {half:.2g}",
             f"≤ {room:.1g}",
@@ -125,7 +125,7 @@ class MergedLayer:
             yield unjudged("DF", "outputs, unmerged", "not checked", "Declare unmerge=… and it is checked.")
             return
         self.unmerge()
-        back = "Merging and unmerging do not cancel: another scale, a cast, or a flag that is not put back."
+        back = "Merging and unmerging do not cancel: another scale, a cast, or a flag that is not restored."
         yield self._row("outputs, unmerged", before, room, back)
 
     def _says(self) -> Tensor:
@@ -140,7 +140,7 @@ class MergedLayer:
 
 LAWS = (
     Law(
-        code="LAW",
+        code="MERGE",
         name="merge (Merge)",
         sentence="merge(-w) = -merge(w), merge(½) = ½·merge(1), merge(1) is the same again, and merged = unmerged.",
         needs="delta(w); applied(w) for the unmerged effect; linear=False for DoRA",

@@ -1,7 +1,7 @@
 """The outer step of local SGD (DiLoCo): replicas train on their own, and their moves are averaged.
 
 outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
-knobs                    matter; a momentum that goes further at once remembers the round before
+settings                    matter; a momentum that goes further at once remembers the round before
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from earnest.audit.verdict import Finding
 RATES = ("lr", "learning_rate", "step_size", "eta")
 SMALL = 2.0**-10  # of a weight: nothing in bf16, and 8000 units in the last place of fp32
 STILL = 1e-30  # a momentum of nothing, for optimizers that refuse 0 (Nesterov's)
-NEUTRAL = (0.0, 1.0, 1e6)  # where a knob of another name may do nothing: a mixing, a factor, a bound
-MOST = 64  # ways to set such knobs
+NEUTRAL = (0.0, 1.0, 1e6)  # where a setting of another name may do nothing: a mixing, a factor, a bound
+MOST = 64  # ways to set such settings
 
 LANDS = (
     "It does not: the pseudo-gradient has the wrong sign, or mixing is off. A momentum or a learning rate that the "
-    "step has inside is to be a knob (momentum=…, lr=…)."
+    "step has inside is to be a setting (momentum=…, lr=…)."
 )
 
 
 @dataclass
 class OuterStep:
-    """``step(start, locals, **knobs)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are those
-    of the run: where replicas have to land on their mean, momentum is set to 0 and a learning rate to 1, by name.
+    """``step(start, locals, **settings)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are
+    those of the run: where replicas have to land on their mean, momentum is set to 0 and a learning rate to 1, by name.
     ``precision`` is what replicas send or the step gives back, where that is coarser than the weights, which are fp32.
     A ``step`` with a memory (momentum) is an object that can be deep-copied: every round of the audit begins from a
     copy."""
@@ -54,7 +54,7 @@ class OuterStep:
                 yield from self._remembers(knob, (start, one, two))
 
     def _means(self, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
-        """At the first setting of the knobs at which the step is a plain mean; else at the plainest one."""
+        """At the first setting of the settings at which the step is a plain mean; else at the plainest one."""
         size = max(float(t.abs().max()) for t in (start, one, two))
         plain = [k for k in self.knobs if not (_is_momentum(k) or _is_rate(k))]
         found: list[tuple[list[Finding], Mapping[str, float]]] = []
@@ -69,8 +69,8 @@ class OuterStep:
                 break
         if not found:
             yield unjudged(
-                "LAW", "replicas, outer lr 1", f"raises {type(refused).__name__}",
-                "The step refuses momentum 0 and learning rate 1, so where replicas land is not asked.",
+                "OUTER", "replicas, outer lr 1", f"raises {type(refused).__name__}",
+                "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked.",
             )  # fmt: skip
             return
         rows, _ = found[-1]
@@ -79,7 +79,7 @@ class OuterStep:
             yield from rows if lands else found[0][0]
             return
         yield unjudged(
-            "LAW", "replicas, outer lr 1", "no setting of the knobs that was tried lands on their mean",
+            "OUTER", "replicas, outer lr 1", "no setting of the settings that was tried lands on their mean",
             f"Declare {', '.join(plain)} at the value at which the step is a plain mean, and it is checked.",
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ class OuterStep:
             landed = self._rounds(start, [locals_], knobs)[-1]
             off = float((landed - torch.stack(locals_).mean(0)).abs().max())
             rows.append(
-                judged("LAW", subject, f"lands {off:.2g} from {whose}", f"0, up to {room:.1g}", off <= room, meaning)
+                judged("OUTER", subject, f"lands {off:.2g} from {whose}", f"0, up to {room:.1g}", off <= room, meaning)
             )
         if self.precision is None:
             rows.append(self._small(start, one, knobs))
@@ -127,7 +127,7 @@ class OuterStep:
         room = rounding(start) / SMALL
         off = float(((landed - moved) / (SMALL * start)).abs().max())
         return judged(
-            "LAW", "a small move", f"off by {off:.2g} of it", f"≤ {room:.1g}", off <= room,
+            "OUTER", "a small move", f"off by {off:.2g} of it", f"≤ {room:.1g}", off <= room,
             "A move of a thousandth of a weight does not arrive: the global weights, or what is sent, are kept in 16 "
             "bits, where it is rounded away. (Where that is meant, declare precision=…)",
         )  # fmt: skip
@@ -149,13 +149,15 @@ class OuterStep:
                 continue
             return judged(
                 "KG",
-                f"knob {knob}",
+                f"setting {knob}",
                 "no change in two rounds" if same else "it matters",
                 "it matters",
                 not same,
                 f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round.",
             )
-        return unjudged("KG", f"knob {knob}", f"raises {type(refused).__name__}", f"No other value of {knob} is taken.")
+        return unjudged(
+            "KG", f"setting {knob}", f"raises {type(refused).__name__}", f"No other value of {knob} is taken."
+        )
 
     def _remembers(self, knob: str, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Finding]:
         """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
@@ -198,15 +200,17 @@ def _is_rate(knob: str) -> bool:
 
 
 LAW = Law(
-    code="LAW",
+    code="OUTER",
     name="outer step (OuterStep)",
     sentence="At outer learning rate 1 and momentum 0 one replica lands on its own weights and two on their mean, by "
-    "small moves too; knobs matter, and a momentum remembers.",
-    needs="step(start, locals, **knobs); precision where replicas send 16 bits",
-    how="Random weights in fp32, each time from a copy of the step; knobs named like a momentum or a learning rate are "
-    "set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not land; knobs are asked for two "
+    "small moves too; settings matter, and a momentum remembers.",
+    needs="step(start, locals, **settings); precision where replicas send 16 bits",
+    how="Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate "
+    "are "
+    "set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not land; settings are asked for "
+    "two "
     "rounds. The tolerance is rounding of the largest.",
-    traps="A momentum inside the step has to be a knob; without Nesterov it acts from the second round on. Global "
+    traps="A momentum inside the step has to be a setting; without Nesterov it acts from the second round on. Global "
     "weights in 16 bits are declared by precision.",
     caught="a pseudo-gradient with the wrong sign, torchft #233 (alpha)",
     check=OuterStep.check,

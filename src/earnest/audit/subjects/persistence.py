@@ -1,6 +1,6 @@
 """What is saved is what comes back, and a run that was interrupted is the run that was not.
 
-RoundTrip   load(save(x)) gives the same outputs, from a kicked state, onto something else
+RoundTrip   load(save(x)) gives the same outputs, from a perturbed state, onto something else
 Resume      2N steps = N steps, save, load, N steps; bit for bit, the next batch included
 both        what was saved does not follow what is trained on
 """
@@ -30,8 +30,8 @@ FOLLOWS = (
 @dataclass
 class RoundTrip:
     """``make()`` gives a fresh object, ``kick(x)`` moves it away from birth, ``outputs(x)`` is what must survive.
-    ``save(x, folder)`` and ``load(x, folder)`` are handed a folder (a ``Path`` that exists and is empty) and name the
-    files in it themselves; ``load`` fills the ``x`` that it is handed, or returns another.
+    ``save(x, folder)`` and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the
+    files in it themselves; ``load`` fills the ``x`` that it is given, or returns another.
 
     Of modules, what is trainable, the dtypes and which tensors are one must survive too; ``for_training=False`` where
     ``load`` is for inference, and freezes or casts by design.
@@ -53,11 +53,11 @@ class RoundTrip:
         moved = largest(gap(wanted, birth))
         yield judged(
             "MU",
-            "the kick",
+            "the perturbation",
             f"moved the outputs by {moved:.2g}",
             "above 0",
             moved > 0,
-            "The kick changes nothing, so a save that loses everything would pass.",
+            "The perturbation changes nothing, so a save that loses everything would pass.",
         )
         with tempfile.TemporaryDirectory() as folder:
             self.save(kicked, Path(folder))
@@ -82,12 +82,13 @@ class RoundTrip:
             yield from _structure(kicked, loaded)
 
     def _follows(self, kicked: Any, folder: Path, wanted: Tensor, found: Tensor) -> Iterator[Finding]:
-        """Training goes on after a save: another kick of what was saved, and the same folder is loaded again."""
+        """Training goes on after a save: another perturbation of what was saved, and the same folder is loaded
+        again."""
         try:
             self.kick(kicked)
             loaded = self.make()
             loaded = _which(loaded, self.load(loaded, folder))
-        except Exception:  # a kick or a load that is for once only
+        except Exception:  # a perturbation or a load that is for once only
             return
         with torch.no_grad():
             live, again = self.outputs(kicked), self.outputs(loaded)
@@ -140,8 +141,8 @@ def _first(parameters: Mapping[str, nn.Parameter], names: list[str]) -> dict[str
 @dataclass
 class Resume:
     """``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is
-    trained, averages of weights included. ``save(x, folder)`` and ``load(x, folder)`` are handed a folder (a ``Path``
-    that exists and is empty) and name the files in it themselves; ``load`` fills the ``x`` that it is handed, or
+    trained, averages of weights included. ``save(x, folder)`` and ``load(x, folder)`` are given a folder (a ``Path``
+    that exists and is empty) and name the files in it themselves; ``load`` fills the ``x`` that it is given, or
     returns another. Both runs and the resumed one start from one state of the generators."""
 
     make: Callable[[], Any]
@@ -220,9 +221,11 @@ LAWS = (
         name="save and load (RoundTrip)",
         sentence="What is loaded is what was saved; of modules also what is trainable, the dtypes and the ties.",
         needs="make, kick, save, load, outputs",
-        how="Saved from a kicked state, loaded onto a fresh object, outputs compared, and again after another kick of "
-        "what was saved; that the kick moved the outputs is checked as MU.",
-        traps="From birth a save that loses everything passes, hence the kick. A load for inference freezes by design: "
+        how="Saved from a perturbed state, loaded onto a fresh object, outputs compared, and again after another "
+        "perturbation of "
+        "what was saved; that the perturbation moved the outputs is checked as MU.",
+        traps="From the initial state a save that loses everything passes, hence the perturbation. A load for "
+        "inference freezes by design: "
         "for_training=False.",
         caught="an empty state dict, keys that are ignored, a tensor that is made anew, PEFT #282 and TRL #6700 (an "
         "adapter comes back frozen), pytorch #188346 (ties undone by assign=True)",

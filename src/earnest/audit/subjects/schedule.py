@@ -21,8 +21,8 @@ ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
 @dataclass
 class Schedule:
     """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
-    takes; one number a step, or one a group: then ``peak`` and ``final`` may have one a group too. ``warmup`` is the
-    number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design."""
+    takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
+    the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design."""
 
     rates: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]]
     peak: float | Sequence[float]
@@ -127,7 +127,7 @@ def _row(rates: Any) -> tuple[float, ...]:
 def _spread(value: float | Sequence[float], groups: int) -> list[float]:
     found = list(value) if isinstance(value, Sequence) else [value] * groups
     if len(found) != groups:
-        raise ValueError(f"{len(found)} peaks or ends for {groups} groups: give one number, or one a group.")
+        raise ValueError(f"{len(found)} peaks or ends for {groups} groups: give one number, or one per group.")
     return found
 
 
@@ -136,7 +136,7 @@ LAW = Law(
     name="schedule (Schedule)",
     sentence="A schedule has as many steps as there are updates, reaches its peak and, at the end, its end; for one "
     "rank and for many, for every group; a declared warm-up happens, and happens once.",
-    needs="rates(total, ranks), peak, final; warmup; restarts=True where it rises again; a rate a group, where there "
+    needs="rates(total, ranks), peak, final; warmup; restarts=True where it rises again; a rate per group, where there "
     "are groups",
     how="The learning rates of a whole run, for 1 rank and for 4.",
     traps="Peak and end may be missed by a tenth of the peak: warm-ups that start at 1/n do. The end may also be "

@@ -1,4 +1,4 @@
-"""Update: what an optimizer is handed is the whole batch's gradient, clipped once, and nothing of the last update.
+"""Update: what an optimizer is given is the whole batch's gradient, clipped once, and nothing of the last update.
 
 p.grad at optimizer.step()  =  ∇loss(B₁ ∪ B₂ ∪ …) · min(1, max_grad_norm / ‖∇loss‖)
 """
@@ -35,14 +35,14 @@ TWICE = 0.25  # two gradients that are added are off by about a half: the room h
 BINDS = 0.5  # of the gradient's norm: a clip that does not bind hides where and how it is done
 
 ANOTHER = (
-    "The optimizer is handed another gradient than the whole batch's: a mean of means, a scale that is not taken off, "
+    "The optimizer is given another gradient than the whole batch's: a mean of means, a scale that is not taken off, "
     "only the last micro-batch, or a clip that acts below its norm."
 )
 CLIPPED = (
-    "Where the clip binds, the optimizer is handed another gradient: it is clipped per micro-batch, before the loss "
+    "Where the clip binds, the optimizer is given another gradient: it is clipped per micro-batch, before the loss "
     "scale is taken off, by a norm that counts a part twice or not at all, or never."
 )
-LAST = "The next update is handed something of the last one: gradients are not cleared (zero_grad) between two updates."
+LAST = "The next update is given something of the last one: gradients are not cleared (zero_grad) between two updates."
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Update:
     """``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
     forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss.
 
-    The model and the optimizer are put back; a schedule or a loss scale that ``update`` also moves is the caller's.
+    The model and the optimizer are restored; a schedule or a loss scale that ``update`` also moves is the caller's.
     """
 
     model: nn.Module
@@ -78,7 +78,7 @@ class Update:
         yield judged(
             "GL", "the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0",
             math.isfinite(norm) and norm > 0,
-            "The loss has no gradient here, so what the optimizer is handed cannot be judged.",
+            "The loss has no gradient here, so what the optimizer is given cannot be judged.",
         )  # fmt: skip
         if not (math.isfinite(norm) and norm > 0):
             return
@@ -134,12 +134,12 @@ class Update:
 LAW = Law(
     code="SE",
     name="update (Update)",
-    sentence="The optimizer is handed the whole batch's gradient, clipped once, and nothing of the last update.",
+    sentence="The optimizer is given the whole batch's gradient, clipped once, and nothing of the last update.",
     needs="model, optimizer, update(batches, max_grad_norm), loss(model, batch) of a whole batch, and a batch",
     how="Read when the optimizer steps: uneven micro-batches without a clip, with one at half the gradient's norm, and "
     "the second of two updates. The tolerance is that of Accumulation.",
     traps="A clip that does not bind hides everything, so one is set that does. A schedule or a loss scale that the "
-    "update moves is not put back.",
+    "update moves is not restored.",
     caught="lingua #59 and transformers #1563 (a clip per micro-batch), pytorch/examples #1196 (a clip before the "
     "unscaling), NeMo-RL #3788 (replicas counted twice in the norm), torchforge #71 (no zero_grad)",
     check=Update.check,

@@ -1,6 +1,6 @@
 """Weights that are pushed to a sampler, thinned out or gathered (averaged between replicas: ``outer``).
 
-WeightSync  after a push, probe log-probs follow a deliberate kick, and what was pushed has another hash
+WeightSync  after a push, probe log-probs follow a deliberate perturbation, and what was pushed has another hash
 Unbiased    E[f(x)] = x, for every setting of a random thinning
 Gather      what every rank sent is what every rank has
 """
@@ -23,7 +23,7 @@ from earnest.audit.verdict import Finding
 
 MANY = 12  # ranks: one more digit
 ODD = (0.0, -100.0, -1.0)
-KICKS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
+PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
 CLEAR = 8  # times what two programs differ by anyway: what is lost is then told from what is rounded
 OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights says the same, in any dtype
 
@@ -31,10 +31,10 @@ OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weight
 @dataclass
 class WeightSync:
     """``kick()`` moves the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
-    text. ``undo()`` takes the kick back; without it the trainer stays kicked.
+    text. ``undo()`` takes the perturbation back; without it the trainer stays perturbed.
 
     ``model`` is the trainer's module that a push sends: each of its trainable parameters, and of its buffers those
-    whose names match ``buffers`` ("*.running_mean"), is then kicked alone and pushed, and put back. Frozen ones need
+    whose names match ``buffers`` ("*.running_mean"), is then perturbed alone and pushed, and restored. Frozen ones need
     not be sent, nor buffers that no training moves."""
 
     kick: Callable[[], None]
@@ -48,12 +48,12 @@ class WeightSync:
     buffers: Sequence[str] = ()
 
     def check(self) -> Iterator[Finding]:
-        alone, again = self._says(self.trainer), self._says(self.trainer)
+        alone, again = self._logprobs(self.trainer), self._logprobs(self.trainer)
         self.push()
-        before, now = self._says(self.sampler), self._says(self.trainer)
+        before, now = self._logprobs(self.sampler), self._logprobs(self.trainer)
         room = rounding(before, now, precision=self.precision) if self.tolerance is None else self.tolerance
         yield self._untouched(alone, again, now)
-        agree = _apart(before, now)
+        agree = _difference(before, now)
         yield judged(
             "RT",
             "sampler = trainer after a push",
@@ -63,9 +63,9 @@ class WeightSync:
             "Sampler and trainer are different policies.",
         )
         self.kick()
-        moved = _apart(self._says(self.trainer), now)
+        moved = _difference(self._logprobs(self.trainer), now)
         self.push()
-        left = _apart(self._says(self.sampler), self._says(self.trainer))
+        left = _difference(self._logprobs(self.sampler), self._logprobs(self.trainer))
         follows = self._follows(agree, moved, left, room)
         each = self._each(max(agree, left)) if agree <= room and follows.outcome != "fails" else None
         if self.undo is not None:
@@ -76,7 +76,7 @@ class WeightSync:
             yield each
 
     def _untouched(self, alone: Tensor, again: Tensor, now: Tensor) -> Finding:
-        noise, off = _apart(alone, again), _apart(again, now)
+        noise, off = _difference(alone, again), _difference(again, now)
         room = max(OWN, 4 * noise)
         return judged(
             "RT",
@@ -90,18 +90,20 @@ class WeightSync:
 
     def _follows(self, agree: float, moved: float, left: float, room: float) -> Finding:
         """Two programs in 16 bits differ by up to ``room`` at some text; by how much at this one was measured before
-        the kick. A kick that stands well above that can be judged by what it left behind."""
-        subject = "the sampler follows a kick"
+        the perturbation. A perturbation that stands well above that can be judged by what it left over."""
+        subject = "the sampler follows a perturbation"
         near = room if self.tolerance is not None else min(room, max(4 * agree, moved / 8))
         if agree <= room and moved <= 2 * near:
             return unjudged(
-                "RT", subject, f"the kick moved the trainer by {moved:.2g}, the two differ by {agree:.2g} without one",
-                "The kick is too small to tell a push that arrives from one that does not: kick harder.",
+                "RT", subject, f"the perturbation moved the trainer by {moved:.2g}, the two differ by {agree:.2g} "
+                "without one",
+                "The perturbation is too small to tell a push that arrives from one that does not: perturb more "
+                "strongly.",
             )  # fmt: skip
         return judged(
             "RT",
             subject,
-            f"{left:.2g} behind of {moved:.2g}",
+            f"{left:.2g} after of {moved:.2g}",
             f"≤ {near:.1g}",
             left <= near,
             "The push did not arrive: other tensors were sent, the adapter slot is stale, or a cache answers.",
@@ -125,7 +127,7 @@ class WeightSync:
                     mute.append(name)
                     continue
                 self.push()
-                left = _apart(self._says(self.sampler), self._says(self.trainer))
+                left = _difference(self._logprobs(self.sampler), self._logprobs(self.trainer))
                 if not left <= moved / 2:
                     lost.append(name)
             finally:
@@ -143,24 +145,24 @@ class WeightSync:
         )  # fmt: skip
 
     def _stands_out(self, tensor: Tensor, kept: Tensor, agree: float) -> float | None:
-        """What a kick moves the trainer's log-probs by; None where none stands out."""
+        """What a perturbation moves the trainer's log-probs by; None where none stands out."""
         with torch.no_grad():
-            base = self._says(self.trainer)
+            base = self._logprobs(self.trainer)
             rng = torch.Generator().manual_seed(0)
             noise = torch.randn(kept.shape, generator=rng).to(kept)
             size = float(kept.float().square().mean().sqrt()) or 1.0
-            for factor in KICKS:
+            for factor in PERTURBATIONS:
                 tensor.copy_(kept + factor * size * noise)
-                moved = _apart(self._says(self.trainer), base)
+                moved = _difference(self._logprobs(self.trainer), base)
                 if max(CLEAR * agree, 16 * OWN) < moved < float("inf"):
                     return moved
         return None
 
-    def _says(self, who: Callable[[], Tensor]) -> Tensor:
+    def _logprobs(self, who: Callable[[], Tensor]) -> Tensor:
         return who().detach().clone()
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _difference(a: Tensor, b: Tensor) -> float:
     """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
     a, b = a.to(torch.promote_types(a.dtype, b.dtype)), b.to(torch.promote_types(a.dtype, b.dtype))
     size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0)
@@ -186,7 +188,7 @@ class Unbiased:
             grain = torch.finfo(drawn[0].dtype).eps / 2 if drawn[0].is_floating_point() else 0.0
             off = float(((mean - x).abs() / (6 * spread + x.abs() * grain + 1e-6)).max())
             yield judged(
-                "LAW",
+                "UNBIASED",
                 f"mean at {setting}",
                 f"{off:.2g} × six standard errors from the input",
                 "≤ 1",
@@ -260,22 +262,25 @@ LAWS = (
     Law(
         code="RT",
         name="weight sync (WeightSync)",
-        sentence="After a push the sampler says what the trainer says, and follows a kick, of each tensor too.",
+        sentence="After a push the sampler says what the trainer says, and follows a perturbation, of each tensor too.",
         needs="kick, push, trainer, sampler; precision where a program is coarser than its log-probs; undo to take the "
         "kick back; model (and buffers) for each tensor, at one push a tensor",
-        how="Log-probs of one text on both sides, before and after a kick. The tolerance is 64 units in the last "
-        "place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the kick it is at "
+        how="Log-probs of one text on both sides, before and after a perturbation. The tolerance is 64 units in the "
+        "last "
+        "place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the perturbation "
+        "it is at "
         "most an eighth of it or four times the gap before it. A push leaves what the trainer itself says. "
-        "Of a tensor that is kicked alone, half has to arrive.",
-        traps="Two programs in 16 bits differ lawfully: declare precision. A kick that is smaller than their "
-        "difference tells nothing, and is not judged. Without undo the trainer stays kicked.",
+        "Of a tensor that is perturbed alone, half has to arrive.",
+        traps="Two programs in 16 bits differ legitimately: declare precision. A perturbation that is smaller than "
+        "their "
+        "difference tells nothing, and is not judged. Without undo the trainer stays perturbed.",
         caught="other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is "
         "a stale clone), a base that drifts by merge and unmerge in bf16",
         check=WeightSync.check,
     ),
     outer.LAW,
     Law(
-        code="LAW",
+        code="UNBIASED",
         name="thinning (Unbiased)",
         sentence="The mean of a random thinning is its input, at every setting.",
         needs="fn(x, setting)",

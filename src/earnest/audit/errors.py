@@ -1,0 +1,21 @@
+"""Errors for the user: each is a ``ValueError`` whose sentence has the value, what is allowed, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EarnestError(ValueError):
+    """Base of every error that a user can cause and fix; the command line prints it without a traceback."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'did you mean X?' for a known name that ``name`` may be a misspelling of, else the list of known names.
+
+    People rarely mistype the first letter; a similar name that begins with another one is another thing.
+    """
+    names = sorted(known)
+    similar = [known for known in names if known[:1].lower() == name[:1].lower()]
+    close = difflib.get_close_matches(name, similar, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."

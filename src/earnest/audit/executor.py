@@ -1,0 +1,75 @@
+"""``audit(step)``: every law on one step; model, optimizer and random generators are restored afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+from earnest.audit.law import Law
+from earnest.audit.laws import LAWS
+from earnest.audit.probe import Probe
+from earnest.audit.step import Step
+from earnest.audit.subjects import Subject
+from earnest.audit.verdict import Finding, Verdict, unchecked
+
+LISTENERS: list[Callable[[Verdict], None]] = []
+"""Each is called with every verdict; `earnest audit SCRIPT.py` collects them here."""
+PROGRESS: list[Callable[[str], None]] = []
+"""Each is called with the law that begins, where no ``progress`` is given."""
+RUNNING: list[object] = []
+"""The subjects of the audits that are running now."""
+
+
+def audit(
+    subject: Step | Subject,
+    *,
+    quick: bool = False,
+    laws: Sequence[Law] = LAWS,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times.
+
+    What the unchanged step raises is raised; what it raises when something is changed becomes a row of the verdict.
+    """
+    RUNNING.append(subject)
+    try:
+        if isinstance(subject, Step):
+            verdict = _step(subject, quick, laws, progress)
+        else:
+            verdict = Verdict(tuple(subject.check()))
+    finally:
+        RUNNING.pop()
+    for listener in LISTENERS:
+        listener(verdict)
+    return verdict
+
+
+def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[str], None] | None) -> Verdict:
+    chosen = [law for law in laws if law.quick or not quick]
+
+    def report(text: str) -> None:
+        for show in [progress] if progress is not None else PROGRESS:
+            show(text)
+
+    probe = Probe(subject, report)
+    findings: list[Finding] = []
+    with probe.open():
+        probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
+        for number, law in enumerate(chosen, 1):
+            report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
+            with nullcontext() if law.from_start else probe.active():
+                findings += checked(law, probe)
+    return Verdict(tuple(findings), probe.cost, probe.notes + _activated(subject))
+
+
+def _activated(step: Step) -> tuple[str, ...]:
+    terms = {} if step.active is None else step.active.terms
+    return tuple(f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items())
+
+
+def checked(law: Law, probe: Probe) -> Iterator[Finding]:
+    """What the law finds; where it raises, the rows up to there and one for the error."""
+    try:
+        yield from law.check(probe)
+    except Exception as error:
+        yield unchecked(law.code, law.name, error)

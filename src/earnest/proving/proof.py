@@ -1,0 +1,107 @@
+"""``prove``: the laws of the audit on an engine's own training step.
+
+The step is audited through the engine's own backward pass and update, guard and clipping included. The engine is
+bit-equal afterwards. Terms that are inactive by design where training begins (a KL at its reference, a barrier below
+its τ) are judged in a state in which they are active (``proving.activation``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from earnest.audit import Finding, Verdict, audit
+from earnest.audit.laws import LAWS, liveness
+from earnest.audit.restore import remember
+from earnest.engines.local import LocalEngine
+from earnest.objectives.base import Objective, Term
+from earnest.objectives.needs import SpectralNorm
+from earnest.proving.activation import activation
+from earnest.proving.step import step_of
+from earnest.signals.batch import Batch
+
+
+def prove(
+    engine: LocalEngine,
+    objective: Objective | Term,
+    batch: Batch,
+    *,
+    quick: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Check the laws of a training step on this engine, objective and batch.
+
+    ``quick`` checks law GL alone (every term and every parameter has a gradient and moves, nothing else does), with no
+    more memory than a training step needs.
+    """
+    objective = Objective.of(objective)
+    batch = batch.to(engine.policy.device)
+    objective.check(batch)
+    batch = relevant(objective, batch)
+    reports: list[Mapping[str, float]] = []
+    with restored(engine):
+        step = step_of(engine, objective, batch, update=lambda: reports.append(engine.update().guard))
+        step = replace(step, active=activation(engine, objective, batch, step))
+        verdict = audit(step, laws=(liveness.LAW,) if quick else LAWS, progress=progress)
+    return verdict + Verdict((*_guard(engine, reports), *_skipped(objective)))
+
+
+def relevant(objective: Objective, batch: Batch) -> Batch:
+    """The rows that some live term reads: of its roles, with a teacher or routed to it where it needs that. The laws
+    say nothing about the others, and a row that rightly has no effect must not look like one that is lost."""
+    read = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+    for w in objective.live():
+        if any(not isinstance(n, SpectralNorm) for n in w.term.needs(batch, w.term.initial_state())):
+            read[batch.row[w.term.tokens(batch)]] = True
+    kept = read.nonzero()[:, 0]
+    return batch.rows(kept) if 0 < len(kept) < len(batch) else batch
+
+
+def _guard(engine: LocalEngine, reports: list[Mapping[str, float]]) -> Iterator[Finding]:
+    if engine.guard is None or not reports or not all("removed" in found for found in reports):
+        return
+    most = max(found["removed"] for found in reports)
+    yield Finding(
+        "GL",
+        f"guard {type(engine.guard).__name__}",
+        f"removes {most:.2g} of an update's length",
+        f"above 0 within {len(reports)} steps",
+        "holds" if most > 0 else "fails",
+        "The guard finds nothing to remove: its directions meet no update (another adapter's, the wrong sign, or a "
+        "batch without the unwanted behaviour). Extract them on this adapter and look at their held-out accuracy.",
+    )
+
+
+def _skipped(objective: Objective) -> Iterator[Finding]:
+    for label in objective.skipped:
+        yield Finding("GL", f"term {label}", "weight 0", "computed", "not applicable", "Weight 0: not computed.")
+
+
+@contextmanager
+def restored(engine: LocalEngine) -> Iterator[None]:
+    """Restore the parameters, optimizer, version and states of the engine on the way out, whatever happens inside.
+
+    Hooks of the optimizer's step run inside: law GL looks for one that moves a frozen weight.
+    """
+    parameters = [p.detach().clone() for p in engine.parameters]
+    gradients = [p.grad for p in engine.parameters]
+    optimizer = remember(engine.optimizer)
+    version, state = engine.version, copy.deepcopy(engine.objective_state)
+    guard, outer = engine.guard, engine.outer
+    held = {k: v.clone() for k, v in guard.state_dict().items()} if guard else {}
+    engine.outer = None  # an audit never reaches other replicas
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value, grad in zip(engine.parameters, parameters, gradients, strict=True):
+                p.copy_(value)
+                p.grad = grad
+        optimizer()
+        engine.version, engine.objective_state, engine.outer = version, state, outer
+        if guard:
+            guard.load_state_dict(held)

@@ -1,0 +1,89 @@
+"""The settings of an objective's terms as the knobs and options of a ``Step``, nested ones too.
+
+``grpo.clip``, ``grpo.correction.cap``, ``distill.wrap.threshold`` are knobs; ``grpo.weight`` is the number in front of
+a term of a sum, so no term may have a field of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from earnest.audit.laws.knobs import candidates
+from earnest.objectives.base import Objective, Term, Weighted
+from earnest.settings import Setting, settings
+
+SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields of ``beyond_step`` do
+
+
+def knobs(live: Sequence[Weighted]) -> dict[str, Any]:
+    """Every number, true or false that is set in a live term, and its weight where there are several terms."""
+    found: dict[str, Any] = {}
+    for w in live:
+        for path, value, what in _fields(w.term):
+            assert path != "weight", f"{w.term.label}: a field called 'weight' would hide the term's own; rename it."
+            if isinstance(value, int | float) and not what.choices and _turns(w.term, path, candidates(value)):
+                found[f"{w.term.label}.{path}"] = value
+        if len(live) > 1:
+            found[f"{w.term.label}.weight"] = w.weight
+    return found
+
+
+def options(live: Sequence[Weighted]) -> dict[str, tuple[Any, ...]]:
+    """Every field with choices, the present one first; modes that contradict the other fields are left out."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for w in live:
+        for path, present, what in _fields(w.term):
+            modes = [present, *(c for c in what.choices if c != present and _legal(w.term, path, c))]
+            if what.choices and len(modes) > 1:
+                found[f"{w.term.label}.{path}"] = tuple(modes)
+    return found
+
+
+def rebuild(objective: Objective, changed: Mapping[str, Any]) -> Objective:
+    """The objective with these settings and options in place of its own."""
+    terms = []
+    for w in objective.terms:
+        prefix = f"{w.term.label}."
+        mine = {k.removeprefix(prefix): v for k, v in changed.items() if k.startswith(prefix)}
+        weight, term = mine.pop("weight", w.weight), w.term
+        for path, value in mine.items():
+            term = _with(term, path, value)
+        terms.append(Weighted(weight, term))
+    return Objective(tuple(terms))
+
+
+def _fields(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any, Setting]]:
+    """(path, value, what it may be) of every setting that acts within a step, depth first."""
+    beyond = (*getattr(owner, "beyond_step", ()), *SCHEDULE)
+    for name, _, what in settings(owner):
+        value = getattr(owner, name)
+        if name in beyond or value is None:
+            continue
+        if name == "normalised" and getattr(owner, "alpha", None) in (0.0, 1.0):
+            continue  # α(1-α) is 0 there: the factor's limit is 1, with and without
+        if what.nested:
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, what
+
+
+def _with(owner: Any, path: str, value: Any) -> Any:
+    name, _, rest = path.partition(".")
+    present = getattr(owner, name)
+    new = _with(present, rest, value) if rest else value
+    return owner if new == present else replace(owner, **{name: new})
+
+
+def _turns(term: Term, path: str, others: list[Any]) -> bool:
+    """Whether any other value is legal: a wrapper's own support is not, say."""
+    return any(_legal(term, path, other) for other in others)
+
+
+def _legal(term: Term, path: str, value: Any) -> bool:
+    try:
+        changed: Term = _with(term, path, value)
+    except ValueError:
+        return False
+    return changed.signals() == term.signals()

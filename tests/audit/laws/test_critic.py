@@ -1,0 +1,91 @@
+"""Law PG-CRITIC: clipped value losses and advantages that are not detached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, Verdict, audit
+from earnest.audit.laws import LAWS, critic
+from tests.audit.steps import VOCABULARY, Tiny, logprobs, policy_batch
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+ROLES = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "rewards": "rewards"}
+
+
+def failures(verdict: Verdict) -> set[str]:
+    return {f.subject for f in verdict.failures}
+
+
+def mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+def clipped(r: Tensor, a: Tensor, clip: float, pick: Any = torch.minimum) -> Tensor:
+    return -pick(r * a, r.clamp(1 - clip, 1 + clip) * a)
+
+
+class ActorCritic(Tiny):
+    """With a value head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.states = nn.Embedding(VOCABULARY, 8)
+        self.value = nn.Linear(8, 1)
+
+    def values(self, ids: Tensor) -> Tensor:
+        return self.value(self.states(ids))[:, :-1, 0]
+
+
+def ppo(how: str, dtype: torch.dtype = torch.float32) -> Step:
+    """ "max": the usual pessimistic value loss. "clipped": only the clipped error, as some do. "min": the defect."""
+
+    def loss(model: ActorCritic, b: Mapping[str, Any], clip: float, cliprange_value: float, vf_coef: float) -> Any:
+        m, v = b["mask"], model.values(b["ids"]).float()
+        a = b["returns"] - v if how == "attached" else b["advantages"]
+        policy = mean(clipped((logprobs(model, b).float() - b["old"]).exp(), a, clip), m)
+        near = b["values"] + (v - b["values"]).clamp(-cliprange_value, cliprange_value)
+        errors = (v - b["returns"]).square(), (near - b["returns"]).square()
+        pick = {"min": torch.minimum(*errors), "clipped": errors[1]}.get(how, torch.maximum(*errors))
+        return policy + vf_coef * mean(pick, m), {"value_loss": mean(pick, m)}
+
+    model = ActorCritic().to(dtype)
+    batch = policy_batch(model)
+    rng = torch.Generator().manual_seed(7)
+    for key in ("advantages", "values"):
+        batch[key] = torch.randn(batch["mask"].shape, generator=rng) * batch["mask"]
+    batch["returns"] = batch["advantages"] + batch["values"]
+    roles = {k: v for k, v in ROLES.items() if k != "rewards"}
+    roles |= {"advantages": "advantages", "values": "values", "returns": "returns"}
+    return Step(model=model, loss=loss, batch=batch, roles=roles, terms={"value_loss": "vf_coef"},
+                knobs={"clip": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5}, logprobs=logprobs,
+                value_is_loss=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("max", set()),
+        ("clipped", set()),
+        ("min", {"old values that are far away"}),  # openai/baselines #765
+        ("attached", {"the policy's loss has no gradient in the critic"}),  # encode-attend-navigate #3
+    ],
+)
+def test_a_critics_laws(how: str, seen: set[str], dtype: torch.dtype) -> None:
+    verdict = audit(ppo(how, dtype), laws=[critic.LAW])
+    assert failures(verdict) == seen, str(verdict)
+    assert len(verdict.findings) == 2
+
+
+def test_a_right_actor_and_critic_hold_in_full() -> None:
+    step = ppo("max")
+    verdict = audit(step, laws=LAWS)
+    assert verdict.holds, str(verdict)
+    assert verdict.cost <= 20 + 2 * (len(step.roles) + len(step.knobs) + len(step.terms))

@@ -1,0 +1,153 @@
+"""Laws DIV-ZERO and KL-DIRECTION: mixed-in likelihoods, swapped mixture weights, forward and reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.laws import identical, kl_direction
+from earnest.audit.verdict import Finding
+from tests.audit.steps import distill_step
+
+IDENTICAL = "identical distributions"
+
+
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
+    return {f.subject: f.outcome for f in findings}
+
+
+def judged(step: Step) -> dict[str, str]:
+    return rows(audit(step, laws=[identical.LAW]).findings)
+
+
+def mean(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return (values * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def both(model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    student = model(batch["ids"], batch["attention"])[:, :-1] / temperature
+    return student.log_softmax(-1), (batch["teacher"] / temperature).log_softmax(-1)
+
+
+def likelihood(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    student, _ = both(model, batch)
+    return mean(-student.gather(-1, batch["ids"][:, 1:, None])[..., 0], batch)
+
+
+def step_of(loss: Any, **more: Any) -> Step:
+    step = distill_step(loss, dtype=more.pop("dtype", torch.float32))
+    step.knobs = {}
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.__post_init__()
+    return step
+
+
+def hinton(model: nn.Module, batch: Mapping[str, Any], alpha: float, temperature: float, hot: bool = False) -> Tensor:
+    """α·T²·KL + (1-α)·likelihood; ``hot`` forgets the student's temperature."""
+    student, teacher = both(model, batch, temperature)
+    if hot:
+        student = both(model, batch)[0]
+    kl = mean((teacher.exp() * (teacher - student)).sum(-1), batch) * temperature**2
+    return alpha * kl + (1 - alpha) * likelihood(model, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_likelihood_that_is_mixed_in_is_asked_for(hot: bool, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any], alpha: float, temperature: float) -> Tensor:
+        return hinton(model, batch, alpha, temperature, hot)
+
+    settings = {"knobs": {"alpha": 0.5, "temperature": 2.0}, "dtype": dtype}
+    found = audit(step_of(loss, **settings), laws=[identical.LAW]).findings
+    (row,) = [f for f in found if f.subject == IDENTICAL]
+    assert row.outcome == ("fails" if hot else "not declared"), row
+    assert hot or 'pure={"alpha": 1.0}' in row.meaning
+    assert judged(step_of(loss, **settings, pure={"alpha": 1.0}))[IDENTICAL] == ("fails" if hot else "holds")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_every_term_has_a_weight_one_of_them_is_the_divergence(dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any], kd: float, ce: float, wrong: float = 0.0) -> Any:
+        student, teacher = both(model, batch)
+        kl = mean((teacher.exp() * (teacher - (1 - wrong) * student)).sum(-1), batch)
+        nll = likelihood(model, batch)
+        return kd * kl + ce * nll, {"kl": kl, "ce": nll}
+
+    def broken(model: nn.Module, batch: Mapping[str, Any], kd: float, ce: float) -> Any:
+        student, teacher = both(model, batch)
+        kl = mean((teacher.exp() * (teacher - student.roll(1, -1))).sum(-1), batch)
+        nll = likelihood(model, batch)
+        return kd * kl + ce * nll, {"kl": kl, "ce": nll}
+
+    declared = {"knobs": {"kd": 0.5, "ce": 0.5}, "terms": {"kl": "kd", "ce": "ce"}, "dtype": dtype}
+    assert judged(step_of(loss, **declared))[IDENTICAL] == "holds"
+    assert judged(step_of(broken, **declared))[IDENTICAL] == "fails"
+
+
+def test_a_cross_entropy_keeps_the_teachers_entropy() -> None:
+    def soft(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        student, teacher = both(model, batch)
+        return mean(-(teacher.exp() * student).sum(-1), batch)
+
+    assert judged(step_of(soft))[IDENTICAL] == "holds"
+
+
+def jsd(model: nn.Module, batch: Mapping[str, Any], alpha: float, outer: Any = None, scale: float = 1.0) -> Tensor:
+    student, teacher = both(model, batch)
+    mixture = torch.logaddexp(student + torch.tensor(1 - alpha).log(), teacher + torch.tensor(alpha).log())
+    share = alpha if outer is None else outer(alpha)
+    to_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
+    to_student = (student.exp() * (student - mixture)).sum(-1)
+    return scale * mean(share * to_teacher + (1 - share) * to_student, batch)
+
+
+def skew(model: nn.Module, batch: Mapping[str, Any], alpha: float) -> Tensor:
+    return jsd(model, batch, alpha, outer=lambda _: 1.0)
+
+
+def scaled(model: nn.Module, batch: Mapping[str, Any], alpha: float) -> Tensor:
+    return jsd(model, batch, alpha, scale=9.0)
+
+
+def swapped(model: nn.Module, batch: Mapping[str, Any], alpha: float) -> Tensor:
+    return jsd(model, batch, alpha, outer=lambda a: 1 - a)
+
+
+def amari(model: nn.Module, batch: Mapping[str, Any], alpha: float) -> Tensor:
+    student, teacher = both(model, batch)
+    overlap = (alpha * teacher + (1 - alpha) * student).exp().sum(-1)
+    return mean((1 - overlap) / (alpha * (1 - alpha)), batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("loss", "outcome"), [
+    (jsd, "holds"), (skew, "holds"), (scaled, "holds"), (amari, "holds"), (swapped, "fails"),
+])  # fmt: skip
+def test_only_swapped_weights_grow_towards_both_ends(loss: Any, outcome: str, dtype: torch.dtype) -> None:
+    found = judged(step_of(loss, knobs={"alpha": 0.3}, dtype=dtype))
+    assert found["a mixture's weight alpha"] == outcome and found[IDENTICAL] == "holds"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_forward_and_reverse_are_told_apart(turned: bool, dtype: torch.dtype) -> None:
+    """twinkle #112 and aprender #2153: the two are swapped."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], temperature: float, side: str = "forward_kl") -> Tensor:
+        student, teacher = both(model, batch, temperature)
+        if (side == "forward_kl") == turned:
+            student, teacher = teacher, student
+        return mean((teacher.exp() * (teacher - student)).sum(-1), batch)
+
+    step = step_of(loss, options={"side": ("forward_kl", "reverse_kl")}, knobs={"temperature": 1.5}, dtype=dtype)
+    (row,) = audit(step, laws=[kl_direction.LAW]).findings
+    assert row.outcome == ("fails" if turned else "holds"), row.measured

@@ -1,0 +1,60 @@
+"""Law FD: when the value is taken to be the loss of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.laws import finite_difference
+from earnest.audit.verdict import Finding
+from tests.audit.steps import ROWS, Tiny, distill_step, token_batch
+
+
+def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
+    return {f.subject: f.outcome for f in findings}
+
+
+def mean(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return (values * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def both(model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    student = model(batch["ids"], batch["attention"])[:, :-1] / temperature
+    return student.log_softmax(-1), (batch["teacher"] / temperature).log_softmax(-1)
+
+
+def step_of(loss: Any, **more: Any) -> Step:
+    step = distill_step(loss, dtype=more.pop("dtype", torch.float32))
+    step.knobs = {}
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.__post_init__()
+    return step
+
+
+def test_a_teacher_that_is_made_in_the_step_has_to_be_declared_for_FD() -> None:
+    def from_a_hint(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        student = model(batch["ids"], batch["attention"])[:, :-1].log_softmax(-1)
+        hinted = torch.cat([batch["hint"], batch["ids"]], 1)
+        teacher = model(hinted)[:, 3:-1].log_softmax(-1).detach()
+        return mean((teacher.exp() * (teacher - student)).sum(-1), batch)
+
+    batch = {**token_batch(), "hint": torch.arange(3 * ROWS).reshape(ROWS, 3) % 20 + 1}
+    roles = {k: k for k in ("ids", "attention", "mask")}
+    for declared, outcome in ((None, "not declared"), (True, "fails"), (False, "not applicable")):
+        step = Step(Tiny(), from_a_hint, batch, roles, family="divergence", value_is_loss=declared)
+        assert [f.outcome for f in audit(step, laws=[finite_difference.LAW]).findings] == [outcome]
+
+
+def test_the_declared_teacher_is_still_taken_at_its_word() -> None:
+    def kl(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        student, teacher = both(model, batch)
+        return mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), batch)
+
+    found = rows(audit(step_of(kl), laws=[finite_difference.LAW]).findings)
+    assert found == {"loss along its own gradient": "holds"}

@@ -1,0 +1,40 @@
+"""Law F64: gradient hooks and random steps in the float64 copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.laws import shadow
+from tests.audit.steps import Tiny, sft_loss, sft_step
+
+
+def shadowed(change: Callable[[Any], Any], loss: Any = sft_loss) -> list[str]:
+    model, step = Tiny(), sft_step()
+    change(model)
+    found = audit(Step(model=model, loss=loss, batch=step.batch, roles=step.roles), laws=[shadow.LAW]).findings
+    return [f.outcome for f in found]
+
+
+def test_gradient_hooks_act_on_the_shadow_too() -> None:
+    """GLM shrinks the embedding's gradient by such a hook."""
+    assert shadowed(lambda m: m.embed.weight.register_hook(lambda g: 0.1 * g)) == ["holds", "holds"]
+
+
+def test_a_random_step_is_not_held_against_its_shadow() -> None:
+    """NEFTune: noise on embeddings, other numbers in float64."""
+
+    def noisy(model: nn.Module) -> None:
+        model.embed.register_forward_hook(lambda _, __, y: y + 0.5 * torch.rand_like(y))  # type: ignore[union-attr]
+
+    def lossy(model: nn.Module, batch: Any) -> Tensor:
+        """log(sigmoid) far out: what the law is for is seen all the same."""
+        margin = model(batch["ids"], batch["attention"])[..., 0].mean() - 110
+        return -torch.log(torch.sigmoid(margin))
+
+    assert shadowed(noisy) == ["not applicable", "not applicable"]
+    assert "fails" in shadowed(lambda m: None, lossy)

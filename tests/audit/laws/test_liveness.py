@@ -1,0 +1,198 @@
+"""Law GL: the optimizer's and the clipped set, frozen tensors, experts, losses that write into weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, StepError, Together, audit
+from earnest.audit.law import Law
+from earnest.audit.laws import (
+    liveness,
+)
+from earnest.audit.verdict import Finding
+from tests.audit.steps import (
+    VOCABULARY,
+    WIDTH,
+    Tiny,
+    sft_loss,
+    sft_step,
+)
+
+
+def outcomes(findings: tuple[Finding, ...]) -> dict[str, str]:
+    return {f.subject: f.outcome for f in findings}
+
+
+@pytest.mark.parametrize(("left_out", "outcome"), [(0, "holds"), (1, "fails"), (None, "not declared")])
+def test_the_clipped_set_is_what_is_trained(left_out: int | None, outcome: str) -> None:
+    step = sft_step(max_grad_norm=1e-3)
+    step.clipped = None if left_out is None else list(step.model.parameters())[left_out:]
+    found = outcomes(audit(step, laws=[liveness.LAW]).findings)
+    assert found["the clipped parameters"] == outcome and found["the optimizer's parameters"] == "holds"
+
+
+def test_clipping_what_is_not_the_models_is_seen() -> None:
+    step = sft_step(max_grad_norm=1.0)
+    step.clipped = list(Tiny(1).parameters())  # made before the model was replaced
+    (failure,) = audit(step, laws=[liveness.LAW]).failures
+    assert failure.subject == "the clipped parameters" and "that are not the model's" in failure.measured
+
+
+def split(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-3),
+    ]
+
+
+@pytest.mark.parametrize("members", [2, 1])
+def test_several_optimizers_own_the_model_together(members: int) -> None:
+    step = sft_step()
+    each = split(step.model)[:members]
+    for optimizer in each:  # so that there is a state to restored
+        sft_loss(step.model, step.batch)[0].backward()
+        optimizer.step()
+    before = [{i: {k: v.clone() for k, v in s.items()} for i, s in o.state_dict()["state"].items()} for o in each]
+    weights = [p.detach().clone() for p in step.model.parameters()]
+    given: Any = each
+    verdict = audit(
+        Step(model=step.model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=given), laws=[liveness.LAW]
+    )
+    assert verdict.holds == (members == 2), str(verdict)
+    for optimizer, kept in zip(each, before, strict=True):
+        now = optimizer.state_dict()["state"]
+        assert now.keys() == kept.keys()
+        assert all(torch.equal(now[i][k], v) for i, s in kept.items() for k, v in s.items() if isinstance(v, Tensor))
+    assert all(torch.equal(p, w) for p, w in zip(step.model.parameters(), weights, strict=True))
+
+
+def test_no_optimizers_together_say_so() -> None:
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        Together()
+
+
+class Normed(Tiny):
+    """With a BatchNorm, whose statistics run, and a buffer that is a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.head = nn.Linear(16, 23, bias=False)  # a bias before a BatchNorm has no effect
+        self.norm = nn.BatchNorm1d(23)
+        self.basis = nn.Buffer(torch.ones(3))
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        return self.norm(super().forward(ids, attention, documents).mT).mT
+
+
+class Reaching(torch.optim.SGD):
+    """Its step moves a buffer, too."""
+
+    buffer: Tensor | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.buffer is not None:
+            self.buffer.add_(1)
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_running_statistics_run_and_frozen_buffers_do_not(pushed: bool) -> None:
+    step, model = sft_step(), Normed()
+    optimizer = Reaching(model.parameters(), lr=0.1)
+    optimizer.buffer = model.basis if pushed else None
+    verdict = audit(
+        Step(model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=optimizer, rows_interact=True),
+        laws=[liveness.LAW],
+    )
+    assert [f.subject for f in verdict.failures] == ["0 frozen parameters, 4 buffers"] * pushed, str(verdict)
+    assert "3 buffers did in the forward pass" in str([f.measured for f in verdict.findings])
+
+
+class Routed(Tiny):
+    """Two experts; every token goes to the first."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.experts = nn.ModuleList(nn.Linear(23, 23) for _ in range(2))
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        return self.experts[0](super().forward(ids, attention, documents))
+
+
+@pytest.mark.parametrize(("may_idle", "holds"), [((), False), (("experts.1.*",), True), (("experts.0.*",), False)])
+def test_an_expert_without_a_token_may_be_declared(may_idle: tuple[str, ...], holds: bool) -> None:
+    step, model = sft_step(), Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    verdict = audit(
+        Step(model=model, loss=sft_loss, batch=step.batch, roles=step.roles, optimizer=optimizer, may_idle=may_idle),
+        laws=[liveness.LAW],
+    )
+    assert verdict.holds == holds, str(verdict)
+
+
+def test_one_text_is_no_sequence_of_patterns() -> None:
+    with pytest.raises(StepError, match="is one text"):
+        sft_step(may_idle="experts")
+
+
+class Scored(Tiny):
+    """A reward model; the bias of its head is added to both answers, and cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = torch.nn.Linear(23, 1)
+
+
+def test_a_bias_that_cancels_in_every_pair_is_said_and_no_fault() -> None:
+    def loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+        chosen, rejected = (model.score(model(batch[side])[:, -1]) for side in ("chosen", "rejected"))
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+    rng = torch.Generator().manual_seed(0)
+    batch = {side: torch.randint(1, 23, (4, 6), generator=rng) for side in ("chosen", "rejected")}
+    step = Step(model=Scored(), loss=loss, batch=batch, roles={"chosen": "chosen", "rejected": "rejected"})
+    verdict = audit(step)
+    assert verdict.holds, str(verdict)
+    assert any("head.bias, score.bias cancels in every pair" in f.measured for f in verdict.findings)
+
+
+Data = Mapping[str, Any]
+
+
+def outcome(step: Step, law: Law, subject: str) -> str | None:
+    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
+    return found.get(subject)
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad"])
+def test_a_loss_that_writes_into_the_weights(how: str) -> None:
+    def noisy(model: Any, batch: Data) -> Any:
+        with torch.no_grad():
+            weight = model.head.weight.data if how == "data" else model.head.weight
+            weight.mul_(1 + 1e-3)
+        return sft_loss(model, batch)
+
+    subject = "the weights, after one call of the loss"
+    step = sft_step(noisy)
+    before = {k: v.clone() for k, v in step.model.state_dict().items()}
+    assert outcome(step, liveness.LAW, subject) == "fails"
+    assert all(torch.equal(v, before[k]) for k, v in step.model.state_dict().items())
+
+    def clamped(model: Any, batch: Data) -> Any:
+        with torch.no_grad():
+            model.head.weight.clamp_(-100, 100)
+        return sft_loss(model, batch)
+
+    assert outcome(sft_step(clamped), liveness.LAW, subject) == "holds"
+
+
+def test_a_norm_that_is_held_in_place_is_no_write_that_adds_up() -> None:
+    step = sft_step()
+    step.model.add_module("embed", nn.Embedding(VOCABULARY, WIDTH, max_norm=3.0))
+    step.optimizer = None
+    assert outcome(step, liveness.LAW, "the weights, after one call of the loss") == "holds"

@@ -1,0 +1,199 @@
+"""Laws MR, MR-MEAN and MR-PAIR: metrics that are averages over padding or rows, no definition of a KL, or reversed;
+each beside a correct one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.law import Law
+from earnest.audit.laws import (
+    metrics,
+    pair_metrics,
+)
+from tests.audit.steps import (
+    dpo_loss,
+    dpo_step,
+    grpo_loss,
+    logprobs,
+    policy_step,
+    sequence_logprobs,
+    sft_loss,
+    sft_step,
+)
+
+Change = Callable[[Mapping[str, Any], dict[str, Tensor], Tensor], dict[str, Tensor]]
+
+
+def logging(change: Change) -> Step:
+    """The right step, with other metrics."""
+
+    def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = grpo_loss(model, batch, beta, clip)
+        return value, {**metrics, **change(batch, metrics, logprobs(model, batch))}
+
+    return policy_step(loss)
+
+
+def mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum()
+
+
+def gap(batch: Mapping[str, Any], lp: Tensor) -> Tensor:
+    return batch["ref"] - lp
+
+
+POLICY: dict[str, tuple[Change, Change, str]] = {
+    # TRL #6121: entropies of padded positions are in the mean
+    "an entropy that counts padding": (
+        lambda b, _, lp: {"entropy": mean(-lp, b["mask"])},
+        lambda b, _, lp: {"entropy": (-lp * b["mask"]).mean()},
+        "averages, 3 more columns of padding",
+    ),
+    "a sum that is logged as a mean": (
+        lambda b, _, lp: {"old_logps": mean(b["old"], b["mask"])},
+        lambda b, _, lp: {"old_logps": (b["old"] * b["mask"]).sum()},
+        "averages, every row twice",
+    ),
+    # slime #2114 and others: the KL that is logged is to another policy, or half of one
+    "a KL that is none": (
+        lambda b, m, lp: {"kl": mean(gap(b, lp).exp() - gap(b, lp) - 1, b["mask"])},
+        lambda b, m, lp: {"kl": mean((gap(b, lp) / 2).exp() - gap(b, lp) / 2 - 1, b["mask"])},
+        "metric kl, recomputed",
+    ),
+    "a ratio of sequences": (
+        lambda b, _, lp: {"ratio": (((lp - b["old"]) * b["mask"]).sum(-1) / b["mask"].sum(-1)).exp().mean()},
+        lambda b, _, lp: {"ratio": (((lp - b["old"]) * b["mask"]).sum(-1) / b["mask"].shape[-1] / 2).exp().mean()},
+        "metric ratio, recomputed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_a_metric_of_a_policy(name: str) -> None:
+    right, wrong, subject = POLICY[name]
+    verdict = audit(logging(right))
+    assert verdict.holds, str(verdict)
+    law = "MR" if subject.startswith("metric") else "MR-MEAN"
+    assert (law, subject) in {(f.law, f.subject) for f in audit(logging(wrong)).failures}
+
+
+def pairs(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Step:
+    def loss(model: Any, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = dpo_loss(model, batch, beta)
+        return value, {**metrics, **change(metrics)}
+
+    return dpo_step(loss)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "subject"),
+    [
+        (lambda m: {"accuracy": 1 - m["accuracy"]}, "metric accuracy, which side"),
+        (lambda m: {"margin": -m["margin"]}, "metric margin, which side"),
+    ],
+    ids=["accuracy", "margin"],
+)
+def test_which_side_is_right(wrong: Any, subject: str) -> None:
+    rows = {f.subject: f.outcome for f in audit(pairs(lambda m: {})).findings}
+    assert rows["metric accuracy, which side"] == rows["metric margin, which side"] == "holds"
+    assert [f.subject for f in audit(pairs(wrong)).failures] == [subject]
+
+
+def test_a_sum_beside_a_loss_that_is_a_sum_is_no_fault() -> None:
+    def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = grpo_loss(model, batch, beta, clip)
+        count = batch["mask"].sum()
+        return value * count, {**metrics, "kl": metrics["kl"] * count}
+
+    verdict = audit(policy_step(loss))
+    assert not [f for f in verdict.failures if f.subject.startswith("averages")], str(verdict)
+
+
+def test_hinge_pairs_whose_sides_cost_the_same_are_not_asked() -> None:
+    def loss(model: Any, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = dpo_loss(model, batch, beta)
+        return F.relu(value - 1e6) + 0 * value, metrics
+
+    subjects = {f.subject for f in audit(dpo_step(loss)).findings}
+    assert not any("which side" in s for s in subjects)
+    assert torch.is_grad_enabled()
+
+
+def test_a_metric_may_stand_still_only_where_that_is_declared() -> None:
+    def counted(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        return sft_loss(model, batch)[0], {"rows": len(batch["ids"])}
+
+    for still in (frozenset({"rows"}), frozenset[str]()):
+        step = sft_step(counted, metrics={"rows": (0, None)}, still=still)
+        assert bool(audit(step, laws=[metrics.LAW]).failures) == (not still)
+
+
+def test_a_declared_neutral_value_is_asked_for() -> None:
+    step = policy_step()
+    loss = step.loss
+
+    def odd(model: nn.Module, batch: Mapping[str, Any], **knobs: Any) -> Any:
+        value, logged = loss(model, batch, **knobs)
+        return value, {**logged, "drift": logged["approx_kl"] + 0.5}
+
+    for expected in (0.5, 0.0):
+        step.loss, step.neutral = odd, {"drift": expected}
+        failures = {f.subject for f in audit(step, laws=[metrics.LAW]).failures}
+        assert ("metric drift, policy unchanged" in failures) == (expected == 0.0)
+
+
+Data = Mapping[str, Any]
+
+
+def outcome(step: Step, law: Law, subject: str) -> str | None:
+    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
+    return found.get(subject)
+
+
+@pytest.mark.parametrize("of", ["sums", "means"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_log_probs_of_the_side_they_are_named_for(swapped: bool, of: str) -> None:
+    """LLaMA-Factory #6050."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        if of == "means":
+            chosen, rejected = chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
+        logged = (rejected, chosen) if swapped else (chosen, rejected)
+        value, metrics = dpo_loss(model, batch, beta)
+        return value, metrics | {"logps/chosen": logged[0].mean(), "logps/rejected": logged[1].mean()}
+
+    found = audit(dpo_step(loss), laws=[pair_metrics.LAW])
+    whose = [f.outcome for f in found.findings if f.subject.endswith(", whose")]
+    assert whose == ["fails" if swapped else "holds"] * 2, str(found)
+
+
+def test_a_metric_over_the_tokens_that_are_kept_is_not_recomputed() -> None:
+    def loss(model: nn.Module, batch: Data, beta: float, clip: float) -> Any:
+        keep = (logprobs(model, batch).detach() < -2.0).float() * batch["mask"]
+        return grpo_loss(model, {**batch, "mask": keep}, beta, clip)
+
+    step = policy_step(loss, drops_tokens=True)
+    verdict = audit(step, laws=[metrics.LAW])
+    assert verdict.holds and not any("recomputed" in f.subject for f in verdict.findings), str(verdict)
+
+
+def test_log_probs_that_are_stored_in_16_bits() -> None:
+    """The ratio of an unchanged policy is 1 only as exactly as its log-probs were kept."""
+
+    def loss(model: nn.Module, batch: Data, beta: float, clip: float) -> Any:
+        value, metrics = grpo_loss(model, batch, beta, clip)
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        return value, metrics | {"ratio": (ratio * batch["mask"]).sum() / batch["mask"].sum()}
+
+    step = policy_step(loss)
+    step.batch = {**step.batch, "old": step.batch["old"].bfloat16()}
+    (row,) = [f for f in audit(step, laws=[metrics.LAW]).findings if f.subject == "metric ratio, policy unchanged"]
+    assert row.outcome == "holds", row

@@ -1,0 +1,233 @@
+"""Law PAIR: preferences beside other terms, losses that weigh each answer by itself, signs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.law import Law
+from earnest.audit.laws import (
+    pairs,
+    sums,
+)
+from earnest.audit.verdict import Finding
+from tests.audit.steps import (
+    dpo_loss,
+    dpo_step,
+    sequence_logprobs,
+)
+
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+IDENTICAL, ALIKE = "identical pairs", "at the reference every pair has the same weight"
+
+
+NLL = "nll"
+
+
+def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
+    return {f.subject: f.outcome for f in findings}
+
+
+def judged(step: Step) -> dict[str, str]:
+    return rows(audit(step, laws=[pairs.LAW]).findings)
+
+
+def ratios(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    chosen, rejected = sequence_logprobs(model, batch)
+    return chosen - batch["ref_chosen"], rejected - batch["ref_rejected"]
+
+
+def averages(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    chosen, rejected = sequence_logprobs(model, batch)
+    return chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
+
+
+def pair_step(loss: Any, *, referred: bool = True, **more: Any) -> Step:
+    """``dpo_step`` with another loss and other declarations."""
+    step = dpo_step(loss, dtype=more.pop("dtype", torch.float32))
+    step.metrics = {}
+    if not referred:
+        step.roles = {r: k for r, k in step.roles.items() if "reference" not in r}
+        step.batch = {k: v for k, v in step.batch.items() if "ref" not in k}
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.__post_init__()
+    return step
+
+
+def with_nll(model: nn.Module, batch: Mapping[str, Any], beta: float, alpha: float, less: float = 0.0) -> Any:
+    """DPO plus a mean over the chosen answers' tokens (RPO); ``less`` of the rejected side's own log-prob counts."""
+    chosen, rejected = ratios(model, batch)
+    nll = -sequence_logprobs(model, batch)[0].sum() / batch["chosen_mask"].sum()
+    margin = chosen - (rejected - less * sequence_logprobs(model, batch)[1])
+    return -F.logsigmoid(beta * margin).mean() + alpha * nll, {NLL: nll}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_declared_terms_are_off_while_pairs_are_judged(dtype: torch.dtype) -> None:
+    step = pair_step(with_nll, dtype=dtype, knobs={"beta": 0.1, "alpha": 1.0}, terms={NLL: "alpha"})
+    found = judged(step)
+    assert found[IDENTICAL] == "holds" and found[ALIKE] == "holds"
+
+
+def test_an_undeclared_weight_is_asked_for_and_a_broken_side_is_no_weight() -> None:
+    def halved(model: nn.Module, batch: Mapping[str, Any], beta: float, alpha: float) -> Any:
+        return with_nll(model, batch, beta, alpha, less=0.5)
+
+    settings = {"knobs": {"beta": 0.1, "alpha": 1.0}}
+    found = audit(pair_step(with_nll, **settings), laws=[pairs.LAW]).findings
+    (row,) = [f for f in found if f.subject == IDENTICAL]
+    assert row.outcome == "not declared" and "alpha" in row.meaning
+    assert judged(pair_step(halved, **settings))[IDENTICAL] != "holds"
+    assert judged(pair_step(halved, **settings, terms={NLL: "alpha"}))[IDENTICAL] == "fails"
+
+
+def orpo(model: nn.Module, batch: Mapping[str, Any], lam: float, sft: float = 1.0) -> Any:
+    chosen, rejected = averages(model, batch)
+    odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    nll, ratio = -chosen.mean(), -F.logsigmoid(odds).mean()
+    return sft * nll + lam * ratio, {NLL: nll, "or": ratio}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_preference_may_be_the_term_and_the_likelihood_the_rest(dtype: torch.dtype) -> None:
+    def one_sided(model: nn.Module, batch: Mapping[str, Any], lam: float) -> Any:
+        chosen, rejected = averages(model, batch)
+        ratio = -F.logsigmoid(2 * chosen - rejected).mean()
+        return -chosen.mean() + lam * ratio, {"or": ratio}
+
+    declared = {"referred": False, "knobs": {"lam": 0.1}, "logprobs": averages, "dtype": dtype, "terms": {"or": "lam"}}
+    assert judged(pair_step(orpo, **declared))[IDENTICAL] == "holds"
+    assert judged(pair_step(one_sided, **declared))[IDENTICAL] == "fails"
+    found = judged(pair_step(orpo, **{**declared, "terms": {}}))
+    assert found[IDENTICAL] == "not declared"
+
+
+def test_terms_that_are_the_whole_loss_add_up_to_it() -> None:
+    """mlx-lm-lora #65: ORPO without its likelihood, which is logged all the same."""
+
+    def without(model: nn.Module, batch: Mapping[str, Any], lam: float) -> Any:
+        return orpo(model, batch, lam, sft=0.0)
+
+    for loss, outcome in ((orpo, "holds"), (without, "fails")):
+        step = pair_step(loss, referred=False, knobs={"lam": 0.1}, logprobs=averages, terms={"or": "lam"}, fixed=(NLL,))
+        assert rows(audit(step, laws=[sums.LAW]).findings)["the sum of the terms"] == outcome
+
+
+def sppo(c: Tensor, r: Tensor, beta: float) -> Tensor:
+    return (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2
+
+
+def nca(c: Tensor, r: Tensor, beta: float) -> Tensor:
+    return -F.logsigmoid(beta * c) - 0.5 * F.logsigmoid(-beta * c) - 0.5 * F.logsigmoid(-beta * r)
+
+
+def bco(c: Tensor, r: Tensor, beta: float) -> Tensor:
+    centre = (beta * (c + r) / 2).mean().detach()
+    return -F.logsigmoid(beta * c - centre) - F.logsigmoid(-(beta * r - centre))
+
+
+def of(form: Callable[[Tensor, Tensor, float], Tensor]) -> Any:
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+        return form(*ratios(model, batch), beta).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("form", [sppo, nca, bco])
+def test_each_answer_by_itself_is_told_from_a_broken_pair(form: Any) -> None:
+    assert judged(pair_step(of(form)))[IDENTICAL] == "not declared"
+    found = judged(pair_step(of(form), pairwise=False))
+    assert found[IDENTICAL] == "not applicable" and "fails" not in found.values()
+
+
+def test_a_margin_beyond_its_target_is_drawn_back_lawfully() -> None:
+    """IPO far beyond 1/2τ narrows most margins; at the reference it widens all."""
+
+    def ipo(model: nn.Module, batch: Mapping[str, Any], beta: float, sign: float = 1.0) -> Tensor:
+        chosen, rejected = ratios(model, batch)
+        return (sign * (chosen - rejected) - 1 / (2 * beta)).square().mean()
+
+    def turned(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+        return ipo(model, batch, beta, sign=-1.0)
+
+    for loss, outcome in ((ipo, "holds"), (turned, "fails")):
+        step = pair_step(loss, knobs={"beta": 5.0})
+        step.batch = {**step.batch, "ref_chosen": step.batch["ref_chosen"] - 20.0}
+        assert judged(step)["descending widens the margin"] == outcome
+
+
+@pytest.mark.parametrize("role", [None, "weights"])
+def test_pairs_with_weights_of_their_own(role: str | None) -> None:
+    def weighed(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+        chosen, rejected = ratios(model, batch)
+        return -(batch["weights"] * F.logsigmoid(beta * (chosen - rejected))).mean()
+
+    step = pair_step(weighed)
+    step.batch = {**step.batch, "weights": torch.tensor([0.1, 3.0, 0.2, 5.0, 1.0])}
+    if role is not None:
+        step.roles = {**step.roles, role: "weights"}
+    assert judged(step)[ALIKE] == ("holds" if role else "fails")
+
+
+def test_a_smoothed_half_with_a_wrong_sign_is_seen() -> None:
+    def smoothed(sign: float, target: float) -> Any:
+        def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, label_smoothing: float) -> Tensor:
+            chosen, rejected = ratios(model, batch)
+            x = beta * (chosen - rejected) - target
+            return -((1 - label_smoothing) * F.logsigmoid(x) + sign * label_smoothing * F.logsigmoid(-x)).mean()
+
+        return pair_step(loss, knobs={"beta": 0.1, "label_smoothing": 0.1})
+
+    subject = "swapped answers at 1 - label_smoothing"
+    assert judged(smoothed(1.0, 0.0))[subject] == "holds"
+    assert judged(smoothed(1.0, 0.5))[subject] == "holds", "a target margin is not an error"
+    assert judged(smoothed(-1.0, 0.0))[subject] == "fails"
+
+
+Data = Mapping[str, Any]
+
+
+def outcome(step: Step, law: Law, subject: str) -> str | None:
+    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
+    return found.get(subject)
+
+
+def _unreferred(loss: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Step:
+    step = dpo_step(loss, dtype=dtype)
+    step.metrics = {}
+    step.roles = {r: k for r, k in step.roles.items() if "reference" not in r}
+    step.batch = {k: v for k, v in step.batch.items() if not k.startswith("ref")}
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.__post_init__()
+    return step
+
+
+@pytest.mark.parametrize(("over", "expected"), [("chosen", "holds"), ("both", "fails")])
+def test_a_likelihood_beside_the_preference_is_of_the_chosen(over: str, expected: str) -> None:
+    """ORPO: the likelihood has weight 1, the preference λ."""
+
+    def loss(model: nn.Module, batch: Data, lam: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        c, r = chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
+        odds = (c - torch.log1p(-c.exp())) - (r - torch.log1p(-r.exp()))
+        preference = -F.logsigmoid(odds).mean()
+        nll = -(c.mean() if over == "chosen" else (c.mean() + r.mean()) / 2)
+        return nll + lam * preference, {"preference": preference}
+
+    step = _unreferred(loss, knobs={"lam": 0.1}, terms={"preference": "lam"})
+    assert outcome(step, pairs.LAW, "the loss without its preference, answers swapped") == expected
+
+
+def test_pairs_that_were_right_stay_right() -> None:
+    verdict = audit(dpo_step(dpo_loss))
+    assert verdict.holds, str(verdict)

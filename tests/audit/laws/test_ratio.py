@@ -1,0 +1,274 @@
+"""Laws PG-RATIO and PG-CLIP: ratios, sampler corrections and clips; each defect beside a correct twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import Step, Verdict, audit
+from earnest.audit.law import Law
+from earnest.audit.laws import (
+    clipping,
+    knobs,
+    on_policy,
+    ratio,
+)
+from tests.audit.steps import (
+    Tiny,
+    logprobs,
+    policy_batch,
+    policy_step,
+)
+
+LAWS = [on_policy.LAW, ratio.LAW, clipping.LAW]
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+ROLES = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "advantages": "advantages"}
+
+
+def failures(verdict: Verdict) -> set[str]:
+    return {f.subject for f in verdict.failures}
+
+
+def outcomes(verdict: Verdict) -> dict[str, str]:
+    return {f.subject: f.outcome for f in verdict.findings}
+
+
+def mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+def clipped(r: Tensor, a: Tensor, clip: float, pick: Any = torch.minimum) -> Tensor:
+    return -pick(r * a, r.clamp(1 - clip, 1 + clip) * a)
+
+
+def step(loss: Any, knobs: dict[str, float], dtype: torch.dtype = torch.float32, **more: Any) -> Step:
+    model = Tiny().to(dtype)
+    batch = policy_batch(model)
+    batch["rollout"] = (batch["old"] - 0.03).clamp(max=-1e-3) * batch["mask"]
+    roles = more.pop("roles", ROLES)
+    return Step(model=model, loss=loss, batch={**batch, **more.pop("batch", {})}, roles=roles, knobs=knobs,
+                logprobs=logprobs, **more)  # fmt: skip
+
+
+def decoupled(how: str) -> Any:
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float, cap: float) -> Tensor:
+        lp, a = logprobs(model, b).float(), b["advantages"][:, None]
+        top = lp.detach() if how == "current over rollout" else b["old"]  # slime #179
+        gap = top - b["rollout"]
+        w = (-gap if how == "upside down" else gap).exp().clamp(max=cap)
+        if how == "self-normalised":
+            w = w / mean(w, b["mask"])
+        below = b["rollout" if how == "counted twice" else "old"]
+        pick = torch.maximum if how == "swapped" else torch.minimum
+        return mean(w * clipped((lp - below).exp(), a, clip, pick), b["mask"])
+
+    return loss
+
+
+TWO = {**ROLES, "behaviour": "rollout", "proximal": "old"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("right", set()),
+        ("self-normalised", set()),
+        ("current over rollout", {"the ratio's power"}),
+        ("upside down", {"the correction's power"}),
+        ("counted twice", {"the correction's power"}),
+        ("swapped", {"clip: outside, already done", "clip: outside, to be undone"}),
+    ],
+)
+def test_a_correction_for_the_sampler(how: str, seen: set[str], dtype: torch.dtype) -> None:
+    """The clip is judged beside the correction too, whose weight once hid the ratio's slope."""
+    made = step(decoupled(how), {"clip": 0.2, "cap": 2.0}, dtype, roles=TWO, rows_interact=how == "self-normalised")
+    verdict = audit(made, laws=LAWS)
+    assert failures(verdict) == seen, str(verdict)
+    found = outcomes(verdict)
+    assert {"the ratio's power", "the correction's power", "clip: outside, to be undone"} <= found.keys()
+    assert "not applicable" not in {found["clip: outside, to be undone"], found["the correction's power"]}
+
+
+def cispo(squared: bool) -> Any:
+    def loss(model: nn.Module, b: Mapping[str, Any], eps_high: float) -> Tensor:
+        lp = logprobs(model, b)
+        r = (lp - b["old"]).exp()
+        return -mean(r.clamp(max=1 + eps_high).detach() * b["advantages"][:, None] * (r if squared else lp), b["mask"])
+
+    return loss
+
+
+def in_rows(form: str) -> Any:
+    """Weights of whole rows: a geometric mean, a product, and a soft gate; and a loss without any."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], tau: float) -> Tensor:
+        lp, m, a = logprobs(model, b), b["mask"], b["advantages"]
+        gap = (lp - b["old"]) * m
+        if form == "mean":
+            return -(a * (gap.sum(-1) / m.sum(-1)).exp()).mean() * tau
+        if form == "product":
+            return -(a * gap.sum(-1).exp().clamp(max=tau)).mean()
+        if form == "soft":
+            return -mean(torch.sigmoid(tau * (gap.exp() - 1)) * 4 / tau * a[:, None], m)
+        return -mean(a[:, None] * lp, m) * tau
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_squared_ratio_is_seen_and_other_weights_are_not(dtype: torch.dtype) -> None:
+    assert failures(audit(step(cispo(True), {"eps_high": 0.28}, dtype), laws=LAWS)) == {"the ratio's power"}
+    assert audit(step(cispo(False), {"eps_high": 0.28}, dtype), laws=LAWS).holds
+    for form in ("mean", "product", "soft", "none"):
+        verdict = audit(step(in_rows(form), {"tau": 3.0 if form == "product" else 1.05}, dtype), laws=LAWS)
+        assert verdict.holds, str(verdict)
+        expected = "not applicable" if form == "product" else "holds"
+        assert outcomes(verdict)["the ratio's power"] == expected, str(verdict)
+
+
+def test_a_product_over_rows_of_one_length_is_no_power() -> None:
+    mask = torch.zeros_like(policy_batch(Tiny())["mask"])
+    mask[:, 2:5] = 1
+    product = step(in_rows("product"), {"tau": 3.0}, batch={"mask": mask})
+    assert outcomes(audit(product, laws=[ratio.LAW]))["the ratio's power"] == "not applicable"
+
+
+def late(model: nn.Module, b: Mapping[str, Any], clip: float, **_: Any) -> Tensor:
+    """The right values, and the gradient of the neighbours' log-probs: a second shift."""
+    lp = logprobs(model, b)
+    other = lp.roll(1, dims=-1)
+    return mean(clipped((other + (lp - other).detach() - b["old"]).exp(), b["advantages"][:, None], clip), b["mask"])
+
+
+def regression(model: nn.Module, b: Mapping[str, Any], tau: float) -> Tensor:
+    """(A - τ·log ratio)² a row: its slope by A is not what multiplies ∇lp."""
+    gap = ((logprobs(model, b) - b["old"]) * b["mask"]).sum(-1)
+    return 0.5 * (b["advantages"] - tau * gap).square().mean()
+
+
+def test_a_regression_on_the_advantages_is_no_fault() -> None:
+    assert audit(step(regression, {"tau": 0.5}), laws=[on_policy.LAW, ratio.LAW]).holds
+    turned = step(lambda m, b, tau: regression(m, b, -tau), {"tau": 0.5})
+    assert "descending the loss raises Σ A·lp" in failures(audit(turned, laws=[on_policy.LAW]))
+
+
+def with_entropy(fault: str, weight: float) -> Any:
+    """An entropy bonus whose weight is a constant of the code: it is in the loss, and no declaration says so."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float) -> Tensor:
+        full = model(b["ids"], b["attention"])[:, :-1].float().log_softmax(-1)
+        lp, a = full.gather(-1, b["ids"][:, 1:, None])[..., 0], b["advantages"][:, None]
+        if fault == "late":  # the right values, and the gradient of the neighbours' log-probs
+            lp = lp.roll(1, dims=-1) + (lp - lp.roll(1, dims=-1)).detach()
+        r = (lp - b["old"]).exp()
+        others = {"squared": -r * r.detach() * a, "ignored": -r, "turned": r * a}
+        each = others.get(fault, clipped(r, a, clip))
+        return mean(each + weight * (full.exp() * full).sum(-1), b["mask"])
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("", set()),
+        ("late", {"zero advantages", "on-policy gradient = REINFORCE"}),
+        ("squared", {"the ratio's power"}),
+        ("turned", {"zero advantages", "descending the loss raises Σ A·lp"}),
+        ("ignored", {"zero advantages", "on-policy gradient = REINFORCE"}),
+    ],
+)
+def test_a_term_that_is_not_declared_is_taken_off_first(fault: str, seen: set[str], dtype: torch.dtype) -> None:
+    weight = 0.01 if dtype == torch.float32 else 1.0  # so that it is above the dtype's resolution
+    verdict = audit(step(with_entropy(fault, weight), {"clip": 0.2}, dtype), laws=[on_policy.LAW, ratio.LAW])
+    assert seen <= failures(verdict) and bool(seen) == bool(failures(verdict)), str(verdict)
+    if not fault:
+        assert outcomes(verdict)["zero advantages"] == "not declared"
+        assert outcomes(verdict)["on-policy gradient = REINFORCE"] == outcomes(verdict)["the ratio's power"] == "holds"
+
+
+def thresholded(model: nn.Module, b: Mapping[str, Any], clip: float, threshold: float, fault: str = "") -> Tensor:
+    """Rows of negative advantage that have gone far from the sampler are left out."""
+    m, lp, a = b["mask"], logprobs(model, b), b["advantages"]
+    far = ((b["old"] - lp) * m).sum(-1) / m.sum(-1).clamp(min=1)
+    keep = ~((far > threshold) & (a < 0)) if fault != "clamped" else a > 0
+    bound = 0.02 if fault == "bound" else clip
+    r = (lp - b["old"]).exp()
+    each = -torch.minimum(r * a[:, None], r.clamp(1 - bound, 1 + clip) * a[:, None])
+    return mean(each * keep[:, None], m)
+
+
+@pytest.mark.parametrize("fault", ["", "clamped", "bound"])
+def test_a_threshold_that_silences_rows_is_not_the_clip(fault: str) -> None:
+    knobs = {"clip": 0.2, "threshold": 0.1 if fault != "bound" else 1.0}
+    verdict = audit(step(lambda m, b, **k: thresholded(m, b, fault=fault, **k), knobs), laws=[clipping.LAW])
+    assert ("clip: inside the clip range" in failures(verdict)) == bool(fault), str(verdict)
+    if not fault:
+        (row,) = verdict.findings
+        assert row.outcome == "not applicable" and "threshold=0.1" in row.meaning
+
+
+Data = Mapping[str, Any]
+
+
+def outcome(step: Step, law: Law, subject: str) -> str | None:
+    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
+    return found.get(subject)
+
+
+@pytest.mark.parametrize("counted", [1, 2])
+def test_a_product_over_rows_of_unequal_length_has_no_single_power(counted: int) -> None:
+    """The correction for the sampler as a product over the row; twice the weight of each token is still seen."""
+
+    def of_rows(model: nn.Module, batch: Data) -> Tensor:
+        lp, mask, a = logprobs(model, batch), batch["mask"], batch["advantages"][:, None]
+        weight = (((batch["proximal"] - batch["old"]) * mask).sum(-1, keepdim=True)).exp().clamp(max=50.0)
+        return -(weight * (lp - batch["proximal"]).exp() * a * mask).sum() / mask.sum()
+
+    def of_tokens(model: nn.Module, batch: Data) -> Tensor:
+        lp, mask, a = logprobs(model, batch), batch["mask"], batch["advantages"][:, None]
+        weight = (2 * (batch["proximal"] - batch["old"])).exp()
+        return -(weight * (lp - batch["proximal"]).exp() * a * mask).sum() / mask.sum()
+
+    step = policy_step(of_rows if counted == 1 else of_tokens)
+    step.knobs, step.terms, step.metrics = {}, {}, {}
+    lengths = torch.tensor([8, 7, 8, 7, 7])
+    attention = (torch.arange(12)[None] < 4 + lengths[:, None]).long()
+    mask = (attention[:, 1:] * (torch.arange(1, 12)[None] >= 4)).float()
+    step.batch = {**step.batch, "attention": attention, "mask": mask, "proximal": step.batch["old"] * 1.01}
+    step.batch.pop("ref")
+    step.roles = {r: k for r, k in step.roles.items() if r != "reference"} | {"proximal": "proximal"}
+    found = {f.subject: f for f in audit(step, laws=[ratio.LAW]).findings}["the correction's power"]
+    assert found.outcome == ("not applicable" if counted == 1 else "fails"), found
+
+
+@pytest.mark.parametrize("of", ["rewards", "advantages"])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_clip_of_a_product_over_the_row(of: str, right: bool) -> None:
+    """RLOO's ratio of whole answers leaves the clip at once where every token is at its edge."""
+
+    def loss(model: nn.Module, batch: Data, clip: float) -> Tensor:
+        a = batch[of]
+        a = a - a.mean() if of == "rewards" else a
+        ratio = ((logprobs(model, batch) - batch["old"]) * batch["mask"]).sum(-1).exp()
+        pick = torch.minimum if right else torch.maximum
+        return -pick(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a).mean()
+
+    step = policy_step(loss, rows_interact=of == "rewards")
+    step.batch = {k: v for k, v in step.batch.items() if k not in ("ref", "advantages")}
+    step.batch[of] = torch.tensor([1.0, -0.7, 0.3, -1.2, 0.8])
+    kept: dict[Any, str] = {r: k for r, k in step.roles.items() if r not in ("reference", "advantages")}
+    step.roles = {**kept, of: of}
+    step.knobs, step.terms, step.metrics = {"clip": 0.2}, {}, {}
+    verdict = audit(step, laws=[clipping.LAW, knobs.LAW])
+    assert verdict.holds is right, str(verdict)

@@ -1,0 +1,321 @@
+"""Law SE: rows that depend on each other, order, repetition and normalisers; each defect beside a correct twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earnest.audit import Step, audit
+from earnest.audit.law import Law
+from earnest.audit.laws import (
+    liveness,
+    masks,
+    splits,
+)
+from earnest.audit.probe import fresh
+from earnest.audit.verdict import Finding, Verdict
+from tests.audit.steps import (
+    Tiny,
+    dpo_step,
+    logprobs,
+    policy_step,
+    sequence_logprobs,
+    sft_loss,
+    sft_step,
+    token_batch,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+Data = Mapping[str, Any]
+
+
+PARTS = "whole = parts (uneven)"
+
+
+def outcomes(step: Step) -> dict[str, str]:
+    return {f.subject: f.outcome for f in audit(step, laws=[splits.LAW]).findings}
+
+
+def mixed(policy: str, penalty: str) -> Callable[..., Tensor]:
+    """A policy gradient and a penalty, each with its own mean: over tokens, over rows, or down the columns (wrong)."""
+
+    def mean(x: Tensor, mask: Tensor, how: str) -> Tensor:
+        if how == "tokens":
+            return (x * mask).sum() / mask.sum()
+        along = 1 if how == "rows" else 0
+        return ((x * mask).sum(along) / mask.sum(along).clamp(min=1)).mean()
+
+    def loss(model: nn.Module, batch: Data, beta: float, clip: float) -> Tensor:
+        lp, mask, a = logprobs(model, batch), batch["mask"], batch["advantages"][:, None]
+        ratio = (lp - batch["old"]).exp()
+        gain = torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+        return mean(-gain, mask, policy) + beta * mean((lp - batch["ref"]) ** 2, mask, penalty)
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("policy", "penalty"), [("rows", "tokens"), ("tokens", "rows")])
+def test_two_terms_may_have_two_normalisers(policy: str, penalty: str, dtype: torch.dtype) -> None:
+    assert outcomes(policy_step(mixed(policy, penalty), dtype=dtype))[PARTS] == "holds"
+
+
+@pytest.mark.parametrize("penalty", ["columns", "tokens"])
+def test_a_mean_over_the_wrong_axis_is_none_of_them(penalty: str) -> None:
+    assert outcomes(policy_step(mixed("columns", penalty)))[PARTS] == "fails"
+
+
+def pairs(coupled: bool) -> Callable[..., Tensor]:
+    """A preference's mean over pairs beside a token-mean likelihood, as in RPO, CPO and ORPO."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        total, sides = torch.zeros(()), []
+        for side in ("chosen", "rejected"):
+            each = logprobs(model, {"ids": batch[side], "attention": batch[f"{side}_attention"]})
+            mask = batch[f"{side}_mask"]
+            sides.append((each * mask).sum(-1) - batch[f"ref_{side}"])
+            total = total if side == "rejected" else -(each * mask).sum() / mask.sum()
+        margin = sides[0][:, None] - sides[1] if coupled else sides[0] - sides[1]  # [P, 1] against [P]
+        return -F.logsigmoid(beta * margin).mean() + total
+
+    return loss
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_likelihood_beside_a_preference(coupled: bool) -> None:
+    assert outcomes(dpo_step(pairs(coupled)))[PARTS] == ("fails" if coupled else "holds")
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_rows_that_are_paired_with_their_neighbours(ring: bool) -> None:
+    """KTO takes its reference point from answers to the neighbour's prompt; weights by place are something else."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        lp = model(batch["ids"], batch["attention"])[:, :-1].log_softmax(-1)
+        labels = batch["labels"][:, 1:]
+        rows = (lp.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels >= 0)).sum(-1)
+        if ring:
+            return -torch.sigmoid(0.1 * (rows - rows.roll(1).detach())).mean()
+        return -(rows * torch.linspace(0.2, 1.8, len(rows))).mean()
+
+    found = outcomes(sft_step(loss, rows_interact=True))
+    assert found["permuted rows"] == ("not applicable" if ring else "fails"), found
+
+
+@pytest.mark.parametrize(("power", "outcome"), [(0.5, "holds"), (2.0, "fails")])
+def test_a_normaliser_is_applied_once(power: float, outcome: str) -> None:
+    """Twice as many rows: up to twice the gradient, never less than it. A root of the count is a choice."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        logits, labels = model(batch["ids"], batch["attention"])[:, :-1], batch["labels"][:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total / (labels >= 0).sum().float().pow(power)
+
+    found = outcomes(sft_step(loss))
+    assert found.get("every row twice", "holds") == outcome, found
+
+
+def test_a_baseline_that_leaves_one_out_sees_the_groups_size() -> None:
+    step = policy_step()
+    batch = {k: torch.cat([v, v[:1]]) for k, v in step.batch.items() if k != "advantages"}
+    batch |= {"rewards": torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 0.2]), "group": torch.tensor([0, 0, 0, 1, 1, 1])}
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        rewards, same = batch["rewards"], (batch["group"][:, None] == batch["group"]).float()
+        a = (rewards - (same @ rewards - rewards) / (same.sum(1) - 1))[:, None]
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        return -(ratio * a * batch["mask"]).sum() / batch["mask"].sum()
+
+    roles = {r: k for r, k in step.roles.items() if r not in ("advantages", "reference")}
+    found = outcomes(Step(model=step.model, loss=loss, batch=batch, roles={**roles, "rewards": "rewards",
+                          "group": "group"}, family="policy gradient"))  # fmt: skip
+    assert found["every row twice"] == "not applicable" and "fails" not in found.values(), found
+
+
+RIGHT = "3 more columns of padding on the right"
+
+
+def measured(verdict: Verdict) -> dict[str, str]:
+    return {f.subject: f.measured for f in verdict.findings}
+
+
+def on(model: nn.Module, loss: Any = sft_loss, **more: Any) -> Step:
+    step = sft_step()
+    return Step(model=model, loss=loss, batch=step.batch, roles=step.roles, **more)
+
+
+def test_a_step_that_samples_is_not_asked_about_rows() -> None:
+    def noisy(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits = model(batch["ids"], batch["attention"])[:, :-1]
+        logits = logits * torch.rand(logits.shape)
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    verdict = audit(on(Tiny(), noisy), laws=[liveness.LAW, splits.LAW, masks.LAW])
+    assert verdict.holds, str(verdict)
+    found = measured(verdict)
+    for subject in ("permuted, repeated or cut rows", RIGHT):
+        assert found[subject] == "the step is random"
+
+
+def nested_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Rows are weighed by what lists, arrays and nested dicts say, and all of them are written into."""
+    weights = [row["w"] for row in batch["meta"]]
+    total = torch.tensor(weights) * torch.from_numpy(batch["array"]) * batch["deep"]["inner"]["t"]
+    total = total * torch.tensor([float(len(name)) for name in batch["names"]])
+    batch["deep"]["inner"]["t"] += 1
+    batch["array"] += 1
+    batch["meta"].append({"w": 0.0})
+    mask = (batch["labels"][:, 1:] != -100).float()
+    return -(total[:, None] * logprobs(model, batch) * mask).sum() / mask.sum()
+
+
+def test_lists_arrays_and_nested_dicts_go_with_their_rows() -> None:
+    step = sft_step()
+    batch = {
+        **step.batch,
+        "meta": [{"w": 0.5 + r} for r in range(5)],
+        "array": np.linspace(1, 2, 5, dtype=np.float32),
+        "names": ("a", "bb", "ccc", "dd", "e"),
+        "deep": {"inner": {"t": torch.linspace(2, 1, 5)}, "text": "five5"},
+    }
+    before = fresh(batch)
+    verdict = audit(
+        Step(model=step.model, loss=nested_loss, batch=batch, roles=step.roles, value_is_loss=True),
+        laws=[splits.LAW, masks.LAW],
+    )
+    assert verdict.holds, str(verdict)
+    assert batch["meta"] == before["meta"] and np.array_equal(batch["array"], before["array"])
+    assert batch["deep"]["inner"]["t"].equal(before["deep"]["inner"]["t"])
+    assert measured(verdict)["permuted, and every row twice"].startswith("1×")
+
+
+def outcomes_laws(findings: tuple[Finding, ...]) -> dict[str, str]:
+    return {f.subject: f.outcome for f in findings}
+
+
+def test_a_part_that_counts_against_itself_is_seen() -> None:
+    """The whole is g₁ - g₂, exactly a combination of its parts, with a weight below 0."""
+
+    def turned(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        rows = len(batch["ids"])
+        parts = [sft_loss(model, {k: v[r : r + 1] for k, v in batch.items()})[0] for r in range(rows)]
+        sign = [1.0 if rows < 5 or r < 1 else -1.0 for r in range(rows)]
+        return torch.stack([p * s for p, s in zip(parts, sign, strict=True)]).sum()
+
+    found = outcomes_laws(audit(sft_step(turned), laws=[splits.LAW]).findings)
+    assert found["whole = parts (uneven)"] == "fails"
+    assert outcomes_laws(audit(sft_step(), laws=[splits.LAW]).findings)["whole = parts (uneven)"] == "holds"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_part_without_a_gradient_is_no_fault(seed: int) -> None:
+    """All advantages of the first rows are 0: the whole is the other part alone."""
+    step = policy_step(seed=seed)
+    step.batch["advantages"][:2] = 0.0  # type: ignore[index]
+    step.knobs = {"beta": 0.0, "clip": 0.2}
+    assert outcomes_laws(audit(step, laws=[splits.LAW]).findings)["whole = parts (uneven)"] == "holds"
+
+
+DTYPES_OUTSIDERS = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+def outcome(step: Step, law: Law, subject: str) -> str | None:
+    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
+    return found.get(subject)
+
+
+def _margins(model: nn.Module, batch: Data) -> Tensor:
+    chosen, rejected = sequence_logprobs(model, batch)
+    return (chosen - batch["ref_chosen"]) - (rejected - batch["ref_rejected"])
+
+
+SINGLE = {
+    "sigmoid": lambda m: -F.logsigmoid(m).mean(),
+    "hinge": lambda m: (1 - m).relu().mean(),
+    "square": lambda m: (m - 1).square().mean(),
+    "lets go on either side": lambda m: (1 - m.sigmoid()).mean(),
+}
+
+
+OF_THE_MEAN = {
+    "sigmoid": lambda m: -F.logsigmoid(m.mean()),
+    "hinge": lambda m: (1 - m.mean()).relu(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES_OUTSIDERS)
+@pytest.mark.parametrize("form", SINGLE)
+def test_each_pair_by_itself(form: str, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        return SINGLE[form](beta * _margins(model, batch))
+
+    step = dpo_step(loss, dtype=dtype)
+    step.metrics = {}
+    verdict = audit(step, laws=[splits.LAW])
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize("form", OF_THE_MEAN)
+def test_the_mean_margin_is_no_mean_of_pairs(form: str) -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        return OF_THE_MEAN[form](beta * _margins(model, batch))
+
+    step = dpo_step(loss)
+    step.metrics = {}
+    assert not audit(step, laws=[splits.LAW]).holds
+
+
+def _unreferred(loss: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Step:
+    step = dpo_step(loss, dtype=dtype)
+    step.metrics = {}
+    step.roles = {r: k for r, k in step.roles.items() if "reference" not in r}
+    step.batch = {k: v for k, v in step.batch.items() if not k.startswith("ref")}
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.__post_init__()
+    return step
+
+
+@pytest.mark.parametrize("layout", ["halves", "neighbours"])
+def test_pairs_that_are_stacked_belong_together_by_declaration(layout: str) -> None:
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        lp = (logprobs(model, batch) * batch["mask"]).sum(-1) - batch["ref"]
+        a, b = lp.chunk(2) if layout == "halves" else (lp[::2], lp[1::2])
+        return -F.logsigmoid(beta * (a - b)).mean()
+
+    model, rows = Tiny(), token_batch(0)
+    batch = {k: torch.cat([v, v.flip(0)])[:8] for k, v in rows.items()}
+    batch["ids"] = (
+        torch.randint(1, 20, batch["ids"].shape, generator=torch.Generator().manual_seed(3)) * batch["attention"]
+    )
+    with torch.no_grad():
+        batch["ref"] = (logprobs(Tiny(5), batch) * batch["mask"]).sum(-1)
+    roles: dict[Any, str] = {"ids": "ids", "attention": "attention", "mask": "mask", "reference": "ref"}
+    found = {}
+    for declared in (True, False):
+        step = Step(model=model, loss=loss, batch=batch, roles=roles, knobs={"beta": 0.1}, rows_interact=declared)
+        found[declared] = outcome(step, splits.LAW, "permuted rows")
+    assert found == {True: "not applicable", False: "fails"}
+
+
+def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() -> None:
+    """ORPO: the likelihood is a mean over the tokens that attention shows, the odds are one per pair."""
+
+    def loss(model: nn.Module, batch: Data, lam: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        gap = chosen / batch["chosen_mask"].sum(-1) - rejected / batch["rejected_mask"].sum(-1)
+        shown = batch["chosen_attention"][:, 1:]
+        row = {"ids": batch["chosen"], "attention": batch["chosen_attention"]}
+        odds = -F.logsigmoid(gap).mean()
+        return -(logprobs(model, row) * shown).sum() / shown.sum() + lam * odds, {"odds": odds}
+
+    step = _unreferred(loss, knobs={"lam": 0.3}, terms={"odds": "lam"})
+    assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"

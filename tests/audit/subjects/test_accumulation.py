@@ -1,0 +1,167 @@
+"""Accumulation: micro-batches leave the whole batch's gradient, in the call and in the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest.audit import (
+    Accumulation,
+    RoundTrip,
+    audit,
+)
+from tests.audit.steps import sft_loss, sft_step
+
+
+def failed(subject: Any) -> set[str]:
+    return {f.subject for f in audit(subject).failures}
+
+
+def accumulation(dtype: torch.dtype, wrong: bool = False, auto: bool = False, **more: Any) -> Accumulation:
+    step = sft_step(dtype=dtype)
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+        for batch, count in zip(batches, counts, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=auto):
+                loss = sft_loss(model, batch)[0]
+            (loss * count / (counts[0] * len(counts) if wrong else sum(counts))).backward()
+
+    return Accumulation(step.model, accumulate, step.batch, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_micro_batchs_count_for_all_is_seen_in_16_bits_too(dtype: torch.dtype) -> None:
+    assert audit(accumulation(dtype)).holds
+    assert failed(accumulation(dtype, wrong=True))
+    assert not audit(accumulation(dtype, wrong=True, rows_interact=True)).failures, "declared: not judged"
+
+
+def test_accumulation_knows_autocast() -> None:
+    assert audit(accumulation(torch.float32, auto=True)).holds
+    assert failed(accumulation(torch.float32, wrong=True, auto=True))
+
+
+def test_texts_are_cut_with_their_rows() -> None:
+    right = accumulation(torch.float32)
+    inner, right.batch = right.accumulate, {**right.batch, "texts": [str(i) for i in range(5)], "name": "a batch"}
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        assert all(len(b["texts"]) == len(b["ids"]) and b["name"] == "a batch" for b in batches)
+        inner(model, batches)
+
+    right.accumulate = accumulate
+    assert audit(right).holds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accumulation_in_its_own_resolution(dtype: torch.dtype) -> None:
+    step = sft_step(dtype=dtype)
+
+    def accumulate(model: nn.Module, batches: Any, off: float = 0.0) -> None:
+        counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+        for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            (sft_loss(model, batch)[0] * count / sum(counts) * (1 + off * i)).backward()
+
+    before = {n: p.detach().clone() for n, p in step.model.named_parameters()}
+    assert audit(Accumulation(step.model, accumulate, step.batch)).holds
+    wrong = audit(Accumulation(step.model, lambda m, b: accumulate(m, b, 1e-3), step.batch))
+    assert wrong.holds == (dtype == torch.bfloat16), "1e-3 is a fault in fp32 and rounding in bf16"
+    assert all(p.equal(before[n]) for n, p in step.model.named_parameters())
+
+
+class Accumulate:
+    """The whole batch's mean, and what is kept of the last call."""
+
+    def __init__(self, keeps: str = "") -> None:
+        self.keeps, self.calls, self.total, self.scale = keeps, 0, 0, 1.0
+        self.held: list[Tensor] = []
+        self.noise = torch.Generator().manual_seed(0)
+
+    def __call__(self, model: nn.Module, batches: Any) -> None:
+        counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+        self.total = sum(counts) + (self.total if self.keeps == "the count" else 0)
+        self.calls += 1
+        for batch, count in zip(batches, counts, strict=True):
+            loss = sft_loss(model, batch)[0] * count / self.total
+            if self.keeps == "every other call":
+                loss = loss * (1 + self.calls % 2)
+            if self.keeps == "a running scale":
+                self.scale = 0.9 * self.scale + 0.1 * float(loss.detach())
+                loss = loss / self.scale
+            if self.keeps == "its own noise":
+                loss = loss * (1 + 0.1 * torch.randn((), generator=self.noise))
+            loss.backward()
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        if self.keeps == "all gradients" and self.held:
+            own = [a + b for a, b in zip(own, self.held, strict=True)]
+        if self.keeps in ("all gradients", "the last gradient"):
+            for p, g, old in zip(model.parameters(), own, self.held or [0 * g for g in own], strict=True):
+                p.grad = g if self.keeps == "all gradients" else g + old
+            self.held = own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keeps", ["", "the count", "every other call", "all gradients", "the last gradient"])
+def test_accumulation_leaves_nothing_behind(keeps: str, dtype: torch.dtype) -> None:
+    step = sft_step(dtype=dtype)
+    seen = failed(Accumulation(step.model, Accumulate(keeps), step.batch))
+    assert ("the same batch again" in seen) == bool(keeps), seen
+    again = failed(Accumulation(step.model, Accumulate(keeps), step.batch, stateful=True))
+    assert "the same batch again" not in again and bool(keeps) >= bool(again)
+
+
+@pytest.mark.parametrize("keeps", ["a running scale", "its own noise"])
+def test_noise_and_running_statistics_are_no_fault(keeps: str) -> None:
+    step = sft_step()
+    verdict = audit(Accumulation(step.model, Accumulate(keeps), step.batch))
+    assert not verdict.failures, str(verdict)
+
+
+def test_buffers_that_a_forward_pass_writes_are_no_state_of_the_accumulation() -> None:
+    class Normed(nn.Module):
+        size: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 1)
+            self.register_buffer("size", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.lin(x / self.size)
+            self.size.copy_(0.5 * self.size + 0.5 * 3.0)
+            return out
+
+    def accumulate(model: Any, batches: Any) -> None:
+        rows = sum(len(b["x"]) for b in batches)
+        for b in batches:
+            kept = model.size.clone()
+            (model(b["x"]).sum() / rows).backward()
+            if b is not batches[-1]:
+                model.size.copy_(kept)
+
+    batch = {"x": torch.randn(6, 6, generator=torch.Generator().manual_seed(0))}
+    assert audit(Accumulation(Normed(), accumulate, batch)).holds
+
+
+def shaken(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+
+
+def held(copies: bool, kick: Any = shaken) -> RoundTrip:
+    """A checkpoint that is kept in memory, of copies or of the live tensors."""
+    shelf: dict[str, Any] = {}
+
+    def save(model: nn.Module, folder: Path) -> None:
+        shelf[str(folder)] = {k: v.clone() if copies else v for k, v in model.state_dict().items()}
+
+    return RoundTrip(
+        lambda: nn.Linear(4, 3), kick, save, lambda m, f: m.load_state_dict(shelf[str(f)]),
+        lambda m: torch.cat([p.detach().flatten() for p in m.parameters()]),
+    )  # fmt: skip

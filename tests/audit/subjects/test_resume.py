@@ -1,0 +1,108 @@
+"""Resume: a run that continues from a checkpoint is the run that was not stopped."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earnest.audit import (
+    Resume,
+    audit,
+)
+
+
+def failed(subject: Any) -> set[str]:
+    return {f.subject for f in audit(subject).failures}
+
+
+class Dropped:
+    """A run whose dropout draws from the global generator, and whose model is made without a seed of its own."""
+
+    def __init__(self, epoch: int = 100) -> None:
+        self.model = nn.Sequential(nn.Embedding(23, 8), nn.Dropout(0.2), nn.Linear(8, 23))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.place, self.epoch = 0, epoch
+
+    def go(self, steps: int) -> list[int]:
+        seen = []
+        for _ in range(steps):
+            ids = torch.randint(0, 23, (4, 8), generator=torch.Generator().manual_seed(self.place % self.epoch))
+            F.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            seen.append(self.place % self.epoch)
+            self.place += 1
+        return seen
+
+    def save(self, folder: Path) -> None:
+        state = (self.model.state_dict(), self.optimizer.state_dict(), self.place, torch.get_rng_state())
+        torch.save(state, folder / "run")
+
+    def load(self, folder: Path, generator: bool) -> None:
+        model, optimizer, self.place, rng = torch.load(folder / "run")
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        if generator:
+            torch.set_rng_state(rng)
+
+
+def resume(generator: bool, epoch: int = 100) -> Resume:
+    def state(run: Dropped) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+    return Resume(lambda: Dropped(epoch), Dropped.go, Dropped.save, lambda r, f: r.load(f, generator), state)
+
+
+def test_a_resume_starts_from_one_generator_state_and_leaves_it() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert audit(resume(True)).holds
+    assert any("6 steps" in s for s in failed(resume(False)))
+    assert torch.get_rng_state().equal(before)
+
+
+def test_a_resume_says_where_no_epoch_ended() -> None:
+    rows = {epoch: {f.subject for f in audit(resume(True, epoch)).findings} for epoch in (4, 100)}
+    assert "the end of an epoch" in rows[100] and "the end of an epoch" not in rows[4]
+
+
+class Momentum:
+    def __init__(self) -> None:
+        self.w, self.place = torch.zeros(5, requires_grad=True), 0
+        self.optimizer = torch.optim.SGD([self.w], lr=0.1, momentum=0.9)
+
+    def go(self, steps: int) -> list[int]:
+        seen = list(range(self.place, self.place + steps))
+        for place in seen:
+            goal = torch.randn(5, generator=torch.Generator().manual_seed(place))
+            ((self.w - goal) ** 2).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.place += steps
+        return seen
+
+
+@pytest.mark.parametrize("kept", ["copies", "the live weights", "files"])
+def test_a_resume_comes_from_what_was_saved(kept: str) -> None:
+    shelf: dict[str, Any] = {}
+
+    def save(run: Momentum, folder: Path) -> None:
+        state = (run.w.detach(), run.optimizer.state_dict(), run.place)
+        if kept == "files":
+            torch.save(state, folder / "run")
+        shelf[str(folder)] = state if kept == "the live weights" else copy.deepcopy(state)
+
+    def load(run: Momentum, folder: Path) -> None:
+        w, optimizer, run.place = torch.load(folder / "run") if kept == "files" else shelf[str(folder)]
+        with torch.no_grad():
+            run.w.copy_(w)
+        run.optimizer.load_state_dict(copy.deepcopy(optimizer))
+
+    seen = failed(Resume(Momentum, Momentum.go, save, load, lambda r: r.w.detach()))
+    assert seen == ({"load, after the saved run went on"} if kept == "the live weights" else set())

@@ -1,0 +1,71 @@
+"""Schedule: warm-ups, groups and ends of learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from earnest.audit import (
+    Schedule,
+    audit,
+)
+
+
+def failed(subject: Any) -> set[str]:
+    return {f.subject for f in audit(subject).failures}
+
+
+def warm(total: int, shape: str, cycles: float = 0.5, steps: int = 5) -> list[float]:
+    found = []
+    for k in range(total):
+        x = max(0, k - steps) / max(1, total - steps - 1)
+        after = {
+            "cosine": 0.5 * (1 + math.cos(2 * math.pi * cycles * x)),
+            "linear": 1 - x,
+            "stable": min(1.0, 4 * (1 - x)),
+            "root": math.sqrt(1 / (1 + 400 * x)),
+        }[shape]
+        found.append((k + 1) / (steps + 1) if k < steps else after)
+    return found
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "stable", "root"])
+@pytest.mark.parametrize("total", [13, 40, 400])
+def test_a_schedule_falls_after_its_warm_up(shape: str, total: int) -> None:
+    final = warm(total, shape)[-1]
+    assert audit(Schedule(lambda t, _: warm(t, shape), 1.0, final, total, warmup=5)).holds
+
+
+def test_a_schedule_that_rises_again_is_seen() -> None:
+    """Cycles of a cosine where half of one is meant."""
+    again = Schedule(lambda t, _: warm(t, "cosine", 1.5), 1.0, 0.0, warmup=5)
+    assert failed(again) == {"after the warm-up"}
+    assert audit(Schedule(lambda t, _: warm(t, "cosine", 1.5), 1.0, 0.0, warmup=5, restarts=True)).holds
+    assert audit(Schedule(lambda t, _: warm(t, "cosine", 1.5), 1.0, 0.0)).holds, "nothing is declared of its shape"
+
+
+def rates(total: int, warm: int, written_over: bool = False) -> list[tuple[float, float]]:
+    factor = [min(1.0, (k + 1) / max(1, warm)) * (total - k) / total for k in range(total)]
+    return [(f, f if written_over else 0.1 * f) for f in factor]
+
+
+def test_a_declared_warm_up_has_to_happen() -> None:
+    def schedule(warm: int, declared: int) -> Schedule:
+        return Schedule(lambda t, _: [r for r, _ in rates(t, warm)], 1.0, 0.0, warmup=declared)
+
+    assert audit(schedule(4, 4)).holds
+    assert failed(schedule(0, 4)) == {"warm-up"}
+    assert failed(schedule(1, 4)) == {"warm-up"}
+
+
+def test_every_group_has_its_own_rate() -> None:
+    """hi-ml #611: one rate is written over every group."""
+    assert audit(Schedule(lambda t, _: rates(t, 4), (1.0, 0.1), 0.0)).holds
+    assert "peak (group 1)" in failed(Schedule(lambda t, _: rates(t, 4, True), (1.0, 0.1), 0.0))
+
+
+def test_a_short_decay_ends_a_step_above_its_end() -> None:
+    assert audit(Schedule(lambda t, _: [1 - k / t for k in range(t)], 1.0, 0.0, total=7)).holds
+    assert "end" in failed(Schedule(lambda t, _: [1 - k / (4 * t) for k in range(t)], 1.0, 0.0, total=7))

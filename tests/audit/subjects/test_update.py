@@ -1,0 +1,95 @@
+"""Update: the optimizer receives the whole batch's gradient, clipped once, and nothing of the last update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from earnest.audit import Update, audit
+from tests.audit.steps import sft_loss, sft_step
+
+SCALE = 2.0**10
+
+
+FAULTS = {
+    "clip per micro-batch": "clip at half",  # lingua #59, transformers #1563
+    "clip before unscale": "clip at half",  # pytorch/examples #1196
+    "replicas counted twice": "clip at half",  # NeMo-RL #3788
+    "never clipped": "clip at half",
+    "mean of means": "no clip",
+    "not unscaled": "no clip",
+    "no zero_grad": "the next update",  # torchforge #71
+    "a step a micro-batch": "no clip",
+}
+
+
+def count(batch: Mapping[str, Any]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def subject(fault: str | None, dtype: torch.dtype = torch.float32, clears_first: bool = False) -> Update:
+    step, scale = sft_step(dtype=dtype), SCALE if fault is None or "scale" in fault else 1.0
+    model, parameters = step.model, list(step.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+
+    def unscale() -> None:
+        for p in parameters:
+            assert p.grad is not None
+            p.grad.div_(scale)
+
+    def clip(bound: float) -> None:
+        if fault == "replicas counted twice":
+            squares = [float(p.grad.double().square().sum()) for p in parameters if p.grad is not None]
+            norm = math.sqrt(sum(squares) + sum(squares[:2]))
+            for p in parameters:
+                assert p.grad is not None
+                p.grad.mul_(min(1.0, bound / norm))
+        elif fault != "never clipped":
+            nn.utils.clip_grad_norm_(parameters, bound)
+
+    def update(batches: Sequence[Mapping[str, Any]], max_grad_norm: float) -> None:
+        if clears_first:
+            optimizer.zero_grad()
+        counts = [count(b) for b in batches]
+        for batch, n in zip(batches, counts, strict=True):
+            share = 1 / len(batches) if fault == "mean of means" else n / sum(counts)
+            (sft_loss(model, batch)[0] * share * scale).backward()
+            if fault == "clip per micro-batch":
+                nn.utils.clip_grad_norm_(parameters, max_grad_norm * scale)
+            if fault == "a step a micro-batch":
+                optimizer.step()
+        if fault == "clip before unscale":
+            clip(max_grad_norm)
+        if fault != "not unscaled":
+            unscale()
+        if fault not in ("clip before unscale", "clip per micro-batch"):
+            clip(max_grad_norm)
+        if fault != "a step a micro-batch":
+            optimizer.step()
+        if fault != "no zero_grad" and not clears_first:
+            optimizer.zero_grad()
+
+    return Update(model, optimizer, update, lambda m, b: sft_loss(m, b)[0], step.batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("clears_first", [False, True])
+def test_a_right_update_holds_and_is_put_back(dtype: torch.dtype, clears_first: bool) -> None:
+    right = subject(None, dtype, clears_first)
+    before = [p.detach().clone() for p in right.model.parameters()]
+    verdict = audit(right)
+    assert verdict.holds, str(verdict)
+    assert all(p.equal(b) and p.grad is None for p, b in zip(right.model.parameters(), before, strict=True))
+    assert not right.optimizer.state and not right.optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_update_is_seen_where_it_shows(fault: str, dtype: torch.dtype) -> None:
+    failures = {f.subject for f in audit(subject(fault, dtype)).failures}
+    assert any(FAULTS[fault] in s for s in failures), failures

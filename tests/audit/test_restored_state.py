@@ -1,0 +1,244 @@
+"""What an audit restores (dropout, the optimizer, buffers), and steps that refuse, sample, overflow or use autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from earnest.audit import Step, audit
+from earnest.audit.gradient import Gradient
+from earnest.audit.laws import knobs, liveness, masks, splits
+from earnest.audit.probe import Probe
+from earnest.audit.verdict import Verdict
+from tests.audit.steps import Tiny, policy_step, sft_loss, sft_step
+
+
+def measured(verdict: Verdict) -> dict[str, str]:
+    return {f.subject: f.measured for f in verdict.findings}
+
+
+class Dropped(Tiny):
+    """A dropout module, a functional rate, and a running statistic that must stay in train mode."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.drop, self.attention_dropout = nn.Dropout(0.1), 0.2
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        assert self.training and self.drop.training, "the audit changes no mode"
+        y = self.drop(super().forward(ids, attention, documents))
+        return F.dropout(y, self.attention_dropout, self.training)
+
+
+def on(model: nn.Module, loss: Any = sft_loss, **more: Any) -> Step:
+    step = sft_step()
+    return Step(model=model, loss=loss, batch=step.batch, roles=step.roles, **more)
+
+
+def test_dropout_is_off_while_audited_and_back_afterwards() -> None:
+    model = Dropped()
+    verdict = audit(on(model))
+    assert verdict.holds, str(verdict)
+    assert (model.drop.p, model.attention_dropout) == (0.1, 0.2)
+    assert str(verdict).count("dropout was switched off for the audit (2 rates above 0)") == 1
+    assert not audit(on(Tiny()), quick=True).notes
+
+
+def test_dropout_of_a_hugging_face_model() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=23, n_positions=32, n_embd=8, n_layer=1, n_head=2))
+    model.train()
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return model(input_ids=batch["ids"], attention_mask=batch["attention"], labels=batch["labels"]).loss
+
+    verdict = audit(on(model, loss), laws=[splits.LAW, masks.LAW])
+    assert verdict.holds and verdict.notes, str(verdict)
+    rates = (model.config.attn_pdrop, model.config.resid_pdrop, model.config.embd_pdrop, model.transformer.drop.p)
+    assert rates == (0.1,) * 4
+
+
+class Master(torch.optim.Optimizer):
+    """fp32 master weights of bf16 parameters."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.updates += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master", p.float().clone())
+                master -= group["lr"] * p.grad.float()
+                p.copy_(master)
+
+
+def test_the_optimizer_is_put_back_into_the_same_objects() -> None:
+    step, model = sft_step(), Tiny().bfloat16()
+    optimizer, updates = Master(model.parameters()), 0
+
+    def count(*_: Any) -> None:
+        nonlocal updates
+        updates += 1
+
+    handle = optimizer.register_step_post_hook(count)
+    sft_loss(model, step.batch)[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    group, master = optimizer.param_groups[0], optimizer.state[model.head.weight]["master"]
+    bits = master.clone()
+    verdict = audit(on(model, optimizer=optimizer), laws=[liveness.LAW])
+    assert any("changed their bits" in f.measured and f.outcome == "holds" for f in verdict.findings)
+    assert optimizer.param_groups[0] is group and group["lr"] == 0.01
+    assert optimizer.state[model.head.weight]["master"] is master
+    assert master.dtype == torch.float32 and master.equal(bits) and not bits.equal(bits.bfloat16().float())
+    assert updates == optimizer.updates == 1, "neither the hook nor the optimizer has seen the audit's updates"
+    assert list(optimizer._optimizer_step_post_hooks.values()) == [count]
+    handle.remove()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+class Checkpointed(Tiny):
+    """Two blocks; below the first lies no parameter where the embedding is frozen: ``autograd.grad`` passes it by."""
+
+    def __init__(self, reentrant: bool, frozen: bool) -> None:
+        super().__init__(0)
+        self.reentrant = reentrant
+        self.embed.requires_grad_(not frozen)
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_(True)  # what enable_input_require_grads does
+        y: Tensor = checkpoint(self.mix, x, use_reentrant=self.reentrant)
+        return self.head(torch.tanh(checkpoint(self.out, y.chunk(3, -1)[0], use_reentrant=self.reentrant)))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("family", [sft_step, policy_step])
+def test_reentrant_checkpointing_is_audited_like_any_other(family: Callable[[], Step], frozen: bool) -> None:
+    found = []
+    for reentrant in (True, False):
+        step, model = family(), Checkpointed(reentrant, frozen)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        step.model, step.optimizer = model, torch.optim.AdamW(trained, lr=1e-2)
+        step.roles = {r: k for r, k in step.roles.items() if r != "attention"}
+        kept, updates = torch.ones_like(model.head.weight), []
+        model.head.weight.grad = kept
+        model.head.weight.register_post_accumulate_grad_hook(updates.append)
+        verdict = audit(step)
+        assert verdict.holds, str(verdict)
+        assert model.head.weight.grad is kept and bool((kept == 1).all()) and not updates
+        assert model.head.weight._post_accumulate_grad_hooks
+        found.append(verdict.findings)
+    assert found[0] == found[1]
+
+
+def test_nan_is_far_from_everything() -> None:
+    nan, one = Gradient({"p": torch.tensor([float("nan"), 1.0])}), Gradient({"p": torch.ones(2)})
+    assert nan.distance(one) == one.distance(nan) == nan.distance(nan) == float("inf")
+
+
+@pytest.mark.may_not_be_checked
+def test_a_step_that_refuses_changes_is_audited_all_the_same() -> None:
+    """Asserts on a setting, on the number of rows and on the width: each is a row, none ends the audit."""
+
+    def strict(model: nn.Module, batch: Mapping[str, Any], share: float, weight: float) -> Any:
+        assert 0 <= share <= 0.6 and weight <= 1
+        if batch["ids"].shape != (5, 12):
+            raise NotImplementedError("five rows of twelve")
+        value = sft_loss(model, batch)[0]
+        return value * (1 + share) + weight * value.square(), {"square": value.square()}
+
+    step = on(Tiny(), strict, knobs={"share": 0.5, "weight": 0.7}, terms={"square": "weight"})
+    verdict = audit(step, laws=[liveness.LAW, knobs.LAW, splits.LAW, masks.LAW])
+    assert verdict.holds, str(verdict)
+    found = measured(verdict)
+    assert found["setting share"].startswith("0.5 → 0.25 moved")
+    assert found["term square"].startswith("could not be checked (AssertionError")
+    assert found["every row twice"] == "could not be checked (NotImplementedError: five rows of twelve)"
+    assert found["whole = parts"] == "a part of the rows cannot be run alone (NotImplementedError)"
+    assert found["a fully masked row"] == "one more row cannot be run (NotImplementedError)"
+    assert {f.subject for f in verdict.errors} == {"term square", "every row twice"}
+
+
+def test_autocast_is_seen_and_is_no_fault() -> None:
+    """In fp32's room the same step fails; broken under autocast it fails all the same."""
+    step = sft_step()
+    plain = step.loss
+
+    def cast(model: Any, batch: Mapping[str, Any], **knobs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return plain(model, batch, **knobs)
+
+    step.loss = cast
+    verdict = audit(step)
+    assert verdict.holds, str(verdict)
+    assert any("compute in bfloat16" in note for note in verdict.notes)
+    step.loss = lambda model, batch: cast(model, {**batch, "labels": batch["labels"].roll(1, 0)})
+    assert not audit(step).holds
+    assert not any("compute in" in note for note in audit(sft_step(), quick=True).notes)
+
+
+class Centred(Tiny):
+    """Subtracts a running mean of its outputs, which every forward pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        y = super().forward(ids, attention, documents)
+        with torch.no_grad():
+            self.centre.mul_(0.5).add_(0.5 * y.mean())
+            self.calls = self.calls + 1  # replaced, not written into
+        return y * (1 + self.centre)
+
+
+def test_what_a_forward_pass_writes_does_not_reach_the_next_one() -> None:
+    step, model = sft_step(), Centred()
+    step.model, step.loss = model, sft_loss
+    probe = Probe(step)
+    with probe.open():
+        first, again = probe.gradient(dict(step.batch)), probe.gradient(dict(step.batch))
+        assert first.distance(again) == 0
+        assert float(model.calls) == 1, "one pass since they were restored"
+    assert float(model.calls) == 0 and float(model.centre) == 0
+
+
+class Normalised(Tiny):
+    """Statistics of the batch, and running ones that the backward pass must find as the forward pass left them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(super().forward(torch.zeros(1, 2, dtype=torch.long)).shape[-1])
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        return self.norm(super().forward(ids, attention, documents).flatten(0, 1)).reshape(*ids.shape, -1)
+
+
+def test_running_statistics_do_not_disturb_the_backward_pass() -> None:
+    step = sft_step()
+    step.model, step.loss, step.rows_interact = Normalised(), sft_loss, True
+    verdict = audit(step, quick=True)
+    assert not verdict.errors, str(verdict)
+
+
+def test_the_budget_is_the_promise() -> None:
+    step = policy_step()
+    probe = Probe(step)
+    declared = len(step.roles) + len(step.knobs) + len(step.terms) + sum(map(len, step.options.values()))
+    assert probe.budget == 20 + 2 * declared
+    probe.cost = probe.budget - 5
+    assert probe.afford(1) and not probe.afford(2)

@@ -1,0 +1,56 @@
+"""``AuditCallback`` on TRL's other trainers and documented settings: no alarm; an error in them fails."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from earnest.audit import AuditCallback, WatchWarning
+from tests.audit.trainers.cases import OPTIONS, QUICK, reward
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIONS]
+
+
+def audited(name: str, folder: Path, seed: int, **more: Any) -> AuditCallback:
+    make, settings = OPTIONS[name]
+    callback = AuditCallback()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WatchWarning)
+        make(folder, seed, torch.float32, [callback], **{"max_steps": 1, **settings, **more}).train()
+    return callback
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_documented_setting_raises_nothing(name: str, tmp_path: Path) -> None:
+    callback = audited(name, tmp_path, 0)
+    assert callback.audited is not None and callback.audited.holds, str(callback.audited)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_a_documented_setting_raises_nothing_in_bf16(name: str, tmp_path: Path) -> None:
+    callback = audited(name, tmp_path, 1, bf16=True)
+    assert callback.audited is not None and callback.audited.holds, str(callback.audited)
+
+
+def test_a_reward_model_that_prefers_the_rejected_is_seen(tmp_path: Path) -> None:
+    callback = AuditCallback()
+    trainer = reward(tmp_path, 0, torch.float32, [callback], max_steps=1)
+    own = type(trainer).compute_loss
+
+    class Turned(type(trainer)):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            return own(self, model, {k: v.roll(len(v) // 2, 0) for k, v in inputs.items()}, **more)
+
+    trainer.__class__ = Turned
+    with pytest.warns(WatchWarning, match="widens the margin"):
+        trainer.train()
+    assert callback.audited is not None
+    assert "descending widens the margin" in {f.subject for f in callback.audited.failures}
