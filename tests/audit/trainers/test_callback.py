@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from earnest.audit import AuditCallback, LawBroken, StepError, WatchWarning
-from tests.audit import trainer_cases
+from tests.audit.trainers import cases as trainer_cases
 from tests.audit.trainers.cases import TRAINERS, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
