@@ -334,6 +334,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a trained adapter on a task, or how a server learns preferences from feedback."""
+    if what is not None and "=" not in what.name and not what.exists():
+        raise EarnestError(f"{what}: there is no such run folder or file of preferences.")
     if what is not None and (what.is_dir() or "=" in what.name):
         options = {"--url": url, "--rounds": rounds, "--per-round": per_round, "--questions": questions, "--only": only}
         if given := [name for name, value in options.items() if value]:

@@ -118,7 +118,8 @@ def test_eval_needs_a_folder_before_its_keys_and_an_adapter_needs_a_task(
     for words, says in (
         (["task=sort"], "give the run folder first"),
         ([str(folder / "adapter")], "give task=NAME"),
-        (["nano.yaml", "task=sort"], "key=value belongs to a run folder"),
+        (["nowhere"], "nowhere: there is no such run folder or file of preferences"),
+        ([str(folder / "config.yaml"), "task=sort"], "key=value belongs to a run folder"),
     ):
         with pytest.raises(SystemExit) as left:
             cli.main(["eval", *words])

@@ -64,8 +64,10 @@ def _one(problem: Any, model: type[BaseModel]) -> str:
         names = [name.strip(" '") for name in allowed.replace(" or ", ",").split(",")]
         hint = f" ({nearest(value, names)})" if isinstance(value, str) else ""
         return f"{key}: must be {allowed}, got {value!r}{hint}."
-    if kind == "too_short":
+    if kind in ("too_short", "string_too_short"):
         return f"{key}: is empty; give at least {context.get('min_length', 1)}."
+    if kind == "string_pattern_mismatch":
+        return f"{key}: must match {context['pattern']}, got {value!r}."
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     return f"{key}: {message}, got {value!r}."
 
