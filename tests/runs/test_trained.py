@@ -88,6 +88,16 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(folder: Path) -> None:
     assert (found.after_se, found.prompts, found.samples) == (last["se"], 6, 18)
 
 
+def test_eval_of_a_run_from_python(tiny: Path, tmp_path: Path, quiet: Console) -> None:
+    """Its config has no task and no model; the folder and the adapter name them."""
+    policy = en.load(tiny)
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2)), en.AdamW(lr=0.3))
+    small = {"sampling": {"prompts_per_step": 2, "max_new_tokens": 8}, "eval": {"prompts": 4, "samples": 2}}
+    done = en.train(engine, "style/volume", en.GRPO(), steps=2, out=tmp_path / "run", console=quiet, **small)
+    found = measure(done.folder)
+    assert (found.before, found.after, found.samples) == (done.before, done.after, 8)
+
+
 def test_eval_on_another_task_with_other_sizes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ The completions of one prompt are not independent, so the standard error is over
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,18 @@ class Evaluation:
     attempts: tuple[Attempt, ...]
     pairs: Mapping[str, float] = field(default_factory=dict)
     """Held-out preference pairs, where the run has a file of them."""
+
+    @classmethod
+    def of(
+        cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, pairs: Mapping[str, float] | None = None
+    ) -> Evaluation:
+        """Of graded completions, as many for every prompt."""
+        rewards: dict[int, list[float]] = defaultdict(list)
+        for a in attempts:
+            rewards[a.rollout.prompt_index].append(a.grade.reward)
+        means = tuple(sum(rewards[i]) / len(rewards[i]) for i in sorted(rewards))
+        correct = sum(a.grade.correct for a in attempts) / len(attempts)
+        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), pairs or {})
 
     @property
     def reward(self) -> float:
@@ -76,12 +89,7 @@ def evaluate(setup: Setup, step: int) -> Evaluation:
     with setup.deployed():
         attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
         pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
-    rewards: list[list[float]] = [[] for _ in prompts]
-    for a in attempts:
-        rewards[a.rollout.prompt_index].append(a.grade.reward)
-    means = tuple(sum(r) / len(r) for r in rewards)
-    correct = sum(a.grade.correct for a in attempts) / len(attempts)
-    return Evaluation(step, setup.engine.version, means, wanted.samples, correct, tuple(attempts), pairs)
+    return Evaluation.of(attempts, step, setup.engine.version, pairs)
 
 
 def standard_error(values: Sequence[float]) -> float | None:

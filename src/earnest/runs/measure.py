@@ -6,22 +6,24 @@ the run's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.adapters.trained import load_trained
-from earnest.config import RunConfig, load_file
 from earnest.config.load import check_mapping
-from earnest.config.schema import Strict, TaskConfig, Whole
+from earnest.config.schema import EvalConfig, SamplingConfig, Strict, TaskConfig, Whole
+from earnest.config.text import parse_file
 from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
-from earnest.runs.evaluate import HELDOUT_SEED, Comparison, compared, standard_error
-from earnest.tasks import Task, grade_all
+from earnest.rollouts.attempts import attempt
+from earnest.runs.evaluate import HELDOUT_SEED, Comparison, Evaluation, compared
+from earnest.runs.folder import read_json
 
 
 class MeasureConfig(Strict):
@@ -49,42 +51,34 @@ class Measured(Comparison):
 def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Measured:
     """Sample and grade the held-out prompts with the base model and with the adapter in ``place``."""
     wanted = check_mapping(MeasureConfig, {}, overrides)
-    run = load_file(place / "config.yaml") if (place / "config.yaml").is_file() else None
-    named = wanted.task or (run.task if run is not None else None)
-    if named is None:
-        raise ConfigError(f"task: {place} is no run folder, so it has no task of its own; give task=NAME.")
-    task: Task = named.build()
-    count, samples, spec = _how(wanted, run)
+    own = parse_file(place / "config.yaml") if (place / "config.yaml").is_file() else {}
+    named = wanted.task or _own_task(place, own)
+    task = named.build()
+    measured = EvalConfig.model_validate(own.get("eval", {}))
+    sampling = SamplingConfig.model_validate(own.get("sampling", {}))
+    count, samples = wanted.prompts or measured.prompts, wanted.samples or measured.samples
+    spec = SampleSpec(
+        max_new_tokens=wanted.max_new_tokens or sampling.max_new_tokens,
+        temperature=sampling.temperature if wanted.temperature is None else wanted.temperature,
+        seed=HELDOUT_SEED,
+    )
     policy, adapter = load_trained(place, wanted.model)
     engine = LocalEngine(policy, adapter)
     prompts = task.prompts("heldout", count, HELDOUT_SEED)
-    rendered = [policy.render(p.messages) for p in prompts]
 
-    def mean_rewards() -> dict[str, object]:
-        rollouts = engine.sample(rendered, samples, spec)
-        asked = [prompts[r.prompt_index] for r in rollouts]
-        grades = grade_all(task, asked, [policy.decode(r.tokens) for r in rollouts])
-        rewards: list[list[float]] = [[] for _ in prompts]
-        for rollout, grade in zip(rollouts, grades, strict=True):
-            rewards[rollout.prompt_index].append(grade.reward)
-        means = [sum(r) / len(r) for r in rewards]
-        mean = sum(means) / len(means)
-        return {"means": means, "reward": mean, "se": standard_error(means), "prompts": count, "n": len(rollouts)}
+    def evaluated() -> dict[str, Any]:
+        return Evaluation.of(attempt(engine.sample, policy, task, prompts, samples, spec)).record(0.0)
 
     say(f"sampling {count} prompts with {policy.name}")
     with adapter.off():
-        before = mean_rewards()
+        before = evaluated()
     say(f"sampling {count} prompts with the adapter")
-    return Measured(**compared(before, mean_rewards()), task=task.name)
+    return Measured(**compared(before, evaluated()), task=task.name)
 
 
-def _how(wanted: MeasureConfig, run: RunConfig | None) -> tuple[int, int, SampleSpec]:
-    """(prompts, completions per prompt, sampling): what is asked for, else the run's, else a run's defaults."""
-    measured = run.eval if run is not None else RunConfig.model_fields["eval"].get_default(call_default_factory=True)
-    sampled = (
-        run.sampling if run is not None else RunConfig.model_fields["sampling"].get_default(call_default_factory=True)
-    )
-    temperature = sampled.temperature if wanted.temperature is None else wanted.temperature
-    longest = wanted.max_new_tokens or sampled.max_new_tokens
-    spec = SampleSpec(max_new_tokens=longest, temperature=temperature, seed=HELDOUT_SEED)
-    return wanted.prompts or measured.prompts, wanted.samples or measured.samples, spec
+def _own_task(place: Path, config: Mapping[str, Any]) -> TaskConfig:
+    """The task of the run in ``place``: from its config, or by its name where it was started from Python."""
+    name = config.get("task") or (read_json(place / "run.json").get("task") if config else None)
+    if name is None:
+        raise ConfigError(f"task: {place} is not a run folder, so it has no task of its own; give task=NAME.")
+    return TaskConfig.model_validate(name)
