@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tinker import RequestFailedError, types
 from torch import Tensor
 
+from earnest.serve.tinker import losses, passes
+from earnest.serve.tinker.data import Datum
 from tests.tinker.conftest import Served, datum
 from tests.tinker.reference import close
 
 
-def _published(name: str, lp: Tensor, i: dict[str, Tensor], c: dict[str, float]) -> Tensor:
+def _published(name: str, lp: Tensor, i: dict[str, Tensor], c: dict[str, Any]) -> Tensor:
     """The formulas of the Tinker documentation, in float64."""
     i = {k: v.double() for k, v in i.items()}
     if name == "cross_entropy":
         return -(lp * i["weights"]).sum()
     ratio, A = torch.exp(lp - i["logprobs"]), i["advantages"]
-    low, high = c.get("clip_low_threshold"), c.get("clip_high_threshold")
+    low, high = (torch.as_tensor(c.get(f"clip_{k}_threshold", 1.0), dtype=torch.float64) for k in ("low", "high"))
     if name == "importance_sampling":
         return -(ratio * A).sum()
     if name == "ppo":
@@ -127,6 +131,52 @@ def test_gspo_reads_its_mask_and_bounds_that_come_as_inputs(served: Served, rows
     low = {"clip_low_threshold": torch.zeros(n), "clip_high_threshold": torch.full((n,), 1.1)}
     bounded = client.forward([datum(ids, **base, sequence_ratio_mask=mask, **low)], "gspo").result()
     assert bounded.metrics["loss:sum"] == pytest.approx(-n * 1.1, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", CASES)
+def test_losses_equal_the_published_formulas_on_random_data(name: str, seed: int) -> None:
+    """Datums of different lengths in one batch, some with the optional inputs of the loss and some without."""
+    g = torch.Generator().manual_seed(seed)
+    loss = losses.configured(losses.find(name), {"beta": 0.3} if name == "dro" else {})
+    data, parts = [], []
+    total = torch.zeros((), dtype=torch.float64)
+    for n in (1, 7, 4, 12):
+        lp = (-3 * torch.rand(n, generator=g, dtype=torch.float64)).requires_grad_()
+        inputs = _inputs(name, lp, g)
+        if name == "cross_entropy" and n == 4:
+            inputs["weights"] = torch.zeros(n)
+        config: dict[str, Any] = {**CASES[name], **({"beta": 0.3} if name == "dro" else {})}
+        published = dict(inputs)
+        if "clip_low_threshold" in config and n % 2:  # bounds as inputs, one per token
+            inputs["clip_high_threshold"] = 1 + torch.rand(n, generator=g)
+            config["clip_high_threshold"] = inputs["clip_high_threshold"].double()
+        if name == "gspo" and n > 4:
+            inputs["sequence_ratio_mask"] = published["sequence_ratio_mask"] = (torch.arange(n) % 3 != 0).float()
+        if name == "cross_entropy" and n == 7:
+            del inputs["weights"]
+            published["weights"] = torch.ones(n)
+        total = total + _published(name, lp, published, config)
+        data.append(Datum((1,) * n, {"target_tokens": torch.ones(n, dtype=torch.long), **inputs}))
+        losses.check(loss, data[-1].inputs, {}, "datum")
+        parts.append(lp)
+    flat = torch.cat(parts).detach().requires_grad_()
+    (batch,) = passes.batches(data)
+    ours = losses.evaluate(loss, batch, flat, losses.flat_inputs(loss, data))
+    assert float(ours.detach()) == pytest.approx(float(total.detach()), rel=1e-12)
+    (slope,) = torch.autograd.grad(ours, flat)
+    expected = torch.cat(torch.autograd.grad(total, parts))
+    torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_are_all_0_give_no_loss_and_no_gradient() -> None:
+    loss, data = (
+        losses.find("cross_entropy"),
+        [Datum((1,), {"target_tokens": torch.ones(1).long(), "weights": torch.zeros(1)})],
+    )
+    lp = torch.tensor([-1.0], requires_grad=True)
+    found = losses.evaluate(loss, passes.batches(data)[0], lp, losses.flat_inputs(loss, data))
+    assert float(found.detach()) == 0 and torch.autograd.grad(found, lp)[0].tolist() == [0]
 
 
 def test_forward_leaves_no_gradient_and_a_failed_pass_leaves_it_as_it_was(

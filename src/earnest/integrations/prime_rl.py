@@ -34,12 +34,10 @@ from earnest.objectives import Objective, Term
 from earnest.objectives.needs import LogProb
 from earnest.objectives.registry import build, build_objective
 from earnest.objectives.view import Field, Scalars, View
-from earnest.signals.batch import Batch, Counts, Reference
+from earnest.signals.batch import SUMMED, Batch, Counts, Reference
 
 PATH = "earnest.integrations.prime_rl.loss"
 SIGNALS = frozenset({"advantages", "behaviour", "reference.logprobs"})
-SUMMED = Counts(tokens=1.0, sequences=1, max_length=1)
-"""Counts under which a token mean is the sum over tokens."""
 
 
 class LossInputs(Protocol):

@@ -94,8 +94,8 @@ class RatioGradient(PolicyGradient):
         raise NotImplementedError  # abstract: every registered term defines it
 
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        """One number from the tokens: the objective's own normaliser."""
-        raise NotImplementedError  # abstract: every registered term defines it
+        """One number from the tokens: the objective's own normaliser, by default the mean over the batch's tokens."""
+        return view.token_mean(values)
 
     def described(self) -> str:
         """Its kind with the settings that decided the loss, for reports."""
@@ -149,18 +149,22 @@ class Clipped(RatioGradient):
             )
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        return self.clipped(self.log_ratio(view), view.advantages)
+        return self.clipped(view, self.log_ratio(view))
 
-    def clipped(
-        self, log_ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"]
-    ) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+    def bound(self, view: View, ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """clip(ρ)."""
+        return ratio.clamp(1 - self.clip, self.ceiling)
+
+    def clipped(self, view: View, log_ratio: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
         """-min(ρA, clip(ρ)A) with ρ = exp(log_ratio), bounded by -δA where A < 0."""
+        advantage = view.advantages
         # Where the clip removes the gradient anyway, ρ must stay finite: 0 · ∞ would be NaN.
         removed = advantage >= 0 if self.dual_clip is None else torch.ones_like(advantage, dtype=torch.bool)
         ratio = torch.where(removed, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio).exp()
-        kept = torch.minimum(ratio * advantage, ratio.clamp(1 - self.clip, self.ceiling) * advantage)
-        low = (ratio < 1 - self.clip) & (advantage < 0)
-        high = (ratio > self.ceiling) & (advantage > 0)
+        bounded = self.bound(view, ratio)
+        kept = torch.minimum(ratio * advantage, bounded * advantage)
+        low = (ratio < bounded) & (advantage < 0)
+        high = (ratio > bounded) & (advantage > 0)
         metrics: dict[str, Metric] = {"clip_low": Mean.of(low), "clip_high": Mean.of(high)}
         if self.dual_clip is not None:
             floor = self.dual_clip * advantage
@@ -195,9 +199,6 @@ class DAPO(Clipped):
     over: ClassVar[str] = "tokens"
 
     clip_high: float | None = setting(0.28, "ε_high: the ratio is clipped above at 1+ε_high", above=0.0)
-
-    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        return view.token_mean(values)
 
 
 @register

@@ -44,12 +44,16 @@ class SequenceRatio(Clipped):
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
         gap = self.log_ratio(view)
-        log_ratio = view.row_mean(gap)[view.segment]
+        log_ratio = self.sequence_mean(view, gap)[view.segment]
         if self.level == "token":
             log_ratio = log_ratio.detach() + (gap - gap.detach())
         else:
             self._demand_one_advantage(view)
-        return self.clipped(log_ratio, view.advantages)
+        return self.clipped(view, log_ratio)
+
+    def sequence_mean(self, view: View, gap: Float[Tensor, " n"]) -> Float[Tensor, " S"]:
+        """log s_i: the mean of lp - q over each sequence."""
+        return view.row_mean(gap)
 
     def _demand_one_advantage(self, view: View) -> None:
         mean = view.row_mean(view.advantages)[view.segment]

@@ -36,11 +36,13 @@ class CISPO(RatioGradient):
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
         ratio = self.log_ratio(view).detach().exp()
-        metrics: dict[str, Metric] = {"clip_high": Mean.of(ratio > self.max_ratio)}
-        return -ratio.clamp(max=self.max_ratio) * view.advantages * self.logprobs(view), metrics
+        bounded = self.bound(view, ratio)
+        metrics: dict[str, Metric] = {"clip_high": Mean.of(ratio > bounded)}
+        return -bounded * view.advantages * self.logprobs(view), metrics
 
-    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        return view.token_mean(values)
+    def bound(self, view: View, ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """min(ρ, c)."""
+        return ratio.clamp(max=self.max_ratio)
 
 
 @register

@@ -49,6 +49,10 @@ class Counts:
     left_out: int = 0
 
 
+SUMMED = Counts(tokens=1.0, sequences=1, max_length=1)
+"""Counts under which a mean over tokens is the sum over tokens, as other trainers ask for it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One optimizer batch. Every tensor lives on one device; optional signals are None where nobody supplied them.

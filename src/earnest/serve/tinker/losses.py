@@ -1,4 +1,4 @@
-"""The losses of the Tinker API, as published: every one is a SUM over the tokens that a datum names.
+"""The losses of the Tinker API, as published: earnest's objectives, each as a SUM over the tokens that a datum names.
 
     cross_entropy          -Σ w·lp                                     lp [N] or [N, K], w of the same shape
     importance_sampling    -Σ ρ·A                                      ρ = exp(lp - q)
@@ -8,148 +8,190 @@
     gspo                   -Σ min(s·A, clip(s, low, high)·A)           s = sg[exp(mean(lp - q))]·exp(lp - sg[lp])
 
 q are the log-probs of the policy that sampled, A the advantages. gspo (arXiv 2507.18071, the token form) takes the mean
-over the datum's tokens where ``sequence_ratio_mask`` is not 0, all of them without one. Nothing is masked besides: a
-token with advantage 0 still has dro's quadratic term.
-Shapes: N positions of one datum, K targets a position.
+over the datum's tokens where ``sequence_ratio_mask`` is not 0, or over all of them where no mask is given. No other
+token is masked: a token with advantage 0 still has dro's quadratic term.
+Shapes: N tokens of all datums at hand, K targets per position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from earnest.errors import nearest
+from earnest.objectives import CISPO, DAPO, LUSPO, SFT, Term
+from earnest.objectives.metrics import Metric
+from earnest.objectives.needs import LogProb
+from earnest.objectives.policy_gradient import RatioGradient
+from earnest.objectives.view import Field, View
+from earnest.serve.tinker.data import Datum
 from earnest.serve.tinker.errors import WireError
+from earnest.signals.batch import SUMMED, Batch
 from earnest.signals.distributions import check_logprobs
 
 Inputs = Mapping[str, Tensor]
-Config = Mapping[str, float]
-Formula = Callable[[Tensor, Inputs, Config], Tensor]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """``inputs`` are required beside ``target_tokens``; ``config`` has the defaults. ``bounds`` may also come as
-    inputs, one a token."""
-
-    name: str
-    formula: Formula
-    inputs: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    config: Mapping[str, float] = field(default_factory=dict)
-    many_targets: bool = False
-
-    @property
-    def bounds(self) -> tuple[str, ...]:
-        return tuple(name for name in ("clip_low_threshold", "clip_high_threshold") if name in self.config)
-
-
-def _cross_entropy(lp: Tensor, inputs: Inputs, _: Config) -> Float[Tensor, ""]:
-    return -(inputs["weights"] * lp).sum() if "weights" in inputs else -lp.sum()
-
-
-def _importance_sampling(lp: Float[Tensor, " N"], inputs: Inputs, _: Config) -> Float[Tensor, ""]:
-    return -((lp - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
-
-
-def _clipped(ratio: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, " N"]:
-    low, high = (inputs.get(name, torch.tensor(config[name], dtype=ratio.dtype)) for name in _BOUNDS)
-    return ratio.clamp(low, high)
-
-
-def _surrogate(ratio: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, ""]:
-    advantages = inputs["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, inputs, config) * advantages).sum()
-
-
-def _ppo(lp: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, ""]:
-    return _surrogate((lp - inputs["logprobs"]).exp(), inputs, config)
-
-
-def _cispo(lp: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, ""]:
-    ratio = (lp - inputs["logprobs"]).exp().detach()
-    return -(_clipped(ratio, inputs, config) * lp * inputs["advantages"]).sum()
-
-
-def _dro(lp: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, ""]:
-    return -(lp * inputs["advantages"] - 0.5 * config["beta"] * (lp - inputs["logprobs"]) ** 2).sum()
-
-
-def _gspo(lp: Float[Tensor, " N"], inputs: Inputs, config: Config) -> Float[Tensor, ""]:
-    gap = lp - inputs["logprobs"]
-    mask = inputs["sequence_ratio_mask"] != 0 if "sequence_ratio_mask" in inputs else torch.ones_like(lp).bool()
-    ratio = gap[mask].mean().exp().detach() * (lp - lp.detach()).exp()
-    return _surrogate(ratio, inputs, config)
-
-
 _BOUNDS = ("clip_low_threshold", "clip_high_threshold")
-_SAMPLED = ("logprobs", "advantages")
+_SIGNALS = {"logprobs": "behaviour", "advantages": "advantages"}
+"""The signals of a batch by their names on the wire."""
 
 
-def _bounds(low: float, high: float) -> dict[str, float]:
-    return dict(zip(_BOUNDS, (low, high), strict=True))
+@dataclass(frozen=True, kw_only=True)
+class ImportanceSampling(RatioGradient):
+    """The ratio without any bound."""
+
+    kind: ClassVar[str] = "importance_sampling"
+
+    def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+        return -self.log_ratio(view).exp() * view.advantages, {}
 
 
-LOSSES: dict[str, Loss] = {
-    loss.name: loss
-    for loss in (
-        Loss("cross_entropy", _cross_entropy, optional=("weights",), many_targets=True),
-        Loss("importance_sampling", _importance_sampling, _SAMPLED),
-        Loss("ppo", _ppo, _SAMPLED, _BOUNDS, _bounds(0.8, 1.2)),
-        Loss("cispo", _cispo, _SAMPLED, _BOUNDS, _bounds(0.0, 4.0)),
-        Loss("dro", _dro, _SAMPLED, config={"beta": 0.05}),
-        Loss("gspo", _gspo, _SAMPLED, ("sequence_ratio_mask", *_BOUNDS), _bounds(0.8, 1.2)),
-    )
+@dataclass(frozen=True, kw_only=True)
+class DRO(RatioGradient):
+    """Direct reward optimisation (arXiv 2405.19107): a quadratic penalty in place of the ratio."""
+
+    kind: ClassVar[str] = "dro"
+
+    beta: float = 0.05
+
+    def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
+        return 0.5 * self.beta * self.log_ratio(view) ** 2 - self.logprobs(view) * view.advantages, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bounded(Term):
+    """Bounds of the ratio itself, for all tokens or one per token."""
+
+    clip_low_threshold: float | Float[Tensor, " N"] = 0.8
+    clip_high_threshold: float | Float[Tensor, " N"] = 1.2
+
+    def bound(self, view: View, ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        low, high = (torch.as_tensor(getattr(self, b), dtype=ratio.dtype, device=ratio.device) for b in _BOUNDS)
+        return ratio.clamp(low[view.index] if low.ndim else low, high[view.index] if high.ndim else high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(_Bounded, DAPO):
+    kind: ClassVar[str] = "ppo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedCISPO(_Bounded, CISPO):
+    clip_low_threshold: float | Float[Tensor, " N"] = 0.0
+    clip_high_threshold: float | Float[Tensor, " N"] = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGSPO(_Bounded, LUSPO):
+    """GSPO's token form; LUSPO's normaliser makes it a sum over tokens."""
+
+    kind: ClassVar[str] = "gspo"
+
+    level: str = "token"
+    sequence_ratio_mask: Float[Tensor, " N"] | None = None
+
+    def sequence_mean(self, view: View, log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " S"]:
+        if self.sequence_ratio_mask is None:
+            return super().sequence_mean(view, log_ratio)
+        inside = self.sequence_ratio_mask[view.index] != 0
+        return view.keep(inside).row_mean(log_ratio[inside])  # every row has a token inside: ``check`` demands it
+
+
+LOSSES: dict[str, Term] = {
+    term.label: term
+    for term in (SFT(name="cross_entropy"), ImportanceSampling(), PPO(), BoundedCISPO(), DRO(), TokenGSPO())
 }
 
 
-def find(name: str) -> Loss:
+def _required(loss: Term) -> list[str]:
+    """What a datum must bring beside ``target_tokens``."""
+    return [name for name, signal in _SIGNALS.items() if signal in loss.signals()]
+
+
+def _optional(loss: Term) -> list[str]:
+    """What it may bring."""
+    return ["weights"] if loss.many_targets else [n for n in (*_BOUNDS, "sequence_ratio_mask") if hasattr(loss, n)]
+
+
+def flat_inputs(loss: Term, data: Sequence[Datum]) -> dict[str, Tensor]:
+    """The datums' inputs, flat over their tokens. Where only some bring an optional one, the others have the bound that
+    is configured, or 1."""
+    found = {}
+    for name in {name for datum in data for name in datum.inputs} - {"target_tokens"}:
+        default = getattr(loss, name, None)
+        fill = default if isinstance(default, float) else 1.0
+        found[name] = torch.cat(
+            [d.inputs.get(name, torch.full(d.targets.shape, fill, dtype=torch.float64)) for d in data]
+        )
+    return found
+
+
+def evaluate(loss: Term, batch: Batch, lp: Float[Tensor, "N ..."], inputs: Inputs) -> Float[Tensor, ""]:
+    """The loss of the batch's N tokens, on the graph of ``lp``; ``inputs`` are flat over the same tokens."""
+    inputs = {name: value.to(lp) for name, value in inputs.items()}
+    signals: dict[str, Any] = {signal: inputs[name] for name, signal in _SIGNALS.items() if name in inputs}
+    if "weights" in inputs:
+        signals["weight"] = batch.weight.index_put((batch.row, batch.position), inputs["weights"].to(batch.weight))
+        on = inputs["weights"] != 0
+        lp = lp[on if on.ndim == 1 else on.any(-1)]
+        if not lp.numel():
+            return lp.sum()
+    else:
+        own: dict[str, Any] = {name: inputs[name] for name in _optional(loss) if name in inputs}
+        loss = replace(loss, **own)
+    every = torch.ones(lp.shape[0], dtype=torch.bool, device=lp.device)
+    view = View.of(replace(batch, **signals), {LogProb(): Field(lp)}, every, SUMMED, {}, loss.label)
+    return loss.evaluate(view).loss
+
+
+def find(name: str) -> Term:
     if name not in LOSSES:
         raise WireError(f"loss_fn is {name!r}: {nearest(name, LOSSES)} This server has {', '.join(sorted(LOSSES))}.")
     return LOSSES[name]
 
 
-def settings(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
-    """The defaults with what the client set; a key that the loss does not read is refused."""
-    found = dict(loss.config)
+def configured(loss: Term, given: Mapping[str, float | str]) -> Term:
+    """The loss with the client's settings; a key that the loss does not read is refused."""
+    known = [name for name in (*_BOUNDS, "beta") if hasattr(loss, name)]
     for key, value in given.items():
-        if key not in loss.config:
-            allowed = f": {nearest(key, loss.config)}" if loss.config else "; it has no settings."
-            raise WireError(f"{loss.name}: loss_fn_config has {key!r}, which it does not read{allowed}")
+        if key not in known:
+            allowed = f": {nearest(key, known)}" if known else "; it has no settings."
+            raise WireError(f"{loss.label}: loss_fn_config has {key!r}, which it does not read{allowed}")
         if isinstance(value, str) or not abs(value) < float("inf"):
-            raise WireError(f"{loss.name}: loss_fn_config[{key!r}] is {value!r}; give a finite number.")
-        found[key] = float(value)
-    if loss.bounds and not 0 <= found[_BOUNDS[0]] <= found[_BOUNDS[1]]:
+            raise WireError(f"{loss.label}: loss_fn_config[{key!r}] is {value!r}; give a finite number.")
+    own: dict[str, Any] = {key: float(value) for key, value in given.items()}
+    found = replace(loss, **own)
+    if isinstance(found, _Bounded) and not 0 <= found.clip_low_threshold <= found.clip_high_threshold:
         raise WireError(
-            f"{loss.name}: the ratio is clipped to {found[_BOUNDS[0]]:g} … {found[_BOUNDS[1]]:g}; "
+            f"{loss.label}: the ratio is clipped to {found.clip_low_threshold:g} … {found.clip_high_threshold:g}; "
             "give 0 ≤ clip_low_threshold ≤ clip_high_threshold (bounds of the ratio itself, such as 0.8 and 1.2)."
         )
-    if loss.name == "dro" and found["beta"] < 0:
-        raise WireError(f"dro: beta is {found['beta']:g}; it must be 0 or more.")
+    if isinstance(found, DRO) and found.beta < 0:
+        raise WireError(f"dro: beta is {found.beta:g}; it must be 0 or more.")
     return found
 
 
-def check(loss: Loss, inputs: Inputs, given: Mapping[str, float | str], where: str) -> None:
+def check(loss: Term, inputs: Inputs, given: Mapping[str, float | str], where: str) -> None:
     """Refuse a datum that lacks what the loss reads, or brings what it would ignore."""
     targets = inputs.get("target_tokens")
     if targets is None:
         raise WireError(f"{where}: loss_fn_inputs has no 'target_tokens'.")
     if targets.ndim > 1 and not loss.many_targets:
         raise WireError(
-            f"{where}: {loss.name} reads one target a position, target_tokens has shape {tuple(targets.shape)}."
+            f"{where}: {loss.label} reads one target per position, target_tokens has shape {tuple(targets.shape)}."
         )
-    allowed = ("target_tokens", *loss.inputs, *loss.optional)
-    for name in loss.inputs:
+    allowed = ("target_tokens", *_required(loss), *_optional(loss))
+    for name in _required(loss):
         if name not in inputs:
-            raise WireError(f"{where}: {loss.name} needs loss_fn_inputs[{name!r}], the datum has {sorted(inputs)}.")
+            raise WireError(f"{where}: {loss.label} needs loss_fn_inputs[{name!r}], the datum has {sorted(inputs)}.")
     for name, value in inputs.items():
         if name not in allowed:
             raise WireError(
-                f"{where}: {loss.name} does not read loss_fn_inputs[{name!r}] ({nearest(name, allowed)}) Leave it out."
+                f"{where}: {loss.label} does not read loss_fn_inputs[{name!r}] ({nearest(name, allowed)}) Leave it out."
             )
         if value.shape != targets.shape:
             raise WireError(
@@ -158,7 +200,7 @@ def check(loss: Loss, inputs: Inputs, given: Mapping[str, float | str], where: s
             )
         if not bool(torch.isfinite(value).all()):
             raise WireError(f"{where}: loss_fn_inputs[{name!r}] has values that are not finite.")
-        if name in loss.bounds and name in given:
+        if name in _BOUNDS and name in given:
             raise WireError(f"{where}: {name} comes as an input and in loss_fn_config; give one of them.")
     if "logprobs" in inputs:
         check_logprobs(f"{where}: loss_fn_inputs['logprobs']", inputs["logprobs"])

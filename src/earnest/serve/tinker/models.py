@@ -108,9 +108,9 @@ class LiveModel:
         from earnest.serve.decode import positions
 
         policy = self.host.policy
-        loss, config = passes.check(request, policy.head.weight.shape[0], positions(policy))
+        loss = passes.check(request, policy.head.weight.shape[0], positions(policy))
         with self.host.turn("tinker", self.adapter) as turn:
-            return passes.run(self.engine, request, loss, config, turn.yield_turn)
+            return passes.run(self.engine, request, loss, turn.yield_turn)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Clip, then AdamW with these settings. Refused where no gradient has been made since the last one."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from earnest.engines import micro
 from earnest.engines.local import LocalEngine
 from earnest.engines.vocabulary import scalars
+from earnest.objectives import Term
 from earnest.objectives.needs import LogProb
 from earnest.serve.tinker import losses
 from earnest.serve.tinker.data import Datum, PassOutput, PassRequest
@@ -26,10 +27,9 @@ _LP = LogProb()
 _ROLE: Role = "demonstration"
 
 
-def check(request: PassRequest, vocabulary: int, positions: int | None) -> tuple[losses.Loss, dict[str, float]]:
-    """Refuse what cannot be computed as asked, before anything is."""
-    loss = losses.find(request.loss_fn)
-    config = losses.settings(loss, request.config)
+def check(request: PassRequest, vocabulary: int, positions: int | None) -> Term:
+    """The loss that a request asks for; refused where a datum does not fit it or the model."""
+    loss = losses.configured(losses.find(request.loss_fn), request.config)
     if not request.data:
         raise WireError("the request has no data.")
     for index, datum in enumerate(request.data):
@@ -46,21 +46,19 @@ def check(request: PassRequest, vocabulary: int, positions: int | None) -> tuple
         ids = torch.cat([torch.tensor(datum.tokens), targets.flatten()])
         if not targets.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise WireError(f"{where}: a token id lies outside 0…{vocabulary - 1}, the model's vocabulary.")
-    return loss, config
+    return loss
 
 
-def run(
-    engine: LocalEngine, request: PassRequest, loss: losses.Loss, config: dict[str, float], pause: Callable[[], None]
-) -> PassOutput:
-    """The pass, inside a turn with the engine's adapter open; ``pause`` is called between micro-batches."""
+def run(engine: LocalEngine, request: PassRequest, loss: Term, pause: Callable[[], None]) -> PassOutput:
+    """The pass, inside a turn with the engine's adapter active; ``pause`` is called between micro-batches."""
     found: dict[int, Tensor] = {}
     total = 0.0
     held = [None if p.grad is None else p.grad.clone() for p in engine.parameters]
     try:
         with torch.set_grad_enabled(not request.forward_only):
-            for batch in _batches(request.data):
+            for batch in batches(request.data):
                 for part in micro.cut(batch.to(engine.policy.device), engine.micro_tokens):
-                    total += _part(engine, part.batch, request, loss, config, found)
+                    total += _part(engine, part.batch, request, loss, found)
                     pause()
     except BaseException:
         for p, grad in zip(engine.parameters, held, strict=True):
@@ -69,38 +67,27 @@ def run(
     return PassOutput(tuple(found[i] for i in range(len(request.data))), {"loss:sum": total})
 
 
-def _part(
-    engine: LocalEngine,
-    batch: Batch,
-    request: PassRequest,
-    loss: losses.Loss,
-    config: dict[str, float],
-    found: dict[int, Tensor],
-) -> float:
+def _part(engine: LocalEngine, batch: Batch, request: PassRequest, loss: Term, found: dict[int, Tensor]) -> float:
+    """Add a micro-batch's gradients; its log-probs go into ``found``, by the number of their datum."""
     states = engine.policy.hidden(batch.inputs)[batch.row, batch.position]
     lp = scalars(states, engine.policy.head, batch, [_LP])[_LP].values
     leaf = lp.detach().requires_grad_(not request.forward_only)
-    sizes = torch.bincount(batch.row, minlength=len(batch)).tolist()
-    total = leaf.new_zeros(())
-    for index, own in zip(batch.group.tolist(), leaf.split(sizes), strict=True):
-        inputs = {
-            name: value.to(own.device, own.dtype) if value.is_floating_point() else value
-            for name, value in request.data[index].inputs.items()
-        }
-        total = total + loss.formula(own, inputs, config)
-        found[index] = own.detach().float().cpu()
+    data = [request.data[i] for i in batch.group.tolist()]
+    total = losses.evaluate(loss, batch, leaf, losses.flat_inputs(loss, data))
     value = float(total.detach())
     if not abs(value) < float("inf"):
         raise WireError(
-            f"{loss.name}: the loss is {value}; look for extreme ratios between the datums' logprobs and the model's."
+            f"{loss.label}: the loss is {value}; look for extreme ratios between the datums' logprobs and the model's."
         )
     if not request.forward_only:
         (slope,) = torch.autograd.grad(total, leaf)
         torch.autograd.backward(lp, slope.to(lp.dtype))
+    parts = lp.detach().float().cpu().split([len(datum.tokens) for datum in data])
+    found.update(zip(batch.group.tolist(), parts, strict=True))
     return value
 
 
-def _batches(data: Sequence[Datum]) -> list[Batch]:
+def batches(data: Sequence[Datum]) -> list[Batch]:
     """Batches of datums with the same number of targets a position; ``group`` says which datum a row is."""
     by_width: dict[int | None, list[int]] = {}
     for index, datum in enumerate(data):
