@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 import tinker
 import torch
@@ -15,10 +17,10 @@ from tinker import types
 from earnest.serve.tinker import futures
 from earnest.serve.tinker.data import Failed, PassOutput, Plain, SampleOutput, Sequence, Top
 from earnest.serve.tinker.errors import NotThere
-from earnest.serve.tinker.futures import Lines, Promise, Promises
-from earnest.serve.tinker.routes import Later
+from earnest.serve.tinker.futures import Promise, Promises, RequestQueues
+from earnest.serve.tinker.routes import LazyService
 from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
-from tests.tinker.conftest import Served, datum
+from tests.tinker.conftest import KEY, Served, datum
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -32,7 +34,7 @@ def test_a_part_that_comes_early_waits_however_long_another_models_pass_took(mon
     """The thread has not looked at the line for longer than ``GAP``; the wait begins when a request begins to wait."""
     clock = [0.0]
     monkeypatch.setattr(futures, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    lines, done, go = Lines(), list[str](), threading.Event()
+    queues, done, go = RequestQueues(), list[str](), threading.Event()
     promises = {name: Promise(name) for name in ("1", "2", "3", "5", "long", "other")}
 
     def put(line: str, seq: int | None, name: str, wait: bool = False) -> None:
@@ -41,7 +43,7 @@ def test_a_part_that_comes_early_waits_however_long_another_models_pass_took(mon
             done.append(name)
             return Plain()
 
-        lines.put(line, seq, promises[name], work)
+        queues.put(line, seq, promises[name], work)
 
     put("a", 1, "1")
     until(lambda: done == ["1"])
@@ -61,7 +63,7 @@ def test_a_part_that_comes_early_waits_however_long_another_models_pass_took(mon
     until(lambda: promises["5"].result is not None)  # and one that never comes is still missed
     said = promises["5"].result
     assert isinstance(said, Failed) and "request 4 of this model never arrived" in said.error
-    lines.close()
+    queues.close()
 
 
 def test_results_are_bound_by_their_bytes_and_fetched_ones_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_what_a_sample_weighs_is_what_it_holds() -> None:
 
 
 def test_a_result_that_went_out_counts_as_fetched(served: Served) -> None:
-    (later,) = [m for c in served.host.after_load if isinstance(m := getattr(c, "__self__", None), Later)]
+    (later,) = [m for c in served.host.after_load if isinstance(m := getattr(c, "__self__", None), LazyService)]
     assert later.service is not None
     client: tinker.TrainingClient = served.training(rank=1)
     client.forward([datum([5, 6, 7])], "cross_entropy").result()
@@ -127,3 +129,51 @@ def test_samples_that_wait_are_failed_when_the_server_ends(served: Served) -> No
     samples.put(promises[5], SampleRequest.read(body), "base", None)
     said = [p.result for p in promises[1:]]
     assert said == [Failed("the server is shutting down.", "server")] * 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("load_weights", {"path": "tinker://nowhere/weights/x"}),
+        ("load_weights", {"path": f"tinker://{'a' * 32}:train:0/sampler_weights/x"}),
+        ("load_weights", {}),
+        ("optim_step", {}),
+        ("save_weights", {"path": "../x"}),
+        ("forward_backward", {"forward_backward_input": {"data": [{}], "loss_fn": "cross_entropy"}}),
+        ("forward_backward", {}),
+    ],
+)
+def test_a_refused_request_does_not_hold_up_the_next_one(served: Served, path: str, body: dict[str, Any]) -> None:
+    """``GAP`` is 120 s: without its number the next request would wait that long and fail."""
+    client = served.training(rank=1)
+    number = 1
+    sent = {"model_id": client.model_id, "seq_id": number, **body}
+    with httpx.Client(base_url=f"{served.url}/api/v1", headers={"X-API-Key": KEY}, timeout=60) as http:
+        refused = http.post(path, json=sent)
+        if refused.status_code == 200:  # accepted, and it fails as a future
+            result = http.post("retrieve_future", json={"request_id": refused.json()["request_id"]}).json()
+            assert result["category"] == "user", result
+        else:
+            assert refused.status_code == 400 and refused.json()["detail"]
+        begun = time.monotonic()
+        save = http.post("save_weights", json={"model_id": client.model_id, "seq_id": number + 1, "path": "next"})
+        result = http.post("retrieve_future", json={"request_id": save.json()["request_id"]}).json()
+    assert result.get("path") == f"tinker://{client.model_id}/weights/next" and time.monotonic() - begun < 30
+
+
+def test_a_load_that_the_sdk_is_refused_leaves_its_client_usable(served: Served) -> None:
+    client = served.training(rank=1)
+    with pytest.raises(tinker.TinkerError, match="load a state"):
+        client.load_state(f"tinker://{'a' * 32}:train:0/sampler_weights/x").result()
+    assert client.save_state("after").result(timeout=60).path.endswith("/weights/after")
+
+
+def test_requests_that_are_nested_deeply_are_refused(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    client = served.training(rank=1)
+    deep = "[" * 100_000 + "]" * 100_000
+    with httpx.Client(base_url=f"{served.url}/api/v1", headers={"X-API-Key": KEY}, timeout=60) as http:
+        for path in ("create_session", "create_model", "optim_step", "asample", "forward_backward", "retrieve_future"):
+            for content in (deep, f'{{"model_id": "{client.model_id}", "user_metadata": {deep}}}'):
+                answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 400 and answer.json()["detail"], (path, answer.text)
+    assert "Traceback" not in capfd.readouterr().err

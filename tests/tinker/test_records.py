@@ -172,7 +172,7 @@ def test_a_session_ends_once_or_when_its_client_falls_silent(served: Served, tmp
     assert {one, two} <= set(served.host.attached())
     service.finish_session(first)
     service.finish_session(first)
-    service.sessions[second].heard -= module.SILENT + 1
+    service.sessions[second].last_heartbeat -= module.SESSION_TIMEOUT + 1
     service.heartbeat(third)
     three = create(third)
     assert {one, two, three} & set(served.host.attached()) == {three}

@@ -48,7 +48,7 @@ def test_a_request_arrives_as_it_was_written(data: st.DataObject, n: int, k: int
     body = forward_backward_request_to_proto(request).SerializeToString()
     squeezed = zstandard.ZstdCompressor().compress(body)
     assert wire.decompress(squeezed, "zstd", 1 << 20) == body
-    read = wire.read_pass(body, wire.PROTOBUF)
+    read = wire.read_pass(body, wire.PROTOBUF)[2]()
     assert (read.model_id, read.seq_id, read.loss_fn, dict(read.config)) == ("m", 4, "ppo", config)
     (datum,) = read.data
     assert datum.tokens == tuple(tokens)
@@ -59,7 +59,7 @@ def test_a_json_request_is_read_too() -> None:
     tensor = {"data": [5, 6], "dtype": "int64"}
     datum = {"model_input": {"chunks": [{"tokens": [3, 5], "type": "encoded_text"}]}, "loss_fn_inputs": {"t": tensor}}
     body = {"model_id": "m", "seq_id": 2, "forward_input": {"data": [datum], "loss_fn": "dro", "loss_fn_config": None}}
-    read = wire.read_pass(json.dumps(body).encode(), "application/json")
+    read = wire.read_pass(json.dumps(body).encode(), "application/json")[2]()
     assert read.forward_only and read.data[0].tokens == (3, 5) and read.data[0].inputs["t"].tolist() == [5, 6]
 
 
@@ -94,7 +94,7 @@ def test_bytes_that_are_something_else_are_refused() -> None:
         wire.decompress(b"", "gzip", 100)
     for body, kind in ((b"\xff\xff", wire.PROTOBUF), (b"[]", "application/json"), (b"{", "application/json")):
         with pytest.raises(WireError, match="no "):
-            wire.read_pass(body, kind)
+            wire.read_pass(body, kind)[2]()
     bad = Cells(torch.tensor([1.0]), (2, 2), torch.tensor([0, 1, 1]), torch.tensor([2]))
     with pytest.raises(WireError, match="do not describe"):
         wire.dense(bad, "x")
@@ -104,4 +104,4 @@ def test_bytes_that_are_something_else_are_refused() -> None:
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     for kind in (wire.PROTOBUF, "application/json"):
         with contextlib.suppress(WireError):
-            wire.read_pass(body, kind)
+            wire.read_pass(body, kind)[2]()

@@ -1,12 +1,14 @@
-"""What a Tinker client did wrong, with the HTTP status or the future that it goes back in."""
+"""Mistakes of a Tinker client, with the HTTP status that an answer has; a future has the sentence alone."""
 
 from __future__ import annotations
 
 from earnest.errors import EarnestError
 
+TOO_DEEP = "the request is nested too deeply to be read; send plain objects and lists of numbers."
+
 
 class WireError(EarnestError):
-    """A request that cannot be carried out; the sentence goes back to the client as it is."""
+    """A request that cannot be carried out; the client gets the sentence as it is."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -14,7 +16,7 @@ class WireError(EarnestError):
 
 
 class NotThere(WireError):
-    """A session, model, sampler, checkpoint or future of that name does not exist (any more)."""
+    """No session, model, sampler, checkpoint or future of that name exists (any more)."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 404)

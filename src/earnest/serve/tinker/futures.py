@@ -1,12 +1,12 @@
-"""Requests under way: every one has an id, is carried out once, and its result waits to be fetched.
+"""Accepted requests: each has an id, is carried out once, and its result waits to be fetched.
 
-A model's requests carry numbers 1, 2, 3, … and are carried out in this order, however they arrive (the SDK sends the
-parts of one batch at once, the first one last). A number that was seen before is the same request sent again: it gets
-the same id and is not carried out twice. A number that does not come fails the request that waits for it, after
-``GAP`` seconds.
+A model's requests carry the numbers 1, 2, 3, … and are carried out in this order, however they arrive (the SDK sends
+the parts of one batch at once, the first one last). A number that was seen before is the same request sent again: it
+gets the same id and is not carried out twice. A number that was refused counts as carried out. A number that does not
+arrive within ``GAP`` seconds fails the request that waits for it.
 
-Results are kept to be fetched again where an answer was lost: ``KEPT`` of them and ``BYTES`` together, those that were
-fetched already leave first.
+Results are kept so that they can be fetched again where an answer was lost: at most ``KEPT`` of them and ``BYTES``
+together; those that were fetched already are forgotten first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from earnest.errors import EarnestError
-from earnest.serve.tinker.data import Failed, PassOutput, Result, SampleOutput
-from earnest.serve.tinker.errors import NotThere, WireError
+from earnest.serve.awaitable import awaitable
+from earnest.serve.tinker.data import Failed, PassOutput, Plain, Result, SampleOutput
+from earnest.serve.tinker.errors import TOO_DEEP, NotThere, WireError
 
 log = logging.getLogger("earnest.serve")
 KEPT = 4096
@@ -30,19 +32,18 @@ GAP = 120.0
 Work = Callable[[], Result]
 
 
-def outcome(work: Work) -> Result:
-    """The result of some work; an error becomes one that says whose fault it was."""
-    try:
-        return work()
-    except EarnestError as error:
+def failure(error: BaseException) -> Failed:
+    """An error as a result: the client's mistakes as such, all others logged and counted as the server's."""
+    if isinstance(error, EarnestError):
         return Failed(str(error), "user")
-    except Exception as error:
-        log.exception("a request failed")
-        return Failed(f"{type(error).__name__}: {error}", "server")
+    if isinstance(error, RecursionError):
+        return Failed(TOO_DEEP, "user")
+    log.error("a request failed", exc_info=error)
+    return Failed(f"{type(error).__name__}: {error}", "server")
 
 
 def size(result: Result) -> int:
-    """About how many bytes a result takes: its tensors exactly, a Python number as 32, a plain one as 1,000."""
+    """About how many bytes a result takes: its tensors exactly, a Python number as 32, a plain result as 1,000."""
     if isinstance(result, PassOutput):
         return sum(t.nbytes for t in result.logprobs)
     if not isinstance(result, SampleOutput):
@@ -58,43 +59,30 @@ def size(result: Result) -> int:
 
 @dataclass(eq=False)
 class Promise:
-    """A request that was accepted. Its result is set once, by one thread, and awaited in the event loop."""
+    """An accepted request. One thread sets its result, once; the event loop awaits it."""
 
     id: str
     facts: dict[str, object] = field(default_factory=dict)
-    result: Result | None = None
     fetched: bool = False
-    size: int | None = None  # of its result, once that is counted
-    kept: Callable[[Promise], None] | None = None
-    _waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    size: int | None = None  # of its result in bytes, once it is counted
+    future: Future[Result] = field(default_factory=Future)
+
+    @property
+    def result(self) -> Result | None:
+        return self.future.result() if self.future.done() else None
 
     def set(self, result: Result) -> None:
-        with self._lock:
-            assert self.result is None, "a request is carried out once"
-            self.result = result
-            waiting, self._waiting = self._waiting, []
-        if self.kept is not None:
-            self.kept(self)
-        for loop, event in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+        self.future.set_result(result)
 
     async def wait(self, seconds: float) -> Result | None:
-        event = asyncio.Event()
-        with self._lock:
-            if self.result is not None:
-                return self.result
-            self._waiting.append((asyncio.get_running_loop(), event))
         try:
-            await asyncio.wait_for(event.wait(), seconds)
+            return await asyncio.wait_for(awaitable(self.future), seconds)
         except TimeoutError:
             return None
-        return self.result
 
 
 class Promises:
-    """All promises by id; beyond ``KEPT`` or ``BYTES`` finished ones are forgotten, fetched ones and old ones first."""
+    """All promises by id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,24 +94,23 @@ class Promises:
         with self._lock:
             if id in self._all:
                 return self._all[id], False
-            promise = self._all[id] = Promise(id, facts, kept=self._kept)
+            promise = self._all[id] = Promise(id, facts)
             self._trim(promise)
-            return promise, True
+        promise.future.add_done_callback(lambda future: self._count(promise, future.result()))
+        return promise, True
 
-    def _kept(self, promise: Promise) -> None:
-        """A result has come in."""
-        assert promise.result is not None
+    def _count(self, promise: Promise, result: Result) -> None:
         with self._lock:
-            self._bytes += (found := size(promise.result))
-            promise.size = found
+            promise.size = size(result)
+            self._bytes += promise.size
             self._trim(promise)
 
     def _trim(self, newest: Promise) -> None:
-        """Never the newest: a single result above ``BYTES`` can be fetched, too."""
+        """Forget results beyond the limits. Never the newest: a single result above ``BYTES`` can be fetched, too."""
         if len(self._all) <= KEPT and self._bytes <= BYTES:
             return
         done = [(p, p.size) for p in self._all.values() if p.size is not None and p is not newest]
-        for promise, freed in sorted(done, key=lambda d: not d[0].fetched):  # stable: the oldest first on either side
+        for promise, freed in sorted(done, key=lambda d: not d[0].fetched):  # stable: of equals the oldest first
             if len(self._all) <= KEPT and self._bytes <= BYTES:
                 return
             del self._all[promise.id]
@@ -132,13 +119,16 @@ class Promises:
     def get(self, id: str) -> Promise:
         promise = self._all.get(id)
         if promise is None:
-            raise NotThere(f"there is no request {id!r}; it was never made here, or its result is long gone.")
+            raise NotThere(f"there is no request {id!r}; it was never made here, or its result was forgotten.")
         return promise
 
 
 @dataclass(eq=False)
-class _Line:
-    """A model's requests: what waits by number, and the number that is next; ``since`` when the next one is missed."""
+class _Queue:
+    """One model's requests: ``free`` ones without a number, those that wait by number, and the number that is next.
+
+    ``since`` is the time since which the next one is missing.
+    """
 
     next: int = 1
     waiting: dict[int, tuple[Promise, Work]] = field(default_factory=dict)
@@ -146,58 +136,61 @@ class _Line:
     since: float = field(default_factory=time.monotonic)
 
     def pop(self) -> tuple[Promise, Work] | None:
+        """The request to carry out now."""
         if self.free:
             return self.free.pop(0)
-        if self.next in self.waiting:
-            self.next += 1
-            self.since = time.monotonic()
-            return self.waiting.pop(self.next - 1)
-        if self.waiting and time.monotonic() - self.since > GAP:
-            first = min(self.waiting)
-            missing, (promise, _) = self.next, self.waiting.pop(first)
-            self.next = first + 1
-            self.since = time.monotonic()
+        missing = self.next
+        if missing not in self.waiting and (not self.waiting or time.monotonic() - self.since <= GAP):
+            return None
+        first = min(self.waiting)
+        promise, work = self.waiting.pop(first)
+        self.next, self.since = first + 1, time.monotonic()
 
-            def say() -> Result:
-                raise WireError(f"request {missing} of this model never arrived, so request {first} cannot follow it.")
+        def fail() -> Result:
+            raise WireError(f"request {missing} of this model never arrived, so request {first} cannot follow it.")
 
-            return promise, say
-        return None
+        return promise, work if first == missing else fail
 
 
-class Lines:
+class RequestQueues:
     """One thread that carries out the requests of all models, each model's in order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _Queue] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def put(self, line: str, seq: int | None, promise: Promise, work: Work) -> None:
+    def put(self, model: str, seq: int | None, promise: Promise, work: Work) -> None:
         with self._changed:
             if self._closed:
                 raise WireError("the server is shutting down.", 503)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="earnest-tinker", daemon=True)
                 self._thread.start()
-            own = self._lines.setdefault(line, _Line())
+            queue = self._queues.setdefault(model, _Queue())
             if seq is None:
-                own.free.append((promise, work))
-            elif seq < own.next:
-                promise.set(Failed(f"request {seq} of this model is long past; {own.next} is next.", "user"))
+                queue.free.append((promise, work))
+            elif seq < queue.next:
+                promise.set(Failed(f"request {seq} of this model is past; {queue.next} is next.", "user"))
             else:
-                if not own.waiting:  # not when the thread last looked: another model's pass may have taken longer
-                    own.since = time.monotonic()
-                own.waiting[seq] = (promise, work)
+                if not queue.waiting:  # the wait begins now, however long ago the thread looked at this queue
+                    queue.since = time.monotonic()
+                queue.waiting[seq] = (promise, work)
             self._changed.notify()
 
+    def skip(self, model: str, seq: int) -> None:
+        """Count a refused request as carried out, so that the next one of its model does not wait for it."""
+        with self._changed:
+            if not self._closed and seq not in self._queues.setdefault(model, _Queue()).waiting:
+                self.put(model, seq, Promise(f"{model}:{seq}"), Plain)
+
     def close(self) -> None:
-        """Finish what is being carried out; what waits is failed."""
+        """Finish the request that is being carried out and fail those that wait."""
         with self._changed:
             self._closed = True
-            left = [job for line in self._lines.values() for job in (*line.free, *line.waiting.values())]
-            self._lines.clear()
+            left = [job for queue in self._queues.values() for job in (*queue.free, *queue.waiting.values())]
+            self._queues.clear()
             self._changed.notify()
         for promise, _ in left:
             promise.set(Failed("the server is shutting down.", "server"))
@@ -214,11 +207,15 @@ class Lines:
             if job is None:
                 return
             promise, work = job
-            promise.set(outcome(work))
+            try:
+                result = work()
+            except Exception as error:
+                result = failure(error)
+            promise.set(result)
 
     def _next(self) -> tuple[Promise, Work] | None:
-        for name in list(self._lines):
-            if (job := self._lines[name].pop()) is not None:
-                self._lines[name] = self._lines.pop(name)  # the next one looks at another model first
+        for model in list(self._queues):
+            if (job := self._queues[model].pop()) is not None:
+                self._queues[model] = self._queues.pop(model)  # to the end: the other models come first
                 return job
         return None

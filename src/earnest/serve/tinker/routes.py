@@ -1,6 +1,6 @@
-"""The Tinker API over HTTP. Handlers only read and write; ``service`` knows what to do.
+"""The Tinker API over HTTP. Handlers read requests and write answers; ``service`` carries them out.
 
-Nothing here imports torch: the service is made when the host has loaded its model, and requests wait for it.
+This module does not import torch: the service is made when the host has loaded its model, and requests wait for it.
 """
 
 from __future__ import annotations
@@ -8,27 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from earnest.errors import EarnestError, MissingExtra
-from earnest.serve.tinker.errors import WireError
+from earnest.serve.tinker.errors import TOO_DEEP, WireError
 from earnest.serve.tinker.names import Path
 
 if TYPE_CHECKING:
     from earnest.serve.host import Host
     from earnest.serve.store import Store
-    from earnest.serve.tinker.data import PassRequest
     from earnest.serve.tinker.futures import Promise
     from earnest.serve.tinker.service import Service
 
 LIMIT = 64 << 20
 POLL = 20.0
-"""Seconds that a client's question for a result is held open."""
+"""Seconds for which a request for a result is held open."""
 
 # The SDK's own switches: plain API keys, compressed batches, a number for each copy of a sampling client.
 CLIENT_CONFIG = {
@@ -40,6 +39,7 @@ CLIENT_CONFIG = {
     "create_model_via_load_weights": False,
 }
 
+_ODD = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 Handler = Callable[[Request], Awaitable[Response]]
 Served = Callable[["Service", Request], Awaitable[Response]]
 
@@ -65,8 +65,19 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _said(handler: Handler) -> Handler:
-    """Errors as answers: the client's with their sentence, a missing or odd field as a 400."""
+@contextmanager
+def _numbered(service: Service, run: object, seq: object) -> Iterator[None]:
+    """Skip the number of a request that is refused here; one that may be sent again (409, 503) keeps it."""
+    try:
+        yield
+    except (EarnestError, *_ODD) as error:
+        if getattr(error, "status", 400) == 400:
+            service.skip(run, seq)
+        raise
+
+
+def _answering_errors(handler: Handler) -> Handler:
+    """Errors as answers: a client's mistake with its sentence, a missing or odd field as a 400."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -79,7 +90,9 @@ def _said(handler: Handler) -> Handler:
             return JSONResponse({"detail": str(error)}, 400)
         except KeyError as error:
             return JSONResponse({"detail": f"the request lacks the field {error}."}, 400)
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        except RecursionError:
+            return JSONResponse({"detail": TOO_DEEP}, 400)
+        except _ODD as error:
             return JSONResponse({"detail": f"the request has a field of the wrong type ({error})."}, 400)
 
     return answer
@@ -89,7 +102,7 @@ def _future(promise: Promise) -> Response:
     return JSONResponse({"request_id": promise.id, **promise.facts})
 
 
-class Later:
+class LazyService:
     """The service, once the host has loaded its model."""
 
     def __init__(self, host: Host, store: Store) -> None:
@@ -113,23 +126,23 @@ class Later:
 
 def router(host: Host, store: Store) -> APIRouter:
     """All endpoints under /api/v1, on one service; it is closed with the app."""
-    later = Later(host, store)
+    lazy = LazyService(host, store)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
-        if later.service is not None:
-            await asyncio.to_thread(later.service.close)
+        if lazy.service is not None:
+            await asyncio.to_thread(lazy.service.close)
 
     api = APIRouter(prefix="/api/v1", include_in_schema=False, lifespan=lifespan)
 
     def put(method: str, path: str, handler: Handler) -> None:
-        api.add_api_route(path, _said(handler), methods=[method], response_model=None)
+        api.add_api_route(path, _answering_errors(handler), methods=[method], response_model=None)
 
     def on(method: str, path: str) -> Callable[[Served], Served]:
         def take(handler: Served) -> Served:
             async def handle(request: Request) -> Response:
-                return await handler(await later.get(), request)
+                return await handler(await lazy.get(), request)
 
             put(method, path, handle)
             return handler
@@ -204,7 +217,9 @@ def _model_routes(on: On) -> None:
     def promised(path: str, call: str) -> None:
         @on("POST", path)
         async def handle(service: Service, request: Request) -> Response:
-            return _future(getattr(service, call)(await _body(request)))
+            body = await _body(request)
+            with _numbered(service, body.get("model_id"), body.get("seq_id")):
+                return _future(getattr(service, call)(body))
 
     promised("/create_model", "create_model")
     promised("/optim_step", "optim_step")
@@ -218,12 +233,10 @@ def _model_routes(on: On) -> None:
 
         sent = await _read(request)
         headers = request.headers
-
-        def decode() -> PassRequest:
-            body = wire.decompress(sent, headers.get("content-encoding", ""), LIMIT)
-            return wire.read_pass(body, headers.get("content-type", ""))
-
-        return _future(service.pass_(await asyncio.to_thread(decode)))
+        body = await asyncio.to_thread(wire.decompress, sent, headers.get("content-encoding", ""), LIMIT)
+        run, seq, decode = await asyncio.to_thread(wire.read_pass, body, headers.get("content-type", ""))
+        with _numbered(service, run, seq):
+            return _future(service.pass_(await asyncio.to_thread(decode)))
 
     on("POST", "/forward_backward")(run_pass)
     on("POST", "/forward")(run_pass)

@@ -1,4 +1,4 @@
-"""Answering sample requests: prompts are scored here, completions come from the host's decoder, shared with chats."""
+"""Sample requests: prompts are scored here, completions come from the host's decoder, which chats share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from earnest.errors import EarnestError
-from earnest.serve.tinker import scoring, wire
+from earnest.serve import scoring
+from earnest.serve.tinker import wire
 from earnest.serve.tinker.data import Failed, SampleOutput, Sequence, Top
 from earnest.serve.tinker.errors import WireError
-from earnest.serve.tinker.futures import Promise
+from earnest.serve.tinker.futures import Promise, failure
 from earnest.serve.tinker.samplers import Source, attach
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ _FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request off the wire, its fields known and of the right type."""
+    """A request from the wire, with checked fields."""
 
     prompt: tuple[int, ...]
     n: int
     params: Mapping[str, Any]
     top: int
-    asked: scoring.Asked
+    asked: scoring.PromptQuery
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> SampleRequest:
@@ -56,7 +56,7 @@ class SampleRequest:
         given = body.get("target_prompt_logprobs")
         seed = params.get("seed")
         params["seed"] = secrets.randbits(62) if seed is None else int(seed) & (2**62 - 1)
-        asked = scoring.Asked(
+        asked = scoring.PromptQuery(
             logprobs=bool(body.get("prompt_logprobs")),
             top=int(body.get("topk_prompt_logprobs") or 0),
             targets=None if given is None else wire.json_cells(given, "target_prompt_logprobs"),
@@ -81,7 +81,7 @@ class SampleRequest:
             if room is None:
                 raise WireError("max_tokens is missing, and this model has no limit of its own; name one.")
             most = max(1, room - len(self.prompt) + 1)
-        # What is given ends a completion besides the end of the turn; an empty list switches both off.
+        # The given texts and ids end a completion, and so does the end of a turn; an empty list turns both off.
         stop = p.get("stop")
         given = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
         texts = tuple(s for s in given if isinstance(s, str))
@@ -104,14 +104,14 @@ class _Job:
     request: SampleRequest
     key: str
     source: Source
-    scores: scoring.Scores = field(default_factory=scoring.Scores)
+    scores: scoring.PromptScores = field(default_factory=scoring.PromptScores)
     flights: list[Flight] = field(default_factory=list)
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class SampleQueue:
-    """One thread that scores prompts and hands completions to the decoder, in the order of arrival."""
+    """One thread that scores prompts and passes completions to the decoder, in the order of arrival."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -131,7 +131,7 @@ class SampleQueue:
             self._jobs.put(_Job(promise, request, key, source))
 
     def close(self) -> None:
-        """What is being begun is begun; what waits is failed."""
+        """Start the request that is being started and fail those that wait."""
         with self._lock:
             self._stopping.set()
             self._jobs.put(None)
@@ -144,17 +144,11 @@ class SampleQueue:
                 job.promise.set(_CLOSING)
                 continue
             try:
-                self._begin(job)
-            except EarnestError as error:
-                if self._stopping.is_set():
-                    job.promise.set(_CLOSING)
-                    continue
-                job.promise.set(Failed(str(error), "user"))
+                self._start(job)
             except Exception as error:
-                log.exception("a sample request failed")
-                job.promise.set(Failed(f"{type(error).__name__}: {error}", "server"))
+                job.promise.set(_CLOSING if self._stopping.is_set() else failure(error))
 
-    def _begin(self, job: _Job) -> None:
+    def _start(self, job: _Job) -> None:
         from earnest.serve import decode
 
         self.host.wait(self.host.settings.load_wait)
@@ -164,12 +158,12 @@ class SampleQueue:
             raise WireError(f"topk_sample_logprobs is {request.top}; give 0 … {vocabulary}.")
         spec = request.spec(self.host)
         decode.check(policy, decode.Request(request.prompt, spec))
-        scoring.check(request.asked, request.prompt, vocabulary)
+        scoring.check_query(request.asked, request.prompt, vocabulary)
         adapter = None if job.source is None else attach(self.host, job.key, job.source)
         try:
-            if request.asked.anything:
+            if request.asked.any:
                 with self.host.turn("tinker", adapter):
-                    job.scores = scoring.score(policy, request.prompt, request.asked)
+                    job.scores = scoring.score_prompt(policy, request.prompt, request.asked)
             most = min(self.host.settings.max_rows, self.host.settings.max_waiting)
             for size, own in _parts(request.n, spec, most):
                 job.flights.append(self._submit(decode.Request(request.prompt, own, adapter, size, request.top)))
@@ -180,7 +174,7 @@ class SampleQueue:
             raise
         job.left = len(job.flights)
         for flight in job.flights:
-            flight.future.add_done_callback(lambda _: self._landed(job))
+            flight.future.add_done_callback(lambda _: self._finish(job))
 
     def _submit(self, request: Any) -> Flight:
         from earnest.serve.decode import Full
@@ -196,8 +190,8 @@ class SampleQueue:
         if job.source is not None:
             self.host.cache.release(job.key)
 
-    def _landed(self, job: _Job) -> None:
-        """Called when a part is decoded, mostly in the decoder's thread: no torch work and no turn in here."""
+    def _finish(self, job: _Job) -> None:
+        """Called when a part is decoded, mostly in the decoder's thread: it may neither compute nor take a turn."""
         with job.lock:
             job.left -= 1
             if job.left:
@@ -205,8 +199,7 @@ class SampleQueue:
         self._release(job)
         failed = next((e for f in job.flights if (e := f.future.exception()) is not None), None)
         if failed is not None:
-            kind = "user" if isinstance(failed, EarnestError) else "server"
-            job.promise.set(Failed(str(failed), cast(Any, kind)))
+            job.promise.set(failure(failed))
             return
         found = [done for flight in job.flights for done in flight.future.result()]
         scores = job.scores

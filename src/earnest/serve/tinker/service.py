@@ -1,7 +1,8 @@
-"""Everything the Tinker API can ask for, as plain calls: sessions, models, samplers, checkpoints, promises."""
+"""The Tinker API as plain calls: sessions, models, samplers, checkpoints, promises."""
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import time
@@ -16,7 +17,7 @@ from earnest.serve.tinker import names
 from earnest.serve.tinker.checkpoints import CheckpointStore
 from earnest.serve.tinker.data import PassRequest, Plain, Result
 from earnest.serve.tinker.errors import NotThere, WireError
-from earnest.serve.tinker.futures import Lines, Promise, Promises
+from earnest.serve.tinker.futures import Promise, Promises, RequestQueues
 from earnest.serve.tinker.models import AdamParams, LiveModel, LoraFacts
 from earnest.serve.tinker.samplers import Samplers, Snapshot, Source
 from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from earnest.serve.host import Host
 
 MODELS = 64
-SILENT = 600.0
-"""Seconds without a heartbeat after which a session is taken for dead; the SDK sends one every 10."""
+SESSION_TIMEOUT = 600.0
+"""Seconds without a heartbeat after which a session ends; the SDK sends one every 10."""
 Body = Mapping[str, Any]
 
 
@@ -35,7 +36,7 @@ class Session:
     id: str
     metadata: dict[str, Any]
     name: str | None
-    heard: float = field(default_factory=time.time)
+    last_heartbeat: float = field(default_factory=time.time)
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     finished: bool = False
@@ -48,7 +49,7 @@ class Service:
         self.host, self.settings = host, host.settings
         self.name = served_name(self.settings.model)
         self.checkpoints = CheckpointStore(store)
-        self.promises, self.lines = Promises(), Lines()
+        self.promises, self.queues = Promises(), RequestQueues()
         self.samplers = Samplers()
         self.sample_queue = SampleQueue(host)
         self.sessions: dict[str, Session] = {}
@@ -56,7 +57,7 @@ class Service:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        self.lines.close()
+        self.queues.close()
         self.sample_queue.close()
 
     # --- sessions --------------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class Service:
     def heartbeat(self, id: str) -> None:
         if id not in self.sessions or self.sessions[id].finished:
             raise WireError(f"the session {id!r} has ended.", 410)
-        self.sessions[id].heard = time.time()
+        self.sessions[id].last_heartbeat = time.time()
 
     def finish_session(self, id: str) -> None:
         """Take the session's models off the policy; what was saved under a name stays."""
@@ -84,12 +85,12 @@ class Service:
         for run in session.models:
             promise, new = self.promises.make(f"{run}:close")
             if new:
-                self.lines.put(run, None, promise, lambda run=run: self._unload(run))  # type: ignore[misc]
+                self.queues.put(run, None, promise, functools.partial(self._unload, run))
 
-    def _bury(self) -> None:
-        """End the sessions that have fallen silent: their clients are gone, their models only take room."""
+    def _end_lost_sessions(self) -> None:
+        """End the sessions without a heartbeat: their clients are gone, and their models take memory."""
         for session in list(self.sessions.values()):
-            if not session.finished and time.time() - session.heard > SILENT:
+            if not session.finished and time.time() - session.last_heartbeat > SESSION_TIMEOUT:
                 session.finished = True
                 for run in session.models:
                     self._unload(run)
@@ -123,7 +124,7 @@ class Service:
 
         def make() -> Result:
             self.host.wait(self.settings.load_wait)
-            self._bury()
+            self._end_lost_sessions()
             if len(self.models) >= MODELS:
                 raise WireError(f"{MODELS} models are being trained already; close a session first.")
             self.models[run] = LiveModel(self.host, run, lora)
@@ -131,7 +132,7 @@ class Service:
             session.models.append(run)
             return Plain({"type": "create_model", "model_id": run})
 
-        return self._start(run, None, "create", make)
+        return self._start(run, None, make, "create")
 
     def model(self, run: str) -> LiveModel:
         model = self.models.get(run)
@@ -146,7 +147,7 @@ class Service:
         model = self.models.pop(run, None)
         if model is not None:
             model.close()
-        self.samplers.end(run.partition(":")[0])  # in the thread that adds them: none comes in behind
+        self.samplers.end(run.partition(":")[0])  # in the thread that adds them, so none is added later
         return Plain({"type": "unload_model", "model_id": run})
 
     def info(self, run: str) -> dict[str, Any]:
@@ -172,9 +173,7 @@ class Service:
 
     def pass_(self, request: PassRequest) -> Promise:
         self.model(request.model_id)
-        return self._start(
-            request.model_id, request.seq_id, "pass", lambda: self.model(request.model_id).pass_(request)
-        )
+        return self._start(request.model_id, request.seq_id, lambda: self.model(request.model_id).pass_(request))
 
     def optim_step(self, body: Body) -> Promise:
         run = str(body["model_id"])
@@ -185,7 +184,7 @@ class Service:
         def step() -> Result:
             return Plain({"metrics": self.model(run).optim_step(AdamParams.read(body["adam_params"]))})
 
-        return self._start(run, body.get("seq_id"), "optim_step", step)
+        return self._start(run, body.get("seq_id"), step)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class Service:
             )
             return Plain({"type": "save_weights", "path": str(path)})
 
-        return self._start(run, body.get("seq_id"), "save_weights", save)
+        return self._start(run, body.get("seq_id"), save)
 
     def save_for_sampler(self, body: Body) -> Promise:
         run = str(body["model_id"])
@@ -228,7 +227,7 @@ class Service:
             )
             return Plain({"type": "save_weights_for_sampler", "path": str(path)})
 
-        return self._start(run, body.get("seq_id"), "save_sampler", save)
+        return self._start(run, body.get("seq_id"), save)
 
     def load_weights(self, body: Body) -> Promise:
         if body.get("model_id") is None:
@@ -247,7 +246,7 @@ class Service:
             model.load(folder, optimizer=bool(body.get("optimizer")))
             return Plain({"type": "load_weights", "path": str(path), "model_id": run})
 
-        return self._start(run, body.get("seq_id"), "load_weights", load)
+        return self._start(run, body.get("seq_id"), load)
 
     def weights_info(self, text: str) -> dict[str, Any]:
         path = names.Path.parse(text)
@@ -306,11 +305,15 @@ class Service:
         known = {"model_name": self.name, "max_context_length": room, "trainable": True, "sampleable": True}
         return {"supported_models": [known]}
 
-    def _start(self, run: str, seq: int | None, kind: str, work: Callable[[], Result]) -> Promise:
-        number = names.new_id() if seq is None and kind != "create" else kind if seq is None else int(seq)
+    def skip(self, run: object, seq: object) -> None:
+        """A numbered request was refused before it was queued: its model goes on with the next one."""
+        if isinstance(run, str) and run in self.models and isinstance(seq, int):
+            self.queues.skip(run, seq)
+
+    def _start(self, run: str, seq: int | None, work: Callable[[], Result], name: str | None = None) -> Promise:
+        number = (name or names.new_id()) if seq is None else int(seq)
         promise, new = self.promises.make(f"{run}:{number}", model_id=run)
         if new:
-            if kind != "create":
-                self.checkpoints.touch(run)
-            self.lines.put(run, seq, promise, work)
+            self.checkpoints.touch(run)
+            self.queues.put(run, seq, promise, work)
         return promise

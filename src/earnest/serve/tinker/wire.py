@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -55,12 +56,29 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def read_pass(body: bytes, content_type: str) -> PassRequest:
-    """A forward or forward_backward request."""
+def read_pass(body: bytes, content_type: str) -> tuple[object, object, Callable[[], PassRequest]]:
+    """(model_id, seq_id, the rest of it) of a forward or forward_backward request, so that one whose data cannot be
+    read is refused under its number."""
     if content_type.split(";")[0].strip() == PROTOBUF:
-        return _read_proto(body)
-    try:
+        request = _parse_proto(body)
+        return request.model_id, request.seq_id, lambda: _read_proto(request)
+    with _as_wire_error():
         found = json.loads(body)
+        return found["model_id"], found.get("seq_id"), lambda: _read_json(found)
+
+
+@contextmanager
+def _as_wire_error() -> Iterator[None]:
+    try:
+        yield
+    except WireError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WireError(f"the body is no forward_backward request ({type(error).__name__}: {error}).") from error
+
+
+def _read_json(found: Mapping[str, Any]) -> PassRequest:
+    with _as_wire_error():
         given = found.get("forward_backward_input") or found["forward_input"]
         return PassRequest(
             model_id=str(found["model_id"]),
@@ -70,13 +88,9 @@ def read_pass(body: bytes, content_type: str) -> PassRequest:
             config=dict(given.get("loss_fn_config") or {}),
             forward_only="forward_input" in found,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, WireError):
-            raise
-        raise WireError(f"the body is no forward_backward request ({type(error).__name__}: {error}).") from error
 
 
-def _read_proto(body: bytes) -> PassRequest:
+def _parse_proto(body: bytes) -> Any:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     request = messages().ForwardBackwardRequest()
@@ -84,6 +98,10 @@ def _read_proto(body: bytes) -> PassRequest:
         request.ParseFromString(body)
     except DecodeError as error:
         raise WireError(f"the body is no ForwardBackwardRequest ({error}).") from error
+    return request
+
+
+def _read_proto(request: Any) -> PassRequest:
     config: dict[str, float | str] = {
         k: v.text if v.WhichOneof("value") == "text" else v.number for k, v in request.loss_fn_config_v2.items()
     } or dict(request.loss_fn_config)
