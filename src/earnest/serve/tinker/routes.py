@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ CLIENT_CONFIG = {
 }
 
 _ODD = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-Handler = Callable[[Request], Awaitable[Response]]
-Served = Callable[["Service", Request], Awaitable[Response]]
+Handler = Callable[[Request, str], Awaitable[Response]]
+Body = Mapping[str, Any]
 
 
 async def _read(request: Request) -> bytes:
@@ -76,12 +76,12 @@ def _numbered(service: Service, run: object, seq: object) -> Iterator[None]:
         raise
 
 
-def _answering_errors(handler: Handler) -> Handler:
+def _answering_errors(handler: Handler, path: str) -> Callable[[Request], Awaitable[Response]]:
     """Errors as answers: a client's mistake with its sentence, a missing or odd field as a 400."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(request)
+            return await handler(request, path)
         except WireError as error:
             return JSONResponse({"detail": str(error)}, error.status)
         except MissingExtra as error:
@@ -96,10 +96,6 @@ def _answering_errors(handler: Handler) -> Handler:
             return JSONResponse({"detail": f"the request has a field of the wrong type ({error})."}, 400)
 
     return answer
-
-
-def _future(promise: Promise) -> Response:
-    return JSONResponse({"request_id": promise.id, **promise.facts})
 
 
 class LazyService:
@@ -136,71 +132,22 @@ def router(host: Host, store: Store) -> APIRouter:
 
     api = APIRouter(prefix="/api/v1", include_in_schema=False, lifespan=lifespan)
 
-    def put(method: str, path: str, handler: Handler) -> None:
-        api.add_api_route(path, _answering_errors(handler), methods=[method], response_model=None)
+    async def promised(request: Request, path: str) -> Response:
+        service, body = await lazy.get(), await _body(request)
+        with _numbered(service, body.get("model_id"), body.get("seq_id")):
+            return _accepted(PROMISED[path](service, body))
 
-    def on(method: str, path: str) -> Callable[[Served], Served]:
-        def take(handler: Served) -> Served:
-            async def handle(request: Request) -> Response:
-                return await handler(await lazy.get(), request)
+    async def run_pass(request: Request, _: str) -> Response:
+        from earnest.serve.tinker import wire
 
-            put(method, path, handle)
-            return handler
+        service, sent, headers = await lazy.get(), await _read(request), request.headers
+        body = await asyncio.to_thread(wire.decompress, sent, headers.get("content-encoding", ""), LIMIT)
+        run, seq, decode = await asyncio.to_thread(wire.read_pass, body, headers.get("content-type", ""))
+        with _numbered(service, run, seq):
+            return _accepted(service.pass_(await asyncio.to_thread(decode)))
 
-        return take
-
-    _switches(put, host)
-    _session_routes(on)
-    _model_routes(on)
-    _record_routes(on)
-    return api
-
-
-On = Callable[[str, str], Callable[[Served], Served]]
-
-
-def _switches(put: Callable[[str, str, Handler], None], host: Host) -> None:
-    """What is answered without a model."""
-
-    def fixed(body: Any) -> Handler:
-        async def handle(_: Request) -> Response:
-            return JSONResponse(body)
-
-        return handle
-
-    async def healthz(_: Request) -> Response:
-        if not host.ready():
-            return JSONResponse({"detail": host.failure or "the model is being loaded."}, 503)
-        return JSONResponse({"status": "ok"})
-
-    put("GET", "/healthz", healthz)
-    put("POST", "/client/config", fixed(CLIENT_CONFIG))
-    put("POST", "/client/dynamic_config", fixed({"refresh_interval_sec": 3600, "sample_cancel_enabled": False}))
-    put("POST", "/telemetry", fixed({"status": "accepted"}))  # read by nobody, kept nowhere
-
-
-def _session_routes(on: On) -> None:
-    @on("GET", "/get_server_capabilities")
-    async def capabilities(service: Service, _: Request) -> Response:
-        return JSONResponse(service.capabilities())
-
-    @on("POST", "/create_session")
-    async def create_session(service: Service, request: Request) -> Response:
-        return JSONResponse(service.create_session(await _body(request)))
-
-    @on("POST", "/session_heartbeat")
-    async def heartbeat(service: Service, request: Request) -> Response:
-        service.heartbeat(str((await _body(request))["session_id"]))
-        return JSONResponse({"type": "session_heartbeat"})
-
-    @on("POST", "/sessions/{session_id}/finish")
-    async def finish(service: Service, request: Request) -> Response:
-        service.finish_session(request.path_params["session_id"])
-        return JSONResponse({})
-
-    @on("POST", "/retrieve_future")
-    async def retrieve(service: Service, request: Request) -> Response:
-        promise = service.promises.get(str((await _body(request))["request_id"]))
+    async def retrieve(request: Request, _: str) -> Response:
+        promise = (await lazy.get()).promises.get(str((await _body(request))["request_id"]))
         result = await promise.wait(POLL)
         if result is None:
             body = {"type": "try_again", "request_id": promise.id, "queue_state": "active"}
@@ -212,51 +159,35 @@ def _session_routes(on: On) -> None:
         promise.fetched = True
         return Response(data, media_type=kind)
 
+    async def with_body(request: Request, path: str) -> Response:
+        return _json(WITH_BODY[path](await lazy.get(), await _body(request), request.path_params))
 
-def _model_routes(on: On) -> None:
-    def promised(path: str, call: str) -> None:
-        @on("POST", path)
-        async def handle(service: Service, request: Request) -> Response:
-            body = await _body(request)
-            with _numbered(service, body.get("model_id"), body.get("seq_id")):
-                return _future(getattr(service, call)(body))
+    async def without_body(request: Request, path: str) -> Response:
+        return _json(WITHOUT_BODY[path](await lazy.get(), request))
 
-    promised("/create_model", "create_model")
-    promised("/optim_step", "optim_step")
-    promised("/save_weights", "save_weights")
-    promised("/save_weights_for_sampler", "save_for_sampler")
-    promised("/load_weights", "load_weights")
-    promised("/asample", "sample")
+    async def fixed(_: Request, path: str) -> Response:
+        return JSONResponse(FIXED[path])
 
-    async def run_pass(service: Service, request: Request) -> Response:
-        from earnest.serve.tinker import wire
+    async def healthz(_: Request, __: str) -> Response:
+        if not host.ready():
+            return JSONResponse({"detail": host.failure or "the model is being loaded."}, 503)
+        return JSONResponse({"status": "ok"})
 
-        sent = await _read(request)
-        headers = request.headers
-        body = await asyncio.to_thread(wire.decompress, sent, headers.get("content-encoding", ""), LIMIT)
-        run, seq, decode = await asyncio.to_thread(wire.read_pass, body, headers.get("content-type", ""))
-        with _numbered(service, run, seq):
-            return _future(service.pass_(await asyncio.to_thread(decode)))
+    tables = ((fixed, FIXED), (with_body, WITH_BODY), (without_body, WITHOUT_BODY), (promised, PROMISED))
+    routes: list[tuple[Handler, str]] = [(handler, path) for handler, table in tables for path in table]
+    routes += [(run_pass, "POST /forward_backward"), (run_pass, "POST /forward"), (retrieve, "POST /retrieve_future")]
+    for handler, path in [*routes, (healthz, "GET /healthz")]:
+        method, _, place = path.partition(" ")
+        api.add_api_route(place, _answering_errors(handler, path), methods=[method], response_model=None)
+    return api
 
-    on("POST", "/forward_backward")(run_pass)
-    on("POST", "/forward")(run_pass)
 
-    @on("POST", "/get_info")
-    async def info(service: Service, request: Request) -> Response:
-        return JSONResponse(service.info(str((await _body(request))["model_id"])))
+def _accepted(promise: Promise) -> Response:
+    return JSONResponse({"request_id": promise.id, **promise.facts})
 
-    @on("POST", "/create_sampling_session")
-    async def create_sampler(service: Service, request: Request) -> Response:
-        return JSONResponse(service.create_sampler(await _body(request)))
 
-    @on("POST", "/join_sampling_session")
-    async def join(service: Service, request: Request) -> Response:
-        number = service.samplers.join(str((await _body(request))["sampling_session_id"]))
-        return JSONResponse({"type": "join_sampling_session", "client_counter": number})
-
-    @on("GET", "/samplers/{sampler_id}")
-    async def sampler(service: Service, request: Request) -> Response:
-        return JSONResponse(service.sampler(request.path_params["sampler_id"]))
+def _json(found: Mapping[str, Any] | None) -> Response:
+    return Response(status_code=204) if found is None else JSONResponse(found)
 
 
 def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
@@ -266,59 +197,65 @@ def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
-def _record_routes(on: On) -> None:
-    @on("POST", "/weights_info")
-    async def weights_info(service: Service, request: Request) -> Response:
-        return JSONResponse(service.weights_info(str((await _body(request))["tinker_path"])))
+def _path(parameters: Mapping[str, str]) -> Path:
+    return Path.parse(f"tinker://{parameters['run']}/{parameters['checkpoint']}")
 
-    @on("GET", "/training_runs")
-    async def runs(service: Service, request: Request) -> Response:
-        shown, cursor = _page(request, service.checkpoints.runs())
-        return JSONResponse({"training_runs": [service.checkpoints.describe(r) for r in shown], "cursor": cursor})
 
-    @on("GET", "/training_runs/{run}")
-    async def run(service: Service, request: Request) -> Response:
-        return JSONResponse(service.checkpoints.describe(request.path_params["run"]))
+def _runs(service: Service, request: Request) -> Mapping[str, Any]:
+    shown, cursor = _page(request, service.checkpoints.runs())
+    return {"training_runs": [service.checkpoints.describe(r) for r in shown], "cursor": cursor}
 
-    @on("GET", "/training_runs/{run}/checkpoints")
-    async def checkpoints(service: Service, request: Request) -> Response:
-        return JSONResponse({"checkpoints": service.checkpoints.checkpoints(request.path_params["run"])})
 
-    def path_of(request: Request) -> Path:
-        return Path.parse(f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}")
+def _checkpoints(service: Service, request: Request) -> Mapping[str, Any]:
+    found = [c for run in service.checkpoints.runs() for c in service.checkpoints.checkpoints(run)]
+    shown, cursor = _page(request, sorted(found, key=lambda c: str(c["time"]), reverse=True))
+    return {"checkpoints": shown, "cursor": cursor}
 
-    @on("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl")
-    async def ttl(service: Service, request: Request) -> Response:
-        service.checkpoints.set_ttl(path_of(request), (await _body(request)).get("ttl_seconds"))
-        return Response(status_code=204)
 
-    @on("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}")
-    async def delete(service: Service, request: Request) -> Response:
-        service.checkpoints.delete(path_of(request))
-        return Response(status_code=204)
+FIXED: Mapping[str, Body] = {
+    "POST /client/config": CLIENT_CONFIG,
+    "POST /client/dynamic_config": {"refresh_interval_sec": 3600, "sample_cancel_enabled": False},
+    "POST /telemetry": {"status": "accepted"},  # it is not read and not kept
+}
+"""Answers that need no model."""
 
-    @on("GET", "/checkpoints")
-    async def all_checkpoints(service: Service, request: Request) -> Response:
-        found = sorted(
-            (c for r in service.checkpoints.runs() for c in service.checkpoints.checkpoints(r)),
-            key=lambda c: str(c["time"]),
-            reverse=True,
-        )
-        shown, cursor = _page(request, found)
-        return JSONResponse({"checkpoints": shown, "cursor": cursor})
+WITH_BODY: Mapping[str, Callable[[Service, Body, Mapping[str, str]], Body | None]] = {
+    "POST /create_session": lambda service, body, _: service.create_session(body),
+    "POST /session_heartbeat": lambda service, body, _: service.heartbeat(str(body["session_id"])),
+    "POST /get_info": lambda service, body, _: service.info(str(body["model_id"])),
+    "POST /create_sampling_session": lambda service, body, _: service.create_sampler(body),
+    "POST /join_sampling_session": lambda service, body, _: service.join(str(body["sampling_session_id"])),
+    "POST /weights_info": lambda service, body, _: service.weights_info(str(body["tinker_path"])),
+    "PUT /training_runs/{run}/checkpoints/{checkpoint:path}/ttl": lambda service, body, parameters: (
+        service.checkpoints.set_ttl(_path(parameters), body.get("ttl_seconds"))
+    ),
+}
+"""Calls with a body; None is answered with 204."""
 
-    @on("GET", "/sessions")
-    async def sessions(service: Service, request: Request) -> Response:
-        return JSONResponse({"sessions": _page(request, list(service.sessions))[0]})
+WITHOUT_BODY: Mapping[str, Callable[[Service, Request], Body | None]] = {
+    "GET /get_server_capabilities": lambda service, _: service.capabilities(),
+    "POST /sessions/{session_id}/finish": lambda service, r: service.finish_session(r.path_params["session_id"]),
+    "GET /samplers/{sampler_id}": lambda service, r: service.sampler(r.path_params["sampler_id"]),
+    "GET /training_runs": _runs,
+    "GET /training_runs/{run}": lambda service, r: service.checkpoints.describe(r.path_params["run"]),
+    "GET /training_runs/{run}/checkpoints": lambda service, r: {
+        "checkpoints": service.checkpoints.checkpoints(r.path_params["run"])
+    },
+    "DELETE /training_runs/{run}/checkpoints/{checkpoint:path}": lambda service, r: service.checkpoints.delete(
+        _path(r.path_params)
+    ),
+    "GET /checkpoints": _checkpoints,
+    "GET /sessions": lambda service, r: {"sessions": _page(r, list(service.sessions))[0]},
+    "GET /sessions/{session_id}": lambda service, r: service.describe_session(r.path_params["session_id"]),
+}
+"""Calls without a body."""
 
-    @on("GET", "/sessions/{session_id}")
-    async def session(service: Service, request: Request) -> Response:
-        found = service.session(request.path_params["session_id"])
-        return JSONResponse(
-            {
-                "training_run_ids": found.models,
-                "sampler_ids": found.samplers,
-                "user_metadata": {str(k): str(v) for k, v in found.metadata.items()} or None,
-                "display_name": found.name,
-            }
-        )
+PROMISED: Mapping[str, Callable[[Service, Body], Promise]] = {
+    "POST /create_model": lambda service, body: service.create_model(body),
+    "POST /optim_step": lambda service, body: service.optim_step(body),
+    "POST /save_weights": lambda service, body: service.save_weights(body),
+    "POST /save_weights_for_sampler": lambda service, body: service.save_for_sampler(body),
+    "POST /load_weights": lambda service, body: service.load_weights(body),
+    "POST /asample": lambda service, body: service.sample(body),
+}
+"""Calls whose result is fetched later."""

@@ -73,19 +73,30 @@ class Service:
             raise NotThere(f"there is no session {id!r}; the server was restarted, or it was never made here.")
         return session
 
-    def heartbeat(self, id: str) -> None:
+    def heartbeat(self, id: str) -> dict[str, Any]:
         if id not in self.sessions or self.sessions[id].finished:
             raise WireError(f"the session {id!r} has ended.", 410)
         self.sessions[id].last_heartbeat = time.time()
+        return {"type": "session_heartbeat"}
 
-    def finish_session(self, id: str) -> None:
-        """Take the session's models off the policy; what was saved under a name stays."""
+    def describe_session(self, id: str) -> dict[str, Any]:
+        found = self.session(id)
+        return {
+            "training_run_ids": found.models,
+            "sampler_ids": found.samplers,
+            "user_metadata": {str(k): str(v) for k, v in found.metadata.items()} or None,
+            "display_name": found.name,
+        }
+
+    def finish_session(self, id: str) -> dict[str, Any]:
+        """Detach the session's models; checkpoints with a name stay."""
         session = self.session(id)
         session.finished = True
         for run in session.models:
             promise, new = self.promises.make(f"{run}:close")
             if new:
                 self.queues.put(run, None, promise, functools.partial(self._unload, run))
+        return {}
 
     def _end_lost_sessions(self) -> None:
         """End the sessions without a heartbeat: their clients are gone, and their models take memory."""
@@ -278,6 +289,9 @@ class Service:
         session = self.sessions.get(sampler.partition(":")[0])
         if session is not None:
             session.samplers.append(sampler)
+
+    def join(self, id: str) -> dict[str, Any]:
+        return {"type": "join_sampling_session", "client_counter": self.samplers.join(id)}
 
     def sampler(self, id: str) -> dict[str, Any]:
         _, _, path = self.samplers.get(id)
