@@ -1,6 +1,6 @@
-"""What crosses the wire, once it is off the wire.
+"""Requests and results as they are after decoding and before encoding.
 
-Shapes: N positions of one datum, K targets a position, P tokens of a prompt.
+Shapes: N positions of one datum, K targets per position, P tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PassOutput:
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The K most probable tokens at each of some positions; rows that were not scored are ``None`` in ``scored``."""
+    """The K most probable tokens at each position; ``scored`` is False for the rows that have no values."""
 
     ids: Int[Tensor, "P K"]
     logprobs: Float[Tensor, "P K"]
@@ -64,7 +64,7 @@ class Sequence:
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """A matrix of numbers, dense or as compressed rows; ``values`` are flat."""
+    """A matrix of numbers, dense or as compressed sparse rows; ``values`` are flat."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Cells:
 
 @dataclass(frozen=True, eq=False)
 class SampleOutput:
-    """``prompt`` has None where a token was not scored; the first one never is."""
+    """``prompt`` has None for a token that was not scored; the first token never is."""
 
     sequences: tuple[Sequence, ...]
     prompt: tuple[float | None, ...] | None = None
@@ -85,14 +85,14 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class Plain:
-    """A result that is JSON by nature."""
+    """A result that is sent as JSON."""
 
     body: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that came to nothing, and whose fault that was."""
+    """A request that failed, and whether the client or the server is the cause."""
 
     error: str
     category: Literal["user", "server"]

@@ -1,6 +1,6 @@
-"""A model that is being trained over the wire: a LoRA on the host's policy, its gradients, its AdamW.
+"""A model that a client trains: a LoRA on the host's policy, its gradients, its AdamW.
 
-optim_step: g ← g·min(1, c/‖g‖) where c > 0, then torch's AdamW with this very step's lr, β₁, β₂, ε and decay.
+optim_step: g ← g·min(1, c/‖g‖) where c > 0, then torch's AdamW with the lr, β₁, β₂, ε and decay of this step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALPHA = 32.0
 
 
 @dataclass(frozen=True)
-class LoraFacts:
-    """What the wire says about a LoRA; ``seed`` decides its birth."""
+class LoraConfig:
+    """A LoRA as the wire describes it; ``seed`` determines its initialization."""
 
     rank: int
     seed: int
@@ -39,7 +39,7 @@ class LoraFacts:
             raise WireError("train_attn, train_mlp and train_unembed are all false: nothing would be trained.")
 
     def targets(self, host: Host) -> list[str]:
-        """The paths of the layers that it sits on."""
+        """The paths of the layers that it adapts."""
         from earnest.adapters.targets import linears
 
         model = host.policy.model
@@ -89,7 +89,7 @@ class AdamParams:
 class LiveModel:
     """One training run in memory."""
 
-    def __init__(self, host: Host, run: str, lora: LoraFacts) -> None:
+    def __init__(self, host: Host, run: str, lora: LoraConfig) -> None:
         from earnest.adapters import LoRA
         from earnest.engines import AdamW, LocalEngine
 
@@ -97,12 +97,12 @@ class LiveModel:
         self.variant = LoRA(rank=lora.rank, alpha=ALPHA)
         self.targets = lora.targets(host)
         self.adapter = host.attach(f"tinker {run}", self.variant, targets=self.targets, seed=lora.seed)
-        # Every step sets its own numbers; these are only what the optimizer is built with.
+        # Every step has its own settings; the optimizer is built with the defaults.
         defaults = AdamParams()
         spec = AdamW(lr=defaults.learning_rate, betas=(defaults.beta1, defaults.beta2), eps=defaults.eps)
         self.engine = LocalEngine(host.policy, self.adapter, spec, max_grad_norm=None)
         self.weights_version = 0
-        """Counts every change of the weights: samplers of the same version share one adapter."""
+        """The number of changes of the weights; samplers of the same version share one adapter."""
 
     def pass_(self, request: PassRequest) -> PassOutput:
         from earnest.serve.decode import positions
@@ -113,7 +113,7 @@ class LiveModel:
             return passes.run(self.engine, request, loss, turn.yield_turn)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        """Clip, then AdamW with these settings. Refused where no gradient has been made since the last one."""
+        """Clip, then AdamW with these settings. Refused where no pass has added a gradient since the last step."""
         if all(p.grad is None for p in self.engine.parameters):
             raise WireError("optim_step before any forward_backward: there is no gradient to step along.")
         decayed = {id(p) for p in self.adapter.decay_parameters()}
@@ -140,7 +140,7 @@ class LiveModel:
             self.adapter.save(folder, name)
 
     def load(self, folder: Folder, *, optimizer: bool) -> None:
-        """A state of this or another run with the same LoRA; without ``optimizer`` its moments start anew."""
+        """Load a state of a run with the same LoRA; without ``optimizer`` the moments start at 0."""
         from earnest.engines import checkpoint
 
         with self.host.turn("tinker", self.adapter):

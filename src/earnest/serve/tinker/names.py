@@ -1,4 +1,4 @@
-"""Ids and names that reach the file system: only what matches one short pattern does.
+"""Ids and names of training runs and checkpoints; only what matches a short pattern reaches the file system.
 
 tinker://<training run>/weights/<name>            a state: weights and optimizer
 tinker://<training run>/sampler_weights/<name>    weights to sample from
@@ -37,7 +37,7 @@ def is_run(run: str) -> bool:
 
 
 def folder_of(run: str) -> str:
-    """The folder name of a run; the pattern of its id is checked again here, right before the file system."""
+    """The folder name of a run. The id is checked again here, immediately before it is used as a path."""
     if not is_run(run):
         raise WireError(f"{run!r} is no id of a training run.", 404)
     return run.replace(":", "-")

@@ -1,9 +1,9 @@
-"""Forward and backward for a list of datums: log-probs of all targets, the loss on them, gradients that add up.
+"""Forward and backward passes for a list of datums: log-probs of all targets, their loss, added gradients.
 
     lp = log softmax(z)[target]   →   L = Σ_datums loss(lp)   →   grad += Σ ∂L/∂lp · ∂lp/∂θ
 
-The datums go through the model in micro-batches, between which the turn is handed over; every loss is a sum over
-datums, so the cut changes nothing. A pass that fails leaves the gradients as they were.
+The datums run in micro-batches, and the turn is yielded between them. Every loss is a sum over datums, so the cut does
+not change it. A pass that fails leaves the gradients as they were.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _part(engine: LocalEngine, batch: Batch, request: PassRequest, loss: Term, f
 
 
 def batches(data: Sequence[Datum]) -> list[Batch]:
-    """Batches of datums with the same number of targets a position; ``group`` says which datum a row is."""
+    """Batches of datums with the same number of targets per position; ``group`` is the datum's number of each row."""
     by_width: dict[int | None, list[int]] = {}
     for index, datum in enumerate(data):
         targets = datum.targets

@@ -1,4 +1,4 @@
-"""Weights to sample from: the base, a checkpoint, or what a model's weights were when somebody asked.
+"""Weights to sample from: the base, a checkpoint, or a copy of a model's weights in memory.
 
 A sampler's weights never change. Its adapter comes from the host's cache, which keeps it attached while one of its
 requests runs.
@@ -52,7 +52,7 @@ def attach(host: Host, key: str, source: Folder | Snapshot) -> Adapter:
 class Samplers:
     """Sampling sessions by id (``<session>:sample:<number>``).
 
-    A session keeps the ``SNAPSHOTS`` copies in memory that it used last, whatever others do, and none once it ended.
+    Each session keeps the last ``SNAPSHOTS`` copies in memory that it used; when it ends, it keeps none.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Samplers:
                     self._forget(copies.popitem(last=False)[0])
 
     def get(self, sampler: str) -> tuple[str, Source, str | None]:
-        """(key of its weights, the weights, its path where it has one). To ask for it is to use it."""
+        """(key of its weights, the weights, its path or None). Counts as a use of the sampler."""
         with self._lock:
             found = self._known.get(sampler)
             if found is not None:
@@ -86,7 +86,7 @@ class Samplers:
         )
 
     def end(self, session: str) -> None:
-        """Forget the copies in memory of a session that is over."""
+        """Forget the copies in memory of a session that ended."""
         with self._lock:
             for sampler in self._copies.pop(session, {}):
                 self._forget(sampler)
@@ -96,7 +96,7 @@ class Samplers:
         self._clones.pop(sampler, None)
 
     def join(self, sampler: str) -> int:
-        """A number for one more client of this sampler; the first one is 0."""
+        """A number for one more client of this sampler; the client that made it has 0."""
         self.get(sampler)
         with self._lock:
             self._clones[sampler] = self._clones.get(sampler, 0) + 1

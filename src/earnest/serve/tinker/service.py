@@ -18,7 +18,7 @@ from earnest.serve.tinker.checkpoints import CheckpointStore
 from earnest.serve.tinker.data import PassRequest, Plain, Result
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.futures import Promise, Promises, RequestQueues
-from earnest.serve.tinker.models import AdamParams, LiveModel, LoraFacts
+from earnest.serve.tinker.models import AdamParams, LiveModel, LoraConfig
 from earnest.serve.tinker.samplers import Samplers, Snapshot, Source
 from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
 
@@ -129,7 +129,7 @@ class Service:
             raise WireError("create_model needs a lora_config: models are trained as LoRAs.")
         seed = given.get("seed")
         flags = {k: bool(given.get(k, True)) for k in ("train_attn", "train_mlp", "train_unembed")}
-        lora = LoraFacts(int(given["rank"]), secrets.randbits(31) if seed is None else int(seed), **flags)
+        lora = LoraConfig(int(given["rank"]), secrets.randbits(31) if seed is None else int(seed), **flags)
         run = f"{session.id}:train:{int(body['model_seq_id'])}"
         metadata = {str(k): str(v) for k, v in (body.get("user_metadata") or {}).items()}
 

@@ -1,4 +1,4 @@
-"""Bytes to records and back: protobuf as the SDK speaks it (its own generated module), and JSON.
+"""Decoding of requests and encoding of results: the SDK's protobuf (by its own generated module), and JSON.
 
 Numbers are little-endian, tokens int32, indices int64. A body may be compressed with zstd.
 """
@@ -34,7 +34,7 @@ def messages() -> Any:
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """The body as it was before ``Content-Encoding``; never more than ``limit`` bytes of it."""
+    """The decompressed body; one of more than ``limit`` bytes is refused."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
@@ -189,7 +189,7 @@ def json_tensor(given: Mapping[str, Any], where: str) -> Tensor:
 
 
 def dense(cells: Cells, where: str, empty: int = 0) -> Tensor:
-    """The matrix of compressed rows, with ``empty`` where nothing was named."""
+    """The dense matrix of compressed rows; cells that are not named are ``empty``."""
     rows, columns, shape = cells.rows, cells.columns, cells.shape
     assert rows is not None and columns is not None
     good = (
@@ -208,7 +208,7 @@ def dense(cells: Cells, where: str, empty: int = 0) -> Tensor:
 
 
 def row_of(cells: Cells) -> Tensor:
-    """The row of every named cell."""
+    """The row index of every named cell."""
     assert cells.rows is not None
     return torch.repeat_interleave(torch.arange(cells.shape[0]), cells.rows[1:] - cells.rows[:-1])
 
@@ -259,7 +259,7 @@ def _proto_pass(output: PassOutput) -> bytes:
     message = pb.ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
     for name, value in output.metrics.items():
         message.metrics[name] = value
-    # A record has one trailing shape: a datum with another number of targets begins a new one, in order.
+    # A record has one trailing shape: a datum with another number of targets per position starts a new record.
     runs: list[list[Tensor]] = []
     for lp in output.logprobs:
         if runs and runs[-1][0].shape[1:] == lp.shape[1:]:
