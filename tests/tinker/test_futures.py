@@ -154,13 +154,14 @@ def test_a_refused_request_does_not_hold_up_the_next_one(served: Served, path: s
             result = http.post("retrieve_future", json={"request_id": refused.json()["request_id"]}).json()
             assert result["category"] == "user", result
         else:
-            assert refused.status_code == 400 and refused.json()["detail"]
+            assert refused.status_code in (400, 404) and refused.json()["detail"]
         begun = time.monotonic()
         save = http.post("save_weights", json={"model_id": client.model_id, "seq_id": number + 1, "path": "next"})
         result = http.post("retrieve_future", json={"request_id": save.json()["request_id"]}).json()
     assert result.get("path") == f"tinker://{client.model_id}/weights/next" and time.monotonic() - begun < 30
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
 def test_a_load_that_the_sdk_is_refused_leaves_its_client_usable(served: Served) -> None:
     client = served.training(rank=1)
     with pytest.raises(tinker.TinkerError, match="load a state"):

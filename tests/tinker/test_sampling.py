@@ -146,7 +146,7 @@ def test_named_weights_are_the_ones_that_were_saved(served: Served, rows: list[l
 @pytest.mark.parametrize(
     ("params", "asked", "said"),
     [
-        ({"temperature": -1.0}, {}, "temperature is -1.0"),
+        ({"temperature": -1.0}, {}, "temperature: must be a finite number at least 0, got -1.0"),
         ({"max_tokens": 600}, {}, "512 positions"),
         ({}, {"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs is 5000"),
         ({}, {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64", shape=[1, 1])}, "shape \\[3, K\\]"),

@@ -67,11 +67,11 @@ async def _body(request: Request) -> dict[str, Any]:
 
 @contextmanager
 def _numbered(service: Service, run: object, seq: object) -> Iterator[None]:
-    """Skip the number of a request that is refused here; one that may be sent again (409, 503) keeps it."""
+    """Skip the number of a request that is refused for good; one that the SDK sends again keeps its number."""
     try:
         yield
     except (EarnestError, *_ODD) as error:
-        if getattr(error, "status", 400) == 400:
+        if getattr(error, "status", 400) in (400, 404):
             service.skip(run, seq)
         raise
 
