@@ -20,6 +20,7 @@ from earnest.engines.vocabulary.known import tail_of
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
 from earnest.models import SampleSpec
 from earnest.serve.tinker import samplers
+from earnest.signals.batch import Reference
 from earnest.signals.distributions import ScoredAt
 from tests.tinker.conftest import KEY, Served
 from tests.tinker.reference import close
@@ -231,6 +232,17 @@ def test_the_sampled_form_is_the_local_engines_sampled_form(pair: Pair, form: st
         pair.same_weights()
     with pytest.raises(ObjectiveError, match="biased off-policy"):
         pair.remote.step(batch, en.Distill(alpha=0.5, **support))
+
+
+@pytest.mark.parametrize("pair", [{"estimator": "sampled"}], indirect=True)
+def test_a_barrier_on_another_aggregate_than_the_mean_has_no_sampled_form(pair: Pair) -> None:
+    batch = _batch(pair)
+    teacher = _teacher(pair, batch, 16, "teacher")
+    batch = batch.with_signals(reference=Reference(teacher.logprobs, teacher.distribution))
+    for over in ("rmse", "p95", "max"):
+        for engine in (pair.remote, pair.local):
+            with pytest.raises(ObjectiveError, match=f"the {over} over positions is not linear in the divergence"):
+                engine.step(batch, en.KLBarrier(over=over))
 
 
 @pytest.mark.parametrize("pair", [{"estimator": "sampled"}], indirect=True)
