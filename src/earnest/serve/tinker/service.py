@@ -48,7 +48,7 @@ class Service:
     def __init__(self, host: Host, store: Store) -> None:
         self.host, self.settings = host, host.settings
         self.name = served_name(self.settings.model)
-        self.checkpoints = CheckpointStore(store)
+        self.checkpoints: CheckpointStore = CheckpointStore(store)
         self.promises, self.queues = Promises(), RequestQueues()
         self.samplers = Samplers()
         self.sample_queue = SampleQueue(host)
