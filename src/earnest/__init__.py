@@ -1,7 +1,7 @@
 """Post-training of language models in which nothing fails silently.
 
 Names are imported when they are first used, so ``import earnest`` costs almost nothing; ``__init__.pyi`` lists them.
-A term or an adapter that is registered under another name is ``earnest.<class name>`` as well.
+A term that is registered without being listed there is ``earnest.<class name>`` as well.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ _listed, __dir__, __all__ = lazy(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ or not name[0].isupper():
-        return _listed(name)
-    from earnest.adapters import VARIANTS
-    from earnest.objectives import OBJECTIVES
+    if name[0].isupper() and name not in __all__:
+        from earnest import objectives
 
-    known = {cls.__name__: cls for cls in (*OBJECTIVES.values(), *VARIANTS.values())}
-    return known[name] if name in known else _listed(name)
+        return getattr(objectives, name)
+    return _listed(name)

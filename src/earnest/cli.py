@@ -366,16 +366,34 @@ def recipes() -> None:
     _print(listings.recipes())
 
 
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", help="A file or module of your own that registers more; may be repeated."),
+]
+
+
+def _import(entries: list[str] | None) -> None:
+    from earnest import plugins
+
+    for entry in entries or ():
+        plugins.load(entry)
+
+
 @app.command()
-def objectives(kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None) -> None:
+def objectives(
+    kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None, imports: Imports = None
+) -> None:
     """The terms of a loss, each with its paper."""
     from earnest import listings
 
+    _import(imports)
     _print(listings.objectives() if kind is None else listings.objective(kind))
 
 
 @app.command()
 def adapters(
+    kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None,
+    imports: Imports = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run the conformance checks of every adapter; exit 1 on a failure.")
     ] = False,
@@ -386,8 +404,9 @@ def adapters(
     """The adapters, each with its paper and its learning rate."""
     from earnest import listings
 
+    _import(imports)
     if not (check or compile):
-        _print(listings.adapters())
+        _print(listings.adapters() if kind is None else listings.adapter(kind))
         return
     from rich.console import Console
     from rich.progress import track
@@ -405,10 +424,14 @@ def adapters(
 
 
 @app.command()
-def tasks(name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None) -> None:
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None,
+    imports: Imports = None,
+) -> None:
     """What there is to learn; with NAME its description, settings and three prompts with grades."""
     from earnest import listings
 
+    _import(imports)
     _print(listings.tasks() if name is None else listings.task(name))
 
 

@@ -10,11 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from earnest.errors import EarnestError, nearest
-
 if TYPE_CHECKING:
     from earnest.adapters.conformance import ConformanceRow
     from earnest.objectives.registry import TermInfo
+    from earnest.settings import FieldInfo
 
 
 def _table(title: str, *columns: str, names: bool = True) -> Table:
@@ -61,15 +60,25 @@ def objectives() -> Table:
 
 def objective(kind: str) -> Table:
     """The fields of one term."""
-    from earnest.objectives import describe
+    from earnest.objectives.registry import OBJECTIVES, info_of
 
-    infos = {info.kind: info for info in describe()}
-    if kind not in infos:
-        raise EarnestError(f"objective {kind!r} is unknown: {nearest(kind, infos)}")
-    info = infos[kind]
-    title = f"{info.kind}: {info.summary}\n{info.equation}\n{info.paper}\nreads {_reads(info)}"
+    info = info_of(OBJECTIVES.find(kind))
+    return _fields(f"{kind}: {info.summary}\n{info.equation}\n{info.paper}\nreads {_reads(info)}", info.fields)
+
+
+def adapter(kind: str) -> Table:
+    """The fields of one adapter."""
+    from earnest.adapters.variant import VARIANTS
+    from earnest.settings import field_infos
+
+    variant = VARIANTS.find(kind)
+    summary = (variant.__doc__ or "").strip().splitlines()[0]
+    return _fields(f"{kind}: {summary}\n{variant.equation}\narXiv {variant.paper}", field_infos(variant))
+
+
+def _fields(title: str, infos: Iterable[FieldInfo]) -> Table:
     table = _table(title, "field", "default", "allowed", "meaning")
-    for field in info.fields:
+    for field in infos:
         _row(table, field.name, field.default, field.allowed, field.doc)
     return table
 

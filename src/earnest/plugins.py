@@ -24,19 +24,20 @@ from earnest.errors import ConfigError, EarnestError
 GROUP = "earnest.plugins"
 
 
-def load(entry: str, folder: Path | None = None) -> str:
+def load(entry: str) -> str:
     """Import a file (``….py``) or a module, once; returns the entry by which another process finds the same code.
 
-    A relative path is looked up in ``folder`` (the recipe's), then in the current folder, and returned absolute.
+    That is the module's name, or the file's absolute path.
     """
     if not entry.endswith(".py"):
         _attempt(entry, lambda: importlib.import_module(entry))
         return entry
-    places = [Path(entry).expanduser()] if folder is None else [folder / Path(entry).expanduser(), Path(entry)]
-    path = next((place.resolve() for place in places if place.is_file()), None)
-    if path is None:
-        looked = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
-        raise ConfigError(f"import: there is no file {looked}; give the path of a .py file, or a module's name.")
+    path = Path(entry).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(
+            f"import: there is no file {path}; give the path of a .py file, from the recipe's folder or from here, or "
+            "the name of a module."
+        )
     # One name per path: a second import is the same module, and what it defines can be pickled.
     name = f"earnest_import_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:

@@ -23,32 +23,35 @@ class Registry(MutableMapping[str, T]):
 
     def __init__(self, sort: str, folder: str, error: type[EarnestError]) -> None:
         self.sort, self.folder, self.error = sort, folder, error
+        self.imported: set[str] = set()  # the names that are not earnest's own
         self._items: dict[str, T] = {}
         self._searched: tuple[str, ...] | None = None
 
-    def add(self, name: str, item: T) -> None:
-        """Make ``item`` known as ``name``; a name that somebody else has is refused."""
+    def add(self, name: str, item: T, *, own: bool | None = None) -> None:
+        """Make ``item`` known as ``name``; a name that is taken is refused.
+
+        ``own``: whether it is earnest's own; None: where its class is one of earnest's modules.
+        """
         cls = item if isinstance(item, type) else type(item)
-        if not cls.__module__.startswith("earnest."):
-            self._search()  # so that a taken name is noticed here, and not when earnest's own file is imported later
-        if (
-            isinstance(item, type)
-            and is_dataclass(item)
-            and (bare := [f.name for f in fields(item) if f.init and not f.metadata])
-        ):
+        own = cls.__module__.startswith("earnest.") if own is None else own
+        if not own:
+            self._search()  # so that a taken name is refused here, and not when earnest's own file is imported later
+        if isinstance(item, type) and is_dataclass(item) and (bare := [f.name for f in fields(item) if not f.metadata]):
             raise self.error(
                 f"{self.sort} {name!r}: the field {bare[0]!r} has no range and no meaning; declare it with "
                 "earnest.settings.setting(default, meaning, …)."
             )
         known = self._items.get(name)
-        if known is not None:
-            taken = known if isinstance(known, type) else type(known)
-            if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise self.error(
-                    f"the {self.sort} name {name!r} is taken by {taken.__qualname__} of {taken.__module__}; "
-                    "choose another name."
-                )
+        taken = known if isinstance(known, type) else type(known)
+        again = isinstance(item, type) and (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
+        if known is not None and not again:  # a class that is defined again replaces itself, as in a notebook
+            raise self.error(
+                f"the {self.sort} name {name!r} is taken by {taken.__qualname__} of {taken.__module__}; "
+                "choose another name."
+            )
         self._items[name] = item
+        if not own:
+            self.imported.add(name)
 
     def find(self, name: str) -> T:
         """The item of this name, or an error with the nearest one."""
@@ -78,6 +81,7 @@ class Registry(MutableMapping[str, T]):
 
     def __delitem__(self, name: str) -> None:
         del self._items[name]
+        self.imported.discard(name)
 
     def __iter__(self) -> Iterator[str]:
         self._search()

@@ -159,6 +159,25 @@ def _declared(cls: type) -> tuple[tuple[str, Any, Setting], ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class FieldInfo:
+    """One setting in words."""
+
+    name: str
+    default: str
+    allowed: str
+    doc: str
+
+
+def field_infos(kind: type) -> tuple[FieldInfo, ...]:
+    """Every setting of a dataclass in words."""
+    words = {MISSING: "required", None: "none"}
+    return tuple(
+        FieldInfo(name, words[default] if default in (MISSING, None) else str(default), what.allowed, what.doc)
+        for name, default, what in settings(kind)
+    )
+
+
 class Checked:
     """Base of frozen dataclasses of settings: an instance with a value out of range cannot be made."""
 

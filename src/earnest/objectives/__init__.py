@@ -1,4 +1,12 @@
-"""The maths of losses: pure functions of a batch's per-token scalars. A sum of weighted terms is an objective."""
+"""The maths of losses: pure functions of a batch's per-token scalars. A sum of weighted terms is an objective.
+
+A file in this folder whose term has ``@register`` needs no line here: the registry finds it, and the term is
+``earnest.objectives.<class name>``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from earnest.objectives.base import Evaluation as Evaluation
 from earnest.objectives.base import Objective as Objective
@@ -33,3 +41,12 @@ from earnest.objectives.trust import EntropyBonus as EntropyBonus
 from earnest.objectives.trust import KLBarrier as KLBarrier
 from earnest.objectives.trust import SpectralCap as SpectralCap
 from earnest.objectives.trust import calibrate_tau as calibrate_tau
+
+if not TYPE_CHECKING:  # a type checker knows the names above, and finds misspelt ones
+
+    def __getattr__(name: str) -> Any:
+        if name[0].isupper():
+            for term in OBJECTIVES.values():
+                if term.__name__ == name:
+                    return term
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from earnest.errors import ObjectiveError
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.registry import Registry
-from earnest.settings import FieldProblem, make, settings
+from earnest.settings import FieldInfo, FieldProblem, field_infos, make, settings
 
 OBJECTIVES: Registry[type[Term]] = Registry("objective", "earnest.objectives", ObjectiveError)
 
@@ -46,16 +46,6 @@ def build_objective(terms: Sequence[Mapping[str, Any]]) -> Objective:
 
 
 @dataclass(frozen=True)
-class FieldInfo:
-    """One field of a term, for people."""
-
-    name: str
-    default: str
-    allowed: str
-    doc: str
-
-
-@dataclass(frozen=True)
 class TermInfo:
     """One term, for people: what ``earnest objectives`` prints."""
 
@@ -73,24 +63,11 @@ class TermInfo:
 
 def describe() -> list[TermInfo]:
     """Every registered term, by kind."""
-    return [_describe(OBJECTIVES[kind]) for kind in sorted(OBJECTIVES)]
+    return [info_of(OBJECTIVES[kind]) for kind in sorted(OBJECTIVES)]
 
 
-def field_infos(cls: type) -> tuple[FieldInfo, ...]:
-    """The settings of a term, an adapter or an optimizer; a term's ``name`` is left out."""
-    return tuple(
-        FieldInfo(
-            name,
-            "required" if default is MISSING else "none" if default is None else str(default),
-            what.allowed,
-            what.doc,
-        )
-        for name, default, what in settings(cls)
-        if name != "name"
-    )
-
-
-def _describe(term: type[Term]) -> TermInfo:
+def info_of(term: type[Term]) -> TermInfo:
+    """One term."""
     return TermInfo(
         kind=term.kind,
         cls=term.__name__,
@@ -101,7 +78,7 @@ def _describe(term: type[Term]) -> TermInfo:
         signals=tuple(sorted(term.example().signals())),
         more_signals=tuple(sorted(_conditional(term).items())),
         laws=tuple(sorted(term.laws)),
-        fields=field_infos(term),
+        fields=tuple(field for field in field_infos(term) if field.name != "name"),
     )
 
 

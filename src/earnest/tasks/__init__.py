@@ -2,7 +2,7 @@
 
 from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, UnknownTask
 from earnest.tasks.grading import GraderErrors, grade_all
-from earnest.tasks.registry import get_task, list_tasks
+from earnest.tasks.registry import get_task, list_tasks, register
 from earnest.tasks.stream import PromptStream
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "get_task",
     "grade_all",
     "list_tasks",
+    "register",
 ]

@@ -66,6 +66,6 @@ class TaskInfo:
 
     name: str
     description: str
-    source: Literal["built-in", "reasoning-gym", "verifiers"]
+    source: Literal["built-in", "imported", "reasoning-gym", "verifiers"]
     available: bool = True
     """False where the extra that brings it is not installed."""

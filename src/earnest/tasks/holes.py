@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from earnest import data as files
 from earnest.tasks.base import Grade, Prompt, Split
 from earnest.tasks.puzzles import PUZZLES
+from earnest.tasks.registry import TASKS
 from earnest.tasks.split import draw_distinct, stable_rng
 
 
@@ -158,3 +159,6 @@ HOLES: tuple[Holes, ...] = (
     Holes("holes", "sums and sorts under a checker with one of four disclosed holes", tuple(CHECKERS)),
     *(Holes(f"holes/{name}", f"the same with one hole: {_FILE[name]['mechanism']}", (name,)) for name in CHECKERS),
 )
+
+for _task in HOLES:
+    TASKS.add(_task.name, _task, own=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earnest.tasks.base import Grade, Prompt, Split
+from earnest.tasks.registry import TASKS
 from earnest.tasks.split import draw_distinct, stable_rng
 
 Data = Mapping[str, Any]
@@ -163,3 +164,6 @@ PUZZLES: tuple[Puzzle, ...] = (
     Puzzle("count", "count a letter in a row of letters", _make_count, _hint_number),
     Puzzle("extreme", "find the largest or smallest number of a list", _make_extreme, _hint_extreme),
 )
+
+for _task in PUZZLES:
+    TASKS.add(_task.name, _task, own=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from earnest import data
 from earnest.tasks.base import Grade, Prompt, Split
+from earnest.tasks.registry import TASKS
 from earnest.tasks.split import choose_distinct, stable_rng
 
 TOPICS: tuple[str, ...] = (
@@ -99,3 +100,6 @@ STYLES: tuple[Style, ...] = tuple(
     )
     for name, axis in AXES.items()
 )
+
+for _task in STYLES:
+    TASKS.add(_task.name, _task, own=True)
