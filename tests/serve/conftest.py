@@ -20,6 +20,7 @@ import earnest.serve.decode
 import earnest.serve.learner
 import earnest.serve.tinker.service  # noqa: F401
 from earnest.serve.app import create_app
+from earnest.serve.connections import with_header_limit
 from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State
 
@@ -75,7 +76,14 @@ def serving(folder: Path, key: str | None = None, **settings: Any) -> Iterator[L
     app = create_app(ServeSettings(**given))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, timeout_keep_alive=300))
+    config = uvicorn.Config(
+        app,
+        http=with_header_limit(app.state.earnest.settings.header_wait),
+        log_config=None,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=300,
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     live = Live(app.state.earnest, f"http://127.0.0.1:{listener.getsockname()[1]}", server, key)

@@ -76,7 +76,8 @@ def test_rights(locked: Live) -> None:
         assert other.get(f"/v1/feedback/{told['id']}").status_code == 404
         assert reader.get(f"/v1/feedback/{told['id']}").status_code == 200
         assert [a["name"] for a in other.get("/v1/adapters").json()["data"]] == ["other"]
-        assert other.post("/v1/adapters", json={"name": "mine"}).status_code == 404
+        refused = other.post("/v1/adapters", json={"name": "mine"})
+        assert refused.status_code == 403 and "'other' may not teach 'mine'" in refused.json()["error"]["message"]
         locked.learned(told)
         assert locked.state.store.feedback(told["id"]).key == "owner"
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from earnest.serve import versions
 from earnest.serve.attempts import REASON
-from earnest.serve.errors import BadRequest, Conflict, Forbidden
+from earnest.serve.errors import BadRequest, Conflict, Forbidden, damaged
 from earnest.serve.keys import Caller, Right, Who
 from earnest.serve.state import State
 from earnest.serve.store import AdapterRow, VersionRow, check_name
@@ -72,7 +72,7 @@ def router(state: State) -> APIRouter:
     @api.post("", status_code=201, summary="Make one")
     def create(body: NewAdapter, caller: Who) -> dict[str, Any]:
         check_name(body.name)
-        caller.demand(body.name, "teach")
+        caller.demand_new(body.name)
         if body.name == state.settings.model:
             raise Conflict(f"{body.name!r} is the base model's own name here; choose another.", "name")
         if body.learn:
@@ -97,6 +97,8 @@ def router(state: State) -> APIRouter:
     def export(name: str, number: Number, caller: Who) -> Response:
         row = find(name, caller, "read")
         version = state.store.version(row, number)
+        if not versions.intact(state.store.version_folder(row.id, version.number)):
+            raise damaged(row.name, number)
         content = versions.zipped(state.store.version_folder(row.id, version.number))
         file = f"{row.name.replace('/', '-')}-v{number}.zip"
         headers = {"Content-Disposition": f'attachment; filename="{file}"'}
@@ -151,7 +153,7 @@ def router(state: State) -> APIRouter:
     def fork(name: str, body: Fork, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "read")
         check_name(body.name)
-        caller.demand(body.name, "teach")
+        caller.demand_new(body.name)
         number = row.live if body.version is None else body.version
         made = versions.fork(state, row, number, body.name)
         return told(made, "forked", origin=made.origin)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -15,13 +14,14 @@ from starlette.requests import Request
 
 from earnest.errors import EarnestError
 from earnest.serve import adapters, dashboard, feedback, health, openai, push, tinker
-from earnest.serve.errors import ServeError, body
+from earnest.serve.errors import body, error_response
 from earnest.serve.limits import RequestLimits
 from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State
 from earnest.version import __version__
 
-log = logging.getLogger("earnest.serve")
+# A field's name in the place of a validation error; the other parts name classes and members of unions.
+FIELD = re.compile(r"(?!(?:str|int|float|bool|none|list|dict)$)[a-z_][a-z0-9_]*")
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
@@ -53,52 +53,40 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.add_middleware(
         RequestLimits,
         max_body=settings.max_body,
+        body_wait=settings.body_wait,
         loopback_only=not state.keys.on,
         larger={push.UPLOAD: settings.max_upload},
     )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(EarnestError, _known)
-    app.add_exception_handler(Exception, _unknown)
     return app
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """(status, body, headers). What is not the request's fault is logged here and not told outside."""
-    if isinstance(error, ServeError):
-        return error.status, error.body(), {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    if isinstance(error, EarnestError):
-        return 400, body(str(error), "invalid_request_error", None, "invalid_value"), {}
-    log.error("a request failed", exc_info=error)
-    return 500, body("something went wrong inside the server; its log has more.", "server_error", None, None), {}
-
-
-def _answer(error: Exception) -> JSONResponse:
-    status, content, headers = error_body(error)
+async def _known(_: Request, error: Exception) -> JSONResponse:
+    status, content, headers = error_response(error)
     return JSONResponse(content, status, headers)
 
 
-async def _known(_: Request, error: Exception) -> JSONResponse:
-    return _answer(error)
-
-
-async def _unknown(_: Request, error: Exception) -> JSONResponse:
-    return _answer(error)
-
-
-async def _http(_: Request, error: Exception) -> JSONResponse:
+async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(body(str(error.detail), kind, None, None), error.status_code, error.headers)
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"there is no route {request.method} {request.url.path[:160]}; GET /openapi.json lists all routes."
+    return JSONResponse(body(message, kind, None, None), error.status_code, error.headers)
 
 
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
-    """The first mistake, with its place; never the value, which may be long, or private."""
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    """The first mistake with its field; never the value, which may be long or private."""
     assert isinstance(error, RequestValidationError)
-    first = min(error.errors(), key=lambda e: -len(e["loc"]), default=None)
-    assert first is not None
-    place = ".".join(str(p) for p in first["loc"][1:])
-    message = f"{place or 'the body'}: {first['msg']}"
+    first = min(error.errors(), key=lambda e: -len(e["loc"]))
+    field = ".".join(str(p) for p in first["loc"][1:] if isinstance(p, int) or FIELD.fullmatch(p))
+    message = f"{field or 'the body'}: {first['msg'].removeprefix('Value error, ')}"
     if first["type"] == "extra_forbidden":
-        message = f"{place}: there is no such field here; check its spelling, or leave it out"
-    return JSONResponse(body(message, "invalid_request_error", place or None, first["type"]), 400)
+        message = f"{field}: there is no such field here; check its spelling, or leave it out"
+    elif first["type"] == "json_invalid":
+        message, field = f"the body is not JSON, from character {first['loc'][-1]} on: {first['ctx']['error']}", ""
+    elif not field and "json" not in request.headers.get("content-type", ""):
+        message = "the body: send JSON, with the header Content-Type: application/json"
+    return JSONResponse(body(message, "invalid_request_error", field or None, first["type"]), 400)

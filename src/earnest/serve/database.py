@@ -6,6 +6,7 @@ next one, each inside a savepoint of its own: one that fails takes only itself b
 
 from __future__ import annotations
 
+import os
 import queue
 import sqlite3
 import threading
@@ -28,6 +29,10 @@ class Database:
         self._readers: list[sqlite3.Connection] = []
         self._readers_lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self.failure: str | None = None
+        """Why the latest commit failed; None where it succeeded."""
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite's other files take the mode of this one
+        path.chmod(0o600)
         self._writer = self._open()
         self._writer.executescript(schema)
         self._closed = False
@@ -76,10 +81,7 @@ class Database:
 
     def _commit(self, batch: Sequence[tuple[Work, Future[Any]]]) -> None:
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
-        for (
-            _,
-            future,
-        ) in batch:  # from here on nobody can cancel; one who did is not told, the write is done all the same
+        for _, future in batch:  # from here on cancellation has no effect: the write is done, without a result
             future.set_running_or_notify_cancel()
         try:
             self._writer.execute("BEGIN IMMEDIATE")
@@ -88,15 +90,19 @@ class Database:
                 try:
                     result = work(self._writer)
                 except Exception as error:
+                    if not self._writer.in_transaction:  # SQLite has rolled back everything: the disk is full
+                        raise
                     self._writer.execute("ROLLBACK TO one")
                     outcomes.append((future, None, error))
                 else:
                     outcomes.append((future, result, None))
                 self._writer.execute("RELEASE one")
             self._writer.execute("COMMIT")
-        except BaseException as error:  # a full disk: nobody in this batch is told that it is safe
+            self.failure = None
+        except BaseException as error:  # a full disk: no write of this batch is reported as safe
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
+            self.failure = str(error)
             outcomes = [(future, None, error) for _, future in batch]
         for future, result, failure in outcomes:
             if future.cancelled():

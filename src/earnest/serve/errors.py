@@ -1,13 +1,20 @@
-"""What can go wrong with a request: each has an HTTP status, and OpenAI's words for it.
+"""What can go wrong with a request: each error has an HTTP status and a body in OpenAI's form.
 
 {"error": {"message": …, "type": …, "param": …, "code": …}}
 """
 
 from __future__ import annotations
 
+import errno
+import logging
+import sqlite3
 from typing import Any, ClassVar
 
 from earnest.errors import EarnestError
+
+log = logging.getLogger("earnest.serve")
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+SQLITE_NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR}
 
 
 class ServeError(EarnestError):
@@ -16,7 +23,7 @@ class ServeError(EarnestError):
     status: ClassVar[int] = 400
     type: ClassVar[str] = "invalid_request_error"
     code: ClassVar[str | None] = None
-    retry_after: ClassVar[int | None] = None
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,6 +48,7 @@ class TooLong(ServeError):
 
 class NoKey(ServeError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
+    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": 'Bearer realm="earnest serve"'}
 
 
 class Forbidden(ServeError):
@@ -66,8 +74,58 @@ class TooLarge(ServeError):
 class Busy(ServeError):
     """A queue is full."""
 
-    status, type, code, retry_after = 429, "rate_limit_error", "rate_limit_exceeded", 1
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
 class Loading(ServeError):
-    status, type, code, retry_after = 503, "server_error", "model_loading", 2
+    status, type, code = 503, "server_error", "model_loading"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "2"}
+
+
+class TooSlow(ServeError):
+    status, code = 408, "request_timeout"
+
+
+class Damaged(ServeError):
+    """Files of a version are missing or changed."""
+
+    status, type, code = 500, "server_error", "damaged_version"
+
+
+def damaged(adapter: str, number: int) -> Damaged:
+    """The error for a version of an adapter whose files are damaged."""
+    return Damaged(
+        f"the files of version {number} of {adapter} are damaged or missing; roll back to another version, or restore "
+        "them from a copy.",
+        "model",
+    )
+
+
+class NoRoom(ServeError):
+    """The disk of the server takes no more."""
+
+    status, type, code = 507, "server_error", "insufficient_storage"
+
+
+def error_response(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(status, body, headers). An error that is not the request's is logged here, and its details stay here."""
+    if no_room(error):
+        log.error("a request could not be stored: %s", error)
+        error = NoRoom(
+            "the server's disk takes no more data, so nothing was stored; free space on it and try again. "
+            "Chats with store: false are answered."
+        )
+    if isinstance(error, ServeError):
+        return error.status, error.body(), error.headers
+    if isinstance(error, EarnestError):
+        return 400, body(str(error), "invalid_request_error", None, "invalid_value"), {}
+    log.error("a request failed", exc_info=error)
+    return 500, body("something went wrong inside the server; its log has more.", "server_error", None, None), {}
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether an error means that the disk is full, read-only or broken."""
+    if isinstance(error, sqlite3.Error):
+        return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in SQLITE_NO_ROOM
+    return isinstance(error, OSError) and error.errno in NO_ROOM

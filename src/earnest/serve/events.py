@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class Bus:
         with self._lock:
             return [e for e in self._ring if may(e.adapter)]
 
-    async def listen(self, may: Callable[[str | None], bool], after: int | None) -> AsyncIterator[str]:
+    async def listen(self, may: Callable[[str | None], bool], after: int | None) -> AsyncGenerator[str]:
         """Lines for one reader, until it leaves or the server shuts down."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         with self._lock:

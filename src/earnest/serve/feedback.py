@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from earnest.serve.errors import BadRequest, Conflict, NotFound
 from earnest.serve.keys import Caller, Who
@@ -45,11 +45,21 @@ class FeedbackBatch(Wire):
     feedback: Annotated[list[FeedbackItem], Field(min_length=1, max_length=MOST)]
 
 
+def _form(body: object) -> str:
+    return "List" if isinstance(body, FeedbackBatch) or (isinstance(body, dict) and "feedback" in body) else "One"
+
+
+Given = Annotated[
+    Annotated[FeedbackItem, Tag("One")] | Annotated[FeedbackBatch, Tag("List")],
+    Discriminator(_form),
+]
+
+
 def router(state: State) -> APIRouter:
     api = APIRouter(prefix="/v1", responses=ERRORS, tags=["feedback"])
 
     @api.post("/feedback", status_code=202, summary="Say what you think of an answer")
-    def give(body: FeedbackItem | FeedbackBatch, caller: Who) -> dict[str, Any]:
+    def give(body: Given, caller: Who) -> dict[str, Any]:
         items = body.feedback if isinstance(body, FeedbackBatch) else [body]
         said = [_said(state, item, caller) for item in items]
         rows = state.store.add_feedback(said, caller.name, state.settings.max_queued)

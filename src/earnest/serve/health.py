@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
+from earnest.serve.errors import Busy
 from earnest.serve.keys import Who
 from earnest.serve.state import State
 from earnest.serve.wire import ERRORS
@@ -24,8 +27,10 @@ def router(state: State) -> APIRouter:
         found: dict[str, Any] = {
             "status": "ok" if ready else "failed" if state.host.failure else "loading",
             "version": __version__,
-            "accepts_feedback": True,
+            "accepts_feedback": (failure := state.storage()) is None,
         }
+        if failure is not None:
+            found["storage"] = f"nothing can be stored: {failure}"
         if aside := len(state.attempts.set_aside()):
             found["set_aside"] = aside
         if ready and not state.keys.on:
@@ -42,7 +47,20 @@ def router(state: State) -> APIRouter:
         last_event_id: Annotated[str | None, Header(max_length=20)] = None,
     ) -> StreamingResponse:
         after = int(last_event_id) if last_event_id and last_event_id.isascii() and last_event_id.isdigit() else None
-        lines = state.bus.listen(lambda adapter: adapter is None or caller.may(adapter, "read"), after)
-        return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        if state.streams[caller.name] >= state.settings.max_streams:
+            raise Busy(f"{state.settings.max_streams} streams of events are open for this key; close one of them.")
+
+        async def lines() -> AsyncIterator[str]:
+            state.streams[caller.name] += 1
+            try:
+                async with aclosing(
+                    state.bus.listen(lambda adapter: adapter is None or caller.may(adapter, "read"), after)
+                ) as found:
+                    async for line in found:
+                        yield line
+            finally:
+                state.streams[caller.name] -= 1
+
+        return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     return api

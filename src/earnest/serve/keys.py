@@ -19,7 +19,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import Depends
+from fastapi import Depends, Security
+from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
@@ -71,6 +72,11 @@ class Caller:
             raise NoModel(f"there is no adapter {adapter[:160]!r}; GET /v1/models lists what there is.", "model")
         raise Forbidden(f"the key {self.name!r} may not {right} {adapter!r}; ask whoever keeps the keys.", "model")
 
+    def demand_new(self, adapter: str) -> None:
+        """Raise unless an adapter of this name may be made; the answer is the same whether it exists."""
+        if not self.may(adapter, "teach"):
+            raise Forbidden(f"the key {self.name!r} may not teach {adapter!r}; ask whoever keeps the keys.", "name")
+
 
 class Keys:
     """Finds out who asks."""
@@ -101,8 +107,12 @@ class Keys:
         return found
 
 
-def caller(request: Request) -> Caller:
-    """Who asks (a FastAPI dependency)."""
+def caller(
+    request: Request,
+    _bearer: Annotated[object, Security(HTTPBearer(auto_error=False, description="an API key"))] = None,
+    _header: Annotated[object, Security(APIKeyHeader(name="X-API-Key", auto_error=False))] = None,
+) -> Caller:
+    """Who asks (a FastAPI dependency). The security schemes are for the OpenAPI schema; ``Keys`` reads the headers."""
     return request.app.state.earnest.keys.caller(request)
 
 

@@ -5,17 +5,20 @@ So the switch to a new version is atomic, and an answer comes from exactly one v
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from earnest.serve.errors import NoModel
+from earnest.serve.errors import NoModel, damaged
 from earnest.serve.host import Host
 from earnest.serve.store import PUSHED, AdapterRow, Store
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
+
+log = logging.getLogger("earnest.serve")
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,14 @@ class Leases:
             try:
                 adapter = self._acquire(row.id, number)
                 break
-            except Exception:  # the version may have been replaced or deleted since the name was resolved: try again
+            except Exception as error:  # it may have been replaced or deleted since the name was resolved: try again
                 again, other = self.resolve(model)
                 if again is not None and (again.id, other) == (row.id, number):
+                    from earnest.adapters.errors import AdapterError
+
+                    if isinstance(error, (AdapterError, FileNotFoundError)):
+                        log.error("version %s of %s cannot be loaded: %s", number, row.name, error)
+                        raise damaged(row.name, number) from None
                     raise
         try:
             yield Lease(row, number, adapter)

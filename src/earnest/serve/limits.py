@@ -1,21 +1,23 @@
-"""What every request passes first: the size of its body, and on a server without keys, where it really comes from.
+"""Checks on every request: size and duration of the body, and on a server without keys the sender.
 
-Without keys the server trusts whoever can connect, so a web page in the user's browser must not be able to: requests
-need a loopback name in ``Host`` (no DNS rebinding) and, where a browser sends one, an ``Origin`` of this very server.
+Without keys the server trusts everything that can connect, so a web page in the user's browser must not be able to:
+requests need a loopback name in ``Host`` (no DNS rebinding) and, where a browser sends one, an ``Origin`` of this
+server. An error that no handler knows becomes a 500 here, and the connection stays usable.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from earnest.serve.errors import Forbidden, ServeError, TooLarge
+from earnest.serve.errors import Forbidden, ServeError, TooLarge, TooSlow, error_response
 from earnest.serve.settings import LOOPBACK_NAMES
 
 TINKER_BODY = 64 << 20
+SLOWEST = 16384.0  # bytes per second that a body must arrive with, after its first seconds
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -29,11 +31,12 @@ class RequestLimits:
         self,
         app: Callable[[Scope, Receive, Send], Awaitable[None]],
         max_body: int,
+        body_wait: float,
         loopback_only: bool,
         larger: Mapping[str, int] | None = None,
     ) -> None:
         self.app, self.max_body, self.loopback_only = app, max_body, loopback_only
-        self.larger = larger or {}
+        self.larger, self.body_wait = larger or {}, body_wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,27 +49,46 @@ class RequestLimits:
         except ServeError as error:
             await refuse(send, error)
             return
-        seen, started = 0, False
+        seen, started, whole = 0, False, False
+        refusal: ServeError | None = None
+        begun = asyncio.get_running_loop().time()
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, whole, refusal
+            if whole:
+                return await receive()
+            left = begun + self.body_wait + seen / SLOWEST - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), max(left, 0.0))
+            except TimeoutError:
+                refusal = TooSlow(
+                    f"the body did not arrive within {self.body_wait:g} s; send it faster, or less of it."
+                )
+                raise _Refused from None
             seen += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if seen > limit:
-                raise _Beyond
+                refusal = _too_large(limit)
+                raise _Refused
             return message
 
         async def noted(message: Message) -> None:
             nonlocal started
-            if seen > limit and not started:
-                return  # whatever the application makes of a body that breaks off, the answer is below
+            if refusal is not None and not started:
+                return  # the application answers a body that breaks off in its own way; the answer is below
             started = True
             await send(message)
 
-        with contextlib.suppress(_Beyond):
+        try:
             await self.app(scope, counted, noted)
-        if seen > limit and not started:
-            await refuse(send, _too_large(limit))
+        except _Refused:
+            pass
+        except Exception as error:
+            if started:
+                raise
+            await answer(send, *error_response(error))
+        if refusal is not None and not started:
+            await refuse(send, refusal)
 
     def _limit(self, path: str) -> int:
         """The Tinker wire carries whole batches, and sets its own limit below this one; ``larger`` has others."""
@@ -91,8 +113,8 @@ def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the body has more than {limit} bytes, which is the limit here; send less at once.")
 
 
-class _Beyond(Exception):
-    """The body grew beyond the limit while it was read."""
+class _Refused(Exception):
+    """The body is too large or too slow; found while it was read."""
 
 
 def _name(host: str) -> str:
@@ -100,10 +122,14 @@ def _name(host: str) -> str:
 
 
 async def refuse(send: Send, error: ServeError) -> None:
-    """Answer with the error, and close: the rest of the body is not read."""
-    content = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send(
-        {"type": "http.response.start", "status": error.status, "headers": [*headers, (b"connection", b"close")]}
-    )
+    """Answer with the error and close: the rest of the body is not read."""
+    await answer(send, error.status, error.body(), error.headers | {"connection": "close"})
+
+
+async def answer(send: Send, status: int, body: Mapping[str, Any], more: Mapping[str, str]) -> None:
+    """Send a JSON answer."""
+    content = json.dumps(body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(content)), **more}
+    pairs = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": content})

@@ -23,7 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from earnest.errors import SamplingError
 from earnest.serve.awaitable import awaitable
 from earnest.serve.choices import chat_logprobs, text_logprobs
-from earnest.serve.errors import BadRequest, Busy, TooLong
+from earnest.serve.errors import BadRequest, Busy, TooLong, error_response
 from earnest.serve.keys import Caller, Who
 from earnest.serve.leases import Lease
 from earnest.serve.state import State
@@ -139,11 +139,11 @@ class Work:
         asked = self.state.settings.max_tokens if self.length is None else self.length
         if limit is None:
             return asked
-        left = limit - len(prompt) + 1
+        left = limit - len(prompt)
         if left < 1 or (self.length is not None and self.length > left):
             raise TooLong(
                 f"the prompt has {len(prompt)} tokens and the answer may have {asked}; {self.state.host.policy.name} "
-                f"looks at {limit} together. Shorten the prompt, or lower max_tokens.",
+                f"has room for {limit} together. Shorten the prompt, or lower max_tokens.",
                 "messages" if self.kind == "chat" else "prompt",
             )
         return min(asked, left)
@@ -276,7 +276,7 @@ async def _wait(flights: Sequence[Flight], request: Request) -> list[list[Done]]
 async def _keep(work: Work, answers: Sequence[Sequence[Done]]) -> None:
     """On the disk before the client can refer to it."""
     rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
-    if rows:
+    if rows and work.body.store is not False:
         await awaitable(work.state.store.add_completions(rows))
 
 
@@ -388,9 +388,7 @@ async def _stream(
             yield chunk([], usage=work.usage(outcomes))
         yield "data: [DONE]\n\n"
     except Exception as error:
-        from earnest.serve.app import error_body
-
-        yield f"data: {json.dumps(error_body(error)[1])}\n\n"
+        yield f"data: {json.dumps(error_response(error)[1])}\n\n"
     finally:
         _cancel(flights)
         if not finished:  # the client left: what it saw is kept all the same

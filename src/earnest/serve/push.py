@@ -101,7 +101,7 @@ def router(state: State) -> APIRouter:
 
 def _allowed(name: str, caller: Caller) -> None:
     check_name(name)
-    caller.demand(name, "teach")
+    caller.demand_new(name)
 
 
 def _folder(state: State, given: str) -> dict[str, bytes]:

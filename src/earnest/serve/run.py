@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 from types import FrameType
@@ -20,15 +21,21 @@ def run(settings: ServeSettings) -> None:
     except ImportError:
         raise MissingExtra("fastapi and uvicorn", "serve", "earnest serve") from None
     from earnest.serve.app import create_app
+    from earnest.serve.connections import with_header_limit
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for name in ("httpx", "httpcore", "huggingface_hub", "filelock", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    app = create_app(settings)
+    listener = _listener(settings)
+    try:
+        app = create_app(settings)
+    except BaseException:
+        listener.close()
+        raise
     state = app.state.earnest
 
     class Server(uvicorn.Server):
-        """Tells the parts that wait for long about the shutdown, and the user about the port."""
+        """Ends the parts that wait for long at a shutdown, and prints the address once the server answers there."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             state.host.stopping = True  # an update under way is given up; its feedback stays queued
@@ -47,8 +54,7 @@ def run(settings: ServeSettings) -> None:
     server = Server(
         uvicorn.Config(
             app,
-            host=settings.host,
-            port=settings.port,
+            http=with_header_limit(settings.header_wait),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -57,9 +63,25 @@ def run(settings: ServeSettings) -> None:
         )
     )
     threading.Thread(target=_watch, args=(state, server), name="earnest-watch", daemon=True).start()
-    server.run()
+    server.run(sockets=[listener])
     if state.host.failure is not None:
         raise ConfigError(state.host.failure)
+
+
+def _listener(settings: ServeSettings) -> socket.socket:
+    """The socket to listen on, before anything is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(2048)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {settings.host} --port {settings.port}: cannot listen there ({error.strerror}); choose another "
+            "port, or 0 for any free one."
+        ) from None
+    return found
 
 
 def _watch(state: Any, server: Any) -> None:

@@ -40,8 +40,10 @@ def score_tokens(state: State, adapter: Adapter | None, prompt: Sequence[int], a
 
     policy = state.host.policy
     limit = positions(policy)
-    if limit is not None and len(prompt) + len(answer) - 1 > limit:
-        raise TooLong(f"{len(prompt)} + {len(answer)} tokens are more than the {limit} that {policy.name} looks at.")
+    if limit is not None and len(prompt) + len(answer) > limit:
+        raise TooLong(
+            f"{len(prompt)} + {len(answer)} tokens are more than the {limit} that {policy.name} has room for."
+        )
     ids = torch.as_tensor([*prompt, *answer], device=policy.device)
     with state.host.turn("chat", adapter):
         logprobs = _logits(policy, ids, len(prompt)).log_softmax(-1)

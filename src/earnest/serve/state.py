@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+import sqlite3
+from collections import Counter
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +41,25 @@ class State:
                 f"--host {settings.host} can be reached from other machines, so it needs --keys FILE; "
                 "`earnest serve --new-key NAME` makes a key. Without keys, listen on 127.0.0.1."
             )
-        settings.data.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(settings)
-        self.store = Store(settings.data)
+        try:
+            settings.data.mkdir(0o700, parents=True, exist_ok=True)
+            self._lock = _lock(settings)
+            self.store = Store(settings.data)
+            (settings.data / "adapters").mkdir(0o700, exist_ok=True)
+            (settings.data / "adapters").chmod(0o700)
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"--data {settings.data}: its database cannot be opened ({error}); restore earnest.sqlite3 from a "
+                "copy, or take another folder."
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"--data {settings.data}: the server cannot write there ({error.strerror}); give a folder that this "
+                "user can write to."
+            ) from None
         self.attempts = Attempts(self.store.db)
+        self.streams: Counter[str] = Counter()
+        """Streams of events that are open, by the name of their key."""
         versions.sweep(self.store)
         self.host = Host(settings)
         self.bus = Bus()
@@ -84,6 +102,13 @@ class State:
             caller.demand("tinker", "teach")
             if request.method == "DELETE" or (request.method == "PUT" and request.url.path.endswith("/ttl")):
                 caller.demand("tinker", "delete")
+
+    def storage(self) -> str | None:
+        """Why nothing can be stored, if so. After a failure one small write finds out whether it lasts."""
+        if self.store.db.failure is not None:
+            with contextlib.suppress(Exception):
+                self.store.db.write(lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES('probe', '')").rowcount)
+        return self.store.db.failure
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it in the event loop, and do not forget it on the way."""

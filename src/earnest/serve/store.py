@@ -226,7 +226,7 @@ class Store:
 
         def work(c: sqlite3.Connection) -> Literal["promoted", "candidate"] | None:
             row = c.execute("SELECT * FROM adapters WHERE id = ?", (adapter,)).fetchone()
-            if row is None or not _all_queued(c, [*applied, *others]):
+            if row is None or _withdrawn(c, [*applied, *others]):
                 return None
             attempts.clear(c, adapter)
             why = refused
@@ -249,7 +249,7 @@ class Store:
 
     def settle(self, others: Mapping[int, tuple[Status, str]]) -> None:
         """Feedback that no version comes of, each with the reason; what was deleted or cancelled stays so."""
-        self.db.write(lambda c: _settle(c, {s: o for s, o in others.items() if _all_queued(c, [s])}, None))
+        self.db.write(lambda c: _settle(c, {s: o for s, o in others.items() if not _withdrawn(c, [s])}, None))
 
     def set_live(
         self, adapter: int, number: int | None, *, candidates: bool = True, pinned: bool | None = None
@@ -453,10 +453,11 @@ def _held(number: int, why: str) -> str:
     return f"version {number} is a candidate and answers nobody ({why}); promoting it applies this feedback"
 
 
-def _all_queued(c: sqlite3.Connection, seqs: Sequence[int]) -> bool:
+def _withdrawn(c: sqlite3.Connection, seqs: Sequence[int]) -> bool:
+    """Whether any of these was cancelled or deleted."""
     places = ", ".join("?" * len(seqs))
-    found = c.execute(f"SELECT COUNT(*) FROM feedback WHERE status = 'queued' AND seq IN ({places})", seqs).fetchone()
-    return bool(found[0] == len(seqs))
+    kept = c.execute(f"SELECT COUNT(*) FROM feedback WHERE status <> 'cancelled' AND seq IN ({places})", seqs)
+    return bool(kept.fetchone()[0] < len(seqs))
 
 
 def _settle(c: sqlite3.Connection, found: Mapping[int, tuple[Status, str]], version: int | None) -> None:

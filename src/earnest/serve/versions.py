@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earnest.disk import sync
-from earnest.serve.errors import Conflict, NotFound
+from earnest.serve.errors import Conflict, damaged
 from earnest.serve.store import AdapterRow, Store
 
 if TYPE_CHECKING:
     from earnest.serve.state import State
 
+CHECKSUMS = "checksums.json"
 OWNED = re.compile(r"\.?(\d{1,15})(?:\.deleted)?")  # an adapter's folder, or what is left of a deleted one
 
 
@@ -31,6 +33,7 @@ def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any])
         fresh.mkdir(parents=True)
         fill(fresh)
         (fresh / "version.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        (fresh / CHECKSUMS).write_text(json.dumps(_checksums(fresh), indent=1, sort_keys=True) + "\n")
         for path in [*(p for p in fresh.rglob("*")), fresh]:
             sync(path)
         fresh.rename(folder)
@@ -60,10 +63,23 @@ def sweep(store: Store) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a version, by its path."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def intact(folder: Path) -> bool:
+    """Whether the files are those that were written. Versions of earlier releases have no checksums to compare."""
+    try:
+        known = folder / CHECKSUMS
+        return folder.is_dir() and (not known.exists() or json.loads(known.read_text()) == _checksums(folder))
+    except (OSError, ValueError):
+        return False
+
+
 def zipped(folder: Path) -> bytes:
     """The adapter in PEFT's format with the version's record, as a zip."""
-    if not folder.is_dir():
-        raise NotFound("this version has no files any more.", "version")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted((folder / "adapter").iterdir()):
@@ -82,6 +98,8 @@ def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
     origin = f"{row.name}@{number}"
     if number == 0:
         return state.store.create(name, row.learn, origin=origin)
+    if not intact(state.store.version_folder(row.id, number)):
+        raise damaged(row.name, number)
     record = {**version.record, "feedback": [], "forked_from": origin}
     source = state.store.version_folder(row.id, number)
 

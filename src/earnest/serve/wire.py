@@ -31,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
     "service_tier": (None, "auto", "default"),
-    "store": (None, True, False),
     "suffix": (None, ""),
     "best_of": (None, 1),
 }
@@ -91,6 +90,7 @@ class Sampling(Wire):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="also give the exact tokens of prompt and completion")
+    store: bool | None = Field(True, description="false: keep no record; there can be no feedback on the answer")
     user: str | None = None
     metadata: dict[str, str] | None = None
 
@@ -186,5 +186,5 @@ class ErrorBody(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 409, 413, 429, 500, 503)
+    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 408, 409, 413, 429, 500, 503, 507)
 }
