@@ -97,7 +97,7 @@ def router(state: State) -> APIRouter:
     def export(name: str, number: Number, caller: Who) -> Response:
         row = find(name, caller, "read")
         version = state.store.version(row, number)
-        if not versions.intact(state.store.version_folder(row.id, version.number)):
+        if not versions.intact(state.store.version_folder(row.id, version.number), "adapter", "version.json"):
             raise damaged(row.name, number)
         content = versions.zipped(state.store.version_folder(row.id, version.number))
         file = f"{row.name.replace('/', '-')}-v{number}.zip"

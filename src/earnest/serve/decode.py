@@ -7,6 +7,7 @@ Each row has its own adapter, its own sampling settings and its own random numbe
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from earnest.errors import EarnestError, SamplingError
 from earnest.models.cache import Cached, Sequences, start
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, pick, uniforms
+from earnest.serve.grammar import Matcher
 from earnest.serve.kv_cache import join, trim
 
 if TYPE_CHECKING:
@@ -55,6 +58,21 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Shaping:
+    """Changes of the logits before temperature, top-k and top-p; c counts a token in the completion so far.
+
+        z ← z - frequency · c - presence · [c > 0];   tokens outside the grammar or with π < min_p · max π are left out
+
+    Log-probs are those of the distribution that results.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    min_p: float = 0.0
+    grammar: str | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """``n`` completions of one prompt by one adapter (None: the base). ``top``: how many alternatives to report."""
 
@@ -63,6 +81,7 @@ class Request:
     adapter: Adapter | None = None
     n: int = 1
     top: int = 0
+    shaping: Shaping = Shaping()
     on_step: Callable[[int, Step], None] | None = None
 
 
@@ -106,10 +125,24 @@ class _Row:
     index: int
     numbers: list[float]
     steps: list[Step] = field(default_factory=list)
+    matcher: Matcher | None = None
 
     @property
     def spec(self) -> SampleSpec:
         return self.flight.request.spec
+
+    def shaped(self, logits: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """The logits of its next token after penalties, grammar and min-p."""
+        shaping = self.flight.request.shaping
+        if self.steps and (shaping.presence or shaping.frequency):
+            ids, counts = torch.tensor([s.token for s in self.steps], device=logits.device).unique(return_counts=True)
+            logits = logits.index_add(0, ids, -(shaping.presence + shaping.frequency * counts.to(logits.dtype)))
+        if self.matcher is not None:
+            logits = self.matcher.mask(logits)
+        if shaping.min_p > 0 and self.spec.temperature > 0:
+            least = logits.max() + self.spec.temperature * math.log(shaping.min_p)
+            logits = logits.masked_fill(logits < least, -math.inf)
+        return logits
 
     def end(self, finish: Finish) -> None:
         tops = tuple(s.top for s in self.steps) if self.flight.request.top else ()
@@ -174,7 +207,8 @@ class Batch:
                     adapters.append(r.adapter)
                 for index in range(r.n):
                     numbers = uniforms(r.prompt, r.spec.seed, index, r.spec.max_new_tokens)
-                    rows.append(_Row(flight, index, numbers.tolist()))
+                    matcher = None if r.shaping.grammar is None else self.host.grammars.matcher(r.shaping.grammar)
+                    rows.append(_Row(flight, index, numbers.tolist(), matcher=matcher))
                     owner.append(place)
             new = max(f.request.spec.max_new_tokens for f in wave)
             with self.host.rows(adapters):
@@ -226,6 +260,11 @@ class Batch:
         with self.host.rows([row.flight.request.adapter for row in group.rows]):
             logits = policy.head.logits(hidden[:, None] if not policy.head.plain else hidden).float()
             logits = logits.reshape(len(group.rows), -1)
+        shaped = [i for i, row in enumerate(group.rows) if row.flight.request.shaping != Shaping()]
+        if shaped:
+            logits = logits.clone()
+            for i in shaped:
+                logits[i] = group.rows[i].shaped(logits[i])
         for places in kinds.values():
             rows = [group.rows[i] for i in places]
             u = torch.tensor([r.numbers[len(r.steps)] for r in rows], dtype=exact, device=policy.device)
@@ -235,6 +274,8 @@ class Batch:
             for row, t, lp, top in zip(rows, token.tolist(), logprob.tolist(), tops, strict=True):
                 step = Step(t, lp, top[: row.flight.request.top])
                 row.steps.append(step)
+                if row.matcher is not None:
+                    row.matcher.accept(t)
                 row.flight.report(row.index, len(row.steps), step)
 
     def _ends(self, row: _Row) -> bool:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from earnest.errors import EarnestError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from earnest.adapters import Adapter, Variant
     from earnest.models import Policy
     from earnest.serve.decode import Decoder, Done, Request
+    from earnest.serve.grammar import Grammars
 
 log = logging.getLogger("earnest.serve")
 
@@ -163,6 +165,13 @@ class Host:
         if self._decoder is None:
             raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
         return self._decoder
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The compiler of grammars for JSON mode."""
+        from earnest.serve.grammar import Grammars
+
+        return Grammars(self.policy)
 
     def close(self) -> None:
         """Stop the threads; work under way in the background is given up, nothing of it is kept."""

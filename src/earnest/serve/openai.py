@@ -32,7 +32,7 @@ from earnest.serve.text import Unfolding, cut
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
 if TYPE_CHECKING:
-    from earnest.serve.decode import Done, Flight, Step
+    from earnest.serve.decode import Done, Flight, Shaping, Step
 
 
 def router(state: State) -> APIRouter:
@@ -125,6 +125,7 @@ class Work:
         self.created = int(time.time())
         self.n = body.n or 1
         self.lease: Lease
+        self.shaping: Shaping
         self.prompts: list[tuple[int, ...]] = []
 
     @property
@@ -148,6 +149,15 @@ class Work:
             )
         return min(asked, left)
 
+    def shape(self) -> None:
+        """Compile what the request asks of the distribution beyond temperature, top-k and top-p."""
+        from earnest.serve.decode import Shaping
+
+        body = self.body
+        schema = None if body.response_format is None else body.response_format.schema_wanted()
+        grammar = None if schema is None else self.state.host.grammars.json(schema)
+        self.shaping = Shaping(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, body.min_p, grammar)
+
     def record(self, prompt: int, index: int, done: Done) -> Completion:
         spec = self.body.spec(1)
         tokens = self.prompts[prompt]
@@ -170,6 +180,10 @@ class Work:
                 "temperature": spec.temperature,
                 "top_p": spec.top_p,
                 "top_k": spec.top_k,
+                "min_p": self.shaping.min_p,
+                "presence_penalty": self.shaping.presence,
+                "frequency_penalty": self.shaping.frequency,
+                "json": self.shaping.grammar is not None,
                 "seed": self.body.seed,
                 "metadata": self.body.metadata or {},
             },
@@ -227,6 +241,10 @@ def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
     work.state.wait()
     work.lease = stack.enter_context(work.state.leases.lease(work.body.model))
     work.prompts = [make() for make in prompts]
+    try:
+        work.shape()
+    except SamplingError as error:
+        raise BadRequest(str(error), "response_format") from None
 
 
 def _submit(work: Work, events: asyncio.Queue[tuple[int, int, Step] | None] | None) -> list[Flight]:
@@ -244,7 +262,15 @@ def _submit(work: Work, events: asyncio.Queue[tuple[int, int, Step] | None] | No
                 loop.call_soon_threadsafe(events.put_nowait, (place, index, step))  # type: ignore[union-attr]
 
             spec = work.body.spec(work.room(prompt))
-            wanted = Wanted(prompt, spec, work.lease.adapter, work.n, work.top or 0, None if events is None else told)
+            wanted = Wanted(
+                prompt,
+                spec,
+                work.lease.adapter,
+                work.n,
+                work.top or 0,
+                work.shaping,
+                None if events is None else told,
+            )
             flights.append(work.state.host.decoder.submit(wanted))
     except Full as error:
         _cancel(flights)

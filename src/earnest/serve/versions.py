@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,17 +63,19 @@ def sweep(store: Store) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of a version, by its path."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
+def _checksums(folder: Path, parts: Collection[str] = ("adapter", "engine", "version.json")) -> dict[str, str]:
+    """SHA-256 of each file in these parts of a version, by its path."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).parts[0] in parts)
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def intact(folder: Path) -> bool:
-    """Whether the files are those that were written. Versions of earlier releases have no checksums to compare."""
+def intact(folder: Path, *parts: str) -> bool:
+    """Whether the files in these parts are those that were written. Earlier releases wrote no checksums."""
     try:
-        known = folder / CHECKSUMS
-        return folder.is_dir() and (not known.exists() or json.loads(known.read_text()) == _checksums(folder))
+        if not (folder / CHECKSUMS).exists():
+            return folder.is_dir()
+        known = json.loads((folder / CHECKSUMS).read_text())
+        return _checksums(folder, parts) == {k: v for k, v in known.items() if k.split("/")[0] in parts}
     except (OSError, ValueError):
         return False
 
@@ -98,7 +100,7 @@ def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
     origin = f"{row.name}@{number}"
     if number == 0:
         return state.store.create(name, row.learn, origin=origin)
-    if not intact(state.store.version_folder(row.id, number)):
+    if not intact(state.store.version_folder(row.id, number), "adapter", "engine"):
         raise damaged(row.name, number)
     record = {**version.record, "feedback": [], "forked_from": origin}
     source = state.store.version_folder(row.id, number)

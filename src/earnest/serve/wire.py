@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 SEED = 2**62
 # Fields that are understood and not offered, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -73,12 +70,44 @@ class StreamOptions(Wire):
     include_usage: bool = False
 
 
+class JsonSchema(Wire):
+    """A schema with a name, in OpenAI's form."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """`text`, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give json_schema with the type 'json_schema', and only there")
+        return self
+
+    def schema_wanted(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer follows; None: free text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
 class Sampling(Wire):
     """What both kinds of completion have in common."""
 
     model: Annotated[str, Field(min_length=1, max_length=200, description="`base`, an adapter, or ADAPTER@VERSION")]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1, description="leave out tokens below this share of the likeliest")] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    response_format: ResponseFormat | None = None
     top_k: Annotated[int, Field(ge=0, le=1_000_000, description="0: off")] = 0
     n: Annotated[int, Field(ge=1, le=16)] | None = 1
     stop: (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from earnest.errors import EarnestError
-from earnest.report.curves import loss_charts, reward_chart
-from earnest.report.load import load
-from earnest.report.record import Run
 from earnest.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from earnest.report.record import Run
 
 MOST = 50
 
@@ -27,6 +27,8 @@ def folders(settings: ServeSettings) -> list[Path]:
 
 def summary(path: Path) -> dict[str, Any]:
     """A line of the list; a folder that cannot be read is listed with the reason."""
+    from earnest.report.load import load
+
     try:
         return _summary(load(path))
     except (EarnestError, OSError) as error:
@@ -55,6 +57,9 @@ def _summary(run: Run) -> dict[str, Any]:
 
 def detail(path: Path) -> dict[str, Any]:
     """The report's own charts as data, and what the audit said."""
+    from earnest.report.curves import loss_charts, reward_chart
+    from earnest.report.load import load
+
     run = load(path)
     charts = [chart for chart in (reward_chart(run), *loss_charts(run)) if chart is not None]
     checks = [] if run.verdict is None else run.verdict.checks
