@@ -7,11 +7,13 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+HTTPProtocol: Any = AutoHTTPProtocol  # httptools' or h11's, whichever is installed
+
 
 def with_header_limit(seconds: float) -> type[asyncio.Protocol]:
     """A protocol that closes a connection whose next request has no complete headers after ``seconds``."""
 
-    class Limited(AutoHTTPProtocol):
+    class Limited(HTTPProtocol):
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
