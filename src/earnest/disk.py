@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +71,19 @@ def clean(data: Any) -> Any:
     return data
 
 
-class Lines:
-    """A JSONL file that is appended to line by line; a checkpoint stores its length."""
+class JsonLines:
+    """A JSONL file that is appended to line by line; a checkpoint stores its length.
 
-    def __init__(self, path: Path) -> None:
+    ``check`` turns a record into what the file holds, and raises where it must not be written.
+    """
+
+    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict) -> None:
         self.path = path
+        self._check = check
         self._file = path.open("ab")
 
-    def append(self, record: dict[str, Any]) -> None:
-        line = json.dumps(clean(record), ensure_ascii=False, allow_nan=False)
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(clean(self._check(record)), ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from earnest.config import RunConfig, load_file
-from earnest.disk import Lines
+from earnest.disk import JsonLines
 from earnest.errors import CheckpointError, ConfigError
 from earnest.runs import resume, start
 from earnest.runs.errors import Interrupted
@@ -33,16 +33,16 @@ SETTINGS = ("steps=10", "checkpoint.every=3", "eval.every=4", "updates_per_batch
 COMMAND = """
 import os, sys
 from earnest import cli
-from earnest.disk import Lines
+from earnest.disk import JsonLines
 
-append = Lines.append
+append = JsonLines.append
 
 def append_and_die(self, record):
     append(self, record)
     if record.get("kind") == "step" and record["step"] == {step}:
         os.kill(os.getpid(), {signal})
 
-Lines.append = append_and_die
+JsonLines.append = append_and_die
 cli.main(sys.argv[1:])
 """
 
@@ -100,15 +100,15 @@ def test_a_second_ctrl_c_stops_at_once(
     tmp_path: Path, whole: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cuts a step in two; what is resumed is the checkpoint before it."""
-    append = Lines.append
+    append = JsonLines.append
 
-    def impatient(self: Lines, record: dict[str, Any]) -> None:
+    def impatient(self: JsonLines, record: dict[str, Any]) -> None:
         append(self, record)
         if record.get("kind") == "step" and record["step"] == 5:
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Lines, "append", impatient)
+    monkeypatch.setattr(JsonLines, "append", impatient)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts tests in the background ignores it
     folder = tmp_path / "run"
     with pytest.raises(Interrupted, match="stopped after step 3 of 10"):

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from earnest.disk import Lines
+from earnest.disk import JsonLines
 from earnest.replay.endpoint import Usage
 from earnest.replay.errors import ReplayError
 
@@ -17,7 +17,7 @@ Kind = Literal["answer", "verdict"]
 
 
 class Journal:
-    """Lines of JSON behind a header that says which questions they belong to. A torn last line is cut off."""
+    """A JSONL file: a header with the settings that the answers belong to, then one line each. A torn last line is cut off."""
 
     def __init__(self, path: Path, asking: Mapping[str, Any], traces: str) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class Journal:
         header = {"asking": asking, "traces": traces}
         path.parent.mkdir(parents=True, exist_ok=True)
         good = self._read(header)
-        self._lines = Lines(path)
+        self._lines = JsonLines(path)
         self._lines.cut(good)
         if good == 0:
             self._lines.append(header)

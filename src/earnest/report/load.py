@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from earnest.config.explain import sentence
 from earnest.report.record import (
     FORMAT,
     EvalRecord,
@@ -38,6 +37,8 @@ def record(model: type[Kind], data: dict[str, Any], where: str) -> Kind:
     try:
         return model.model_validate(data)
     except ValidationError as error:
+        from earnest.config.explain import sentence  # imports torch
+
         raise ReportError(f"{where} does not follow docs/run-folder.md: {sentence(error, model)}") from error
 
 

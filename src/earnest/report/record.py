@@ -43,6 +43,13 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
 
+def written(model: type[Record], data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` as its file holds it. A key or a value that the record does not declare is a bug of the writer."""
+    undeclared = set(data) - set(model.model_fields)
+    assert not undeclared or model.model_config.get("extra") == "allow", f"{model.__name__} lacks {undeclared}"
+    return model.model_validate(data).model_dump(mode="json", exclude_unset=True)
+
+
 class ModelRecord(Record):
     """The policy's model."""
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from earnest.disk import Lines, write_json, write_text
+from earnest.disk import JsonLines, write_json, write_text
 from earnest.errors import CheckpointError
-
-FORMAT = "earnest-run/1"
+from earnest.report.record import FORMAT, EvalRecord, EventRecord, Level, RunRecord, SampleRecord, StepRecord, written
 
 
 def now() -> str:
@@ -57,8 +56,8 @@ class RunFolder:
             raise CheckpointError(
                 f"{path} is in use by another process; wait for it, or choose another out=DIR."
             ) from None
-        self.metrics = Lines(path / "metrics.jsonl")
-        self.samples = Lines(path / "samples.jsonl")
+        self.metrics = JsonLines(path / "metrics.jsonl", _metrics_line)
+        self.samples = JsonLines(path / "samples.jsonl", lambda line: written(SampleRecord, line))
         self.header: dict[str, Any] = {}
 
     @classmethod
@@ -99,20 +98,20 @@ class RunFolder:
         """Change run.json."""
         self.header |= changes
         self.header["updated"] = now()
-        write_json(self.path / "run.json", self.header)
+        write_json(self.path / "run.json", written(RunRecord, self.header))
 
-    def event(self, level: str, text: str) -> None:
-        """A line of events.log."""
-        line = " ".join(text.split())
+    def event(self, level: Level, text: str) -> None:
+        """Write a line of events.log."""
+        event = EventRecord(time=now(), level=level, text=" ".join(text.split()))
         with (self.path / "events.log").open("a", encoding="utf-8") as file:
-            file.write(f"{now()} {level} {line}\n")
+            file.write(f"{event}\n")
 
     def lengths(self) -> dict[str, int]:
-        """How long the JSONL files are now; a checkpoint remembers it."""
+        """The lengths of the JSONL files in bytes; a checkpoint stores them."""
         return {lines.path.name: lines.length() for lines in (self.metrics, self.samples)}
 
     def cut(self, lengths: Mapping[str, int]) -> None:
-        """Take the JSONL files back to where a checkpoint saw them, so that no line comes twice."""
+        """Cut the JSONL files to the lengths that a checkpoint stored, so that no line comes twice."""
         for lines in (self.metrics, self.samples):
             lines.cut(lengths.get(lines.path.name, 0))
 
@@ -120,6 +119,10 @@ class RunFolder:
         self.metrics.close()
         self.samples.close()
         self._lock.close()
+
+
+def _metrics_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    return written(StepRecord if line["kind"] == "step" else EvalRecord, line)
 
 
 def read_json(path: Path) -> dict[str, Any]:
