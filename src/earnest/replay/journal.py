@@ -17,7 +17,7 @@ Kind = Literal["answer", "verdict"]
 
 
 class Journal:
-    """A JSONL file: a header with the settings that the answers belong to, then one line each. A torn last line is cut off."""
+    """A JSONL file: the settings that the answers belong to, then one answer per line. A torn last line is cut off."""
 
     def __init__(self, path: Path, asking: Mapping[str, Any], traces: str) -> None:
         self.path = path
