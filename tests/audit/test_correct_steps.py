@@ -108,7 +108,7 @@ def used(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
 @pytest.mark.parametrize("foreign", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
-def test_everything_is_put_back(dtype: torch.dtype, foreign: Callable[..., torch.optim.Optimizer]) -> None:
+def test_everything_is_restored(dtype: torch.dtype, foreign: Callable[..., torch.optim.Optimizer]) -> None:
     step = sft_step(dtype=dtype)
     model = Noisy().to(dtype)
     optimizer = foreign([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -125,7 +125,7 @@ def test_everything_is_put_back(dtype: torch.dtype, foreign: Callable[..., torch
 
 @pytest.mark.parametrize("bound", [1, 10])
 @pytest.mark.may_not_be_checked
-def test_everything_is_put_back_when_the_loss_raises(bound: int) -> None:
+def test_everything_is_restored_when_the_loss_raises(bound: int) -> None:
     """What the step raises as it is goes through; what it raises later, on a changed batch, is a row of that law."""
     step = sft_step()
     assert step.optimizer is not None

@@ -83,7 +83,7 @@ class Master(torch.optim.Optimizer):
                 p.copy_(master)
 
 
-def test_the_optimizer_is_put_back_into_the_same_objects() -> None:
+def test_the_optimizer_is_restored_into_the_same_objects() -> None:
     step, model = sft_step(), Tiny().bfloat16()
     optimizer, updates = Master(model.parameters()), 0
 
@@ -172,7 +172,7 @@ def test_a_step_that_refuses_changes_is_audited_all_the_same() -> None:
     assert {f.subject for f in verdict.errors} == {"term square", "every row twice"}
 
 
-def test_autocast_is_seen_and_is_no_fault() -> None:
+def test_autocast_is_seen_and_is_legitimate() -> None:
     """In fp32's room the same step fails; broken under autocast it fails all the same."""
     step = sft_step()
     plain = step.loss

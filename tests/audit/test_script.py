@@ -148,7 +148,7 @@ def test_a_loop_that_never_steps_does_not_exit_with_0(
     assert end.value.code == 1 and f"{calls} calls of w.step" in out, out
 
 
-def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
     told: list[str] = []
     assert audit_script(path, progress=told.append).holds

@@ -146,7 +146,7 @@ def outcome(step: Step, law: Law, subject: str) -> str | None:
         ("targets", "targets", "holds"),
     ],
 )
-def test_every_token_that_a_mask_marks_is_taught(marks: str, used: str, expected: str, dtype: torch.dtype) -> None:
+def test_every_token_that_a_mask_marks_has_a_gradient(marks: str, used: str, expected: str, dtype: torch.dtype) -> None:
     def loss(model: nn.Module, batch: Data) -> Tensor:
         mask = {"tokens": batch["mask"][:, 1:], "places": batch["mask"][:, :-1], "targets": batch["mask"]}[used]
         return -(logprobs(model, batch) * mask).sum() / mask.sum()

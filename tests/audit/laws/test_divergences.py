@@ -62,7 +62,7 @@ def hinton(model: nn.Module, batch: Mapping[str, Any], alpha: float, temperature
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_likelihood_that_is_mixed_in_is_asked_for(hot: bool, dtype: torch.dtype) -> None:
+def test_a_likelihood_that_is_mixed_in_must_be_declared(hot: bool, dtype: torch.dtype) -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any], alpha: float, temperature: float) -> Tensor:
         return hinton(model, batch, alpha, temperature, hot)
 

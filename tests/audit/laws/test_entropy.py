@@ -53,7 +53,7 @@ def step(form: str, dtype: torch.dtype) -> Step:
         ("drawn, row mean", "fails"),
     ],
 )
-def test_an_entropy_does_not_know_what_was_drawn(form: str, outcome: str, dtype: torch.dtype) -> None:
+def test_an_entropy_does_not_depend_on_the_sampled_tokens(form: str, outcome: str, dtype: torch.dtype) -> None:
     verdict = audit(step(form, dtype), laws=[entropy.LAW])
     (row,) = verdict.findings
     assert row.outcome == outcome, str(verdict)

@@ -51,7 +51,7 @@ def test_a_teacher_that_is_made_in_the_step_has_to_be_declared_for_FD() -> None:
         assert [f.outcome for f in audit(step, laws=[finite_difference.LAW]).findings] == [outcome]
 
 
-def test_the_declared_teacher_is_still_taken_at_its_word() -> None:
+def test_the_declared_teacher_is_taken_as_given() -> None:
     def kl(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         student, teacher = both(model, batch)
         return mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), batch)

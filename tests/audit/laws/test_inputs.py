@@ -39,7 +39,7 @@ def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
     return {f.subject: f.outcome for f in findings}
 
 
-def test_labels_may_say_where_and_the_ids_what() -> None:
+def test_labels_may_mark_positions_and_ids_be_the_targets() -> None:
     def where_only(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         on = (batch["labels"][:, 1:] != -100).float()
         return -(logprobs(model, batch) * on).sum() / on.sum()
@@ -53,7 +53,7 @@ def test_labels_may_say_where_and_the_ids_what() -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_a_term_of_weight_0_is_woken_before_its_input_is_judged(deaf: bool) -> None:
+def test_a_term_of_weight_0_is_activated_before_its_input_is_judged(deaf: bool) -> None:
     step = policy_step()
     step.knobs = {"beta": 0.0, "clip": 0.2}
     if deaf:
@@ -106,7 +106,7 @@ def test_every_documents_context_is_changed_in_a_packed_row() -> None:
     assert rows(audit(step, laws=[inputs.LAW]).findings)["input ids (ids)"] == "holds"
 
 
-def test_what_is_neither_declared_nor_read_is_said() -> None:
+def test_what_is_neither_declared_nor_read_is_reported() -> None:
     step = sft_step()
     step.batch = {**step.batch, "position_ids": step.batch["ids"] * 0}
     (row,) = audit(step, laws=[reads.LAW]).findings
@@ -120,7 +120,7 @@ def measured(verdict: Verdict) -> dict[str, str]:
     return {f.subject: f.measured for f in verdict.findings}
 
 
-def test_a_gradient_that_is_nan_off_policy_is_said_once() -> None:
+def test_a_gradient_that_is_nan_off_policy_is_reported_once() -> None:
     model, batch = Tiny(), token_batch()
     with torch.no_grad():
         batch["ref"] = (logprobs(model, batch) - 0.5) * batch["mask"]
@@ -164,7 +164,7 @@ def outcome(step: Step, law: Law, subject: str) -> str | None:
 
 
 @pytest.mark.parametrize(("ranked", "expected"), [(False, "holds"), (True, "not declared")])
-def test_which_tokens_the_teacher_likes_matters(ranked: bool, expected: str) -> None:
+def test_which_tokens_the_teacher_finds_likely_matters(ranked: bool, expected: str) -> None:
     """By rank alone is right across two vocabularies, so it is said and not accused."""
 
     def loss(model: nn.Module, batch: Data, alpha: float, temperature: float) -> Tensor:
@@ -202,7 +202,7 @@ def hinge(model: nn.Module, batch: Mapping[str, Any], beta: float, deaf: bool = 
 
 
 @pytest.mark.parametrize(("beta", "deaf"), [(0.1, False), (0.01, False), (0.1, True)])
-def test_a_hinge_feels_its_reference_beyond_its_corner(beta: float, deaf: bool) -> None:
+def test_a_hinge_depends_on_its_reference_beyond_its_corner(beta: float, deaf: bool) -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
         return hinge(model, batch, beta, deaf)
 

@@ -28,7 +28,7 @@ def test_a_weight_that_is_not_detached_pushes_unlikely_labels_down(detached: boo
     assert row.outcome == ("holds" if detached else "fails"), row.measured
 
 
-def test_regularisers_and_masks_in_place_are_no_fault() -> None:
+def test_regularisers_and_masks_in_place_are_legitimate() -> None:
     def regularised(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         logits = model(batch["ids"], batch["attention"])[:, :-1]
         on = batch["mask"]

@@ -148,7 +148,7 @@ class Scored(Tiny):
         self.score = torch.nn.Linear(23, 1)
 
 
-def test_a_bias_that_cancels_in_every_pair_is_said_and_no_fault() -> None:
+def test_a_bias_that_cancels_in_every_pair_is_reported_and_is_legitimate() -> None:
     def loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
         chosen, rejected = (model.score(model(batch[side])[:, -1]) for side in ("chosen", "rejected"))
         return -torch.nn.functional.logsigmoid(chosen - rejected).mean()

@@ -106,7 +106,7 @@ def test_which_side_is_right(wrong: Any, subject: str) -> None:
     assert [f.subject for f in audit(pairs(wrong)).failures] == [subject]
 
 
-def test_a_sum_beside_a_loss_that_is_a_sum_is_no_fault() -> None:
+def test_a_sum_beside_a_loss_that_is_a_sum_is_legitimate() -> None:
     def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = grpo_loss(model, batch, beta, clip)
         count = batch["mask"].sum()
@@ -116,7 +116,7 @@ def test_a_sum_beside_a_loss_that_is_a_sum_is_no_fault() -> None:
     assert not [f for f in verdict.failures if f.subject.startswith("averages")], str(verdict)
 
 
-def test_hinge_pairs_whose_sides_cost_the_same_are_not_asked() -> None:
+def test_hinge_pairs_with_equal_costs_are_not_checked() -> None:
     def loss(model: Any, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = dpo_loss(model, batch, beta)
         return F.relu(value - 1e6) + 0 * value, metrics
@@ -135,7 +135,7 @@ def test_a_metric_may_stand_still_only_where_that_is_declared() -> None:
         assert bool(audit(step, laws=[metrics.LAW]).failures) == (not still)
 
 
-def test_a_declared_neutral_value_is_asked_for() -> None:
+def test_a_declared_neutral_value_must_be_declared() -> None:
     step = policy_step()
     loss = step.loss
 

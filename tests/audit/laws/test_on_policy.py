@@ -35,7 +35,7 @@ LAWS = [on_policy.LAW, clipping.LAW, splits.LAW]
 
 
 @pytest.mark.parametrize("loss", [whitened, centred])
-def test_whitened_advantages_are_no_fault_where_rows_interact(loss: Any) -> None:
+def test_whitened_advantages_are_legitimate_where_rows_interact(loss: Any) -> None:
     verdict = audit(policy_step(loss, rows_interact=True), laws=LAWS)
     assert verdict.holds, str(verdict)
     assert {"on-policy gradient = REINFORCE", "clip"} <= {

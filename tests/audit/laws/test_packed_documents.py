@@ -101,7 +101,7 @@ def test_positions_begin_again_with_a_document(again: bool, dtype: torch.dtype) 
     assert found[documents.PACKED] == found[documents.FIRST] == "holds"
 
 
-def test_what_cannot_be_cut_is_left_alone() -> None:
+def test_batches_with_cu_seqlens_are_not_cut() -> None:
     """cu_seqlens would be another batch's, once columns are cut off."""
     step = sft_step(packed=True)
     batch = {**step.batch, "cu_seqlens": torch.tensor([0, 6, 12, 18])}

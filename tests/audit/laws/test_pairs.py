@@ -78,7 +78,7 @@ def test_declared_terms_are_off_while_pairs_are_judged(dtype: torch.dtype) -> No
     assert found[IDENTICAL] == "holds" and found[ALIKE] == "holds"
 
 
-def test_an_undeclared_weight_is_asked_for_and_a_broken_side_is_no_weight() -> None:
+def test_an_undeclared_weight_must_be_declared_and_a_broken_side_is_no_weight() -> None:
     def halved(model: nn.Module, batch: Mapping[str, Any], beta: float, alpha: float) -> Any:
         return with_nll(model, batch, beta, alpha, less=0.5)
 
@@ -149,7 +149,7 @@ def test_each_answer_by_itself_is_told_from_a_broken_pair(form: Any) -> None:
     assert found[IDENTICAL] == "not applicable" and "fails" not in found.values()
 
 
-def test_a_margin_beyond_its_target_is_drawn_back_lawfully() -> None:
+def test_a_margin_beyond_its_target_is_drawn_back_legitimately() -> None:
     """IPO far beyond 1/2τ narrows most margins; at the reference it widens all."""
 
     def ipo(model: nn.Module, batch: Mapping[str, Any], beta: float, sign: float = 1.0) -> Tensor:

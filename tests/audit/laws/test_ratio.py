@@ -155,7 +155,7 @@ def regression(model: nn.Module, b: Mapping[str, Any], tau: float) -> Tensor:
     return 0.5 * (b["advantages"] - tau * gap).square().mean()
 
 
-def test_a_regression_on_the_advantages_is_no_fault() -> None:
+def test_a_regression_on_the_advantages_is_legitimate() -> None:
     assert audit(step(regression, {"tau": 0.5}), laws=[on_policy.LAW, ratio.LAW]).holds
     turned = step(lambda m, b, tau: regression(m, b, -tau), {"tau": 0.5})
     assert "descending the loss raises Σ A·lp" in failures(audit(turned, laws=[on_policy.LAW]))
@@ -209,7 +209,7 @@ def thresholded(model: nn.Module, b: Mapping[str, Any], clip: float, threshold: 
 
 
 @pytest.mark.parametrize("fault", ["", "clamped", "bound"])
-def test_a_threshold_that_silences_rows_is_not_the_clip(fault: str) -> None:
+def test_a_threshold_that_removes_rows_is_not_the_clip(fault: str) -> None:
     knobs = {"clip": 0.2, "threshold": 0.1 if fault != "bound" else 1.0}
     verdict = audit(step(lambda m, b, **k: thresholded(m, b, fault=fault, **k), knobs), laws=[clipping.LAW])
     assert ("clip: inside the clip range" in failures(verdict)) == bool(fault), str(verdict)

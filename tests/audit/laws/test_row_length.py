@@ -50,7 +50,7 @@ def test_a_row_is_not_divided_by_its_prompt(divided: str, dtype: torch.dtype, ex
     assert outcome(sft_step(loss, dtype=dtype), row_length.LAW, row_length.SUBJECT) == expected
 
 
-def test_a_model_that_sees_behind_is_not_asked() -> None:
+def test_a_model_that_attends_to_later_tokens_is_not_checked() -> None:
     class Both(Tiny):
         def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
             x = self.embed(ids)

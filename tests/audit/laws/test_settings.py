@@ -64,7 +64,7 @@ def test_a_term_that_only_rounding_moves(normalised: bool, expected: str) -> Non
     assert outcome(step, knobs.LAW, "term z") == expected
 
 
-def test_a_hinge_that_sleeps_still_has_its_weight() -> None:
+def test_a_hinge_that_is_inactive_still_has_its_weight() -> None:
     """DPOP: λ·max(0, ref_c - lp_c) is 0 where every chosen answer is above its reference."""
 
     def loss(model: nn.Module, batch: Data, beta: float, lam: float, read: float = 1.0) -> Tensor:
@@ -169,14 +169,14 @@ def test_what_is_declared_inert_must_not_matter(means: bool, chunk: int, dtype: 
     assert rows(audit(step, laws=[knobs.LAW]).findings)["setting chunk"] == ("fails" if means else "holds")
 
 
-def test_an_inert_knob_has_to_be_a_knob() -> None:
+def test_an_inert_setting_must_be_declared() -> None:
     with pytest.raises(StepError, match=r"inert setting 'chunks' is no setting: .*'chunk'"):
         sft_step(knobs={"chunk": 4}, inert=("chunks",))
     with pytest.raises(StepError, match="one text"):
         sft_step(knobs={"chunk": 4}, inert="chunk")
 
 
-def test_a_knob_of_another_mode_does_not_apply() -> None:
+def test_a_setting_of_another_mode_does_not_apply() -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any], smooth: float, dead: float, how: str) -> Tensor:
         logits = model(batch["ids"], batch["attention"])[:, :-1].flatten(0, 1)
         share = smooth if how == "smooth" else 0.0
@@ -187,7 +187,7 @@ def test_a_knob_of_another_mode_does_not_apply() -> None:
     assert found["setting smooth"] == "not applicable" and found["setting dead"] == "fails"
 
 
-def test_a_clip_without_a_behaviour_policy_is_asked_for() -> None:
+def test_a_clip_without_a_behaviour_policy_must_be_declared() -> None:
     def on_policy(model: nn.Module, batch: Mapping[str, Any], clip: float) -> Tensor:
         chosen, _ = sequence_logprobs(model, batch)
         return -(chosen - chosen.detach()).exp().clamp(1 - clip, 1 + clip).mean()

@@ -83,7 +83,7 @@ def test_a_mask_that_is_applied_one_late(late: bool) -> None:
     assert found[shift.PEEKING] == ("fails" if late else "holds"), found
 
 
-def test_a_mask_that_may_mark_where_tokens_are_predicted_is_not_asked() -> None:
+def test_a_mask_that_may_mark_where_tokens_are_predicted_is_not_checked() -> None:
     step = masked_step(True)
     batch = dict(step.batch)
     last = batch["attention"].sum(-1) - 1
@@ -151,13 +151,13 @@ def by_ids(model: nn.Module, batch: Data) -> Tensor:
     return -(logprobs(model, {k: batch[k] for k in ("ids", "attention")}) * on).sum() / on.sum()
 
 
-def test_labels_that_only_say_where() -> None:
+def test_labels_that_only_mark_positions() -> None:
     found = outcomes(sft_step(by_ids))
     assert found["every supervised position"] == "holds", found
     assert "fails" not in found.values(), found
 
 
-def test_labels_that_only_say_where_do_not_hide_a_lost_end() -> None:
+def test_labels_that_only_mark_positions_do_not_hide_a_lost_end() -> None:
     def cut(model: nn.Module, batch: Data) -> Tensor:
         ends = torch.arange(batch["labels"].shape[1]) == batch["labels"].shape[1] - 1
         return by_ids(model, {**batch, "labels": torch.where(ends, -100, batch["labels"])})

@@ -152,7 +152,7 @@ def on(model: nn.Module, loss: Any = sft_loss, **more: Any) -> Step:
     return Step(model=model, loss=loss, batch=step.batch, roles=step.roles, **more)
 
 
-def test_a_step_that_samples_is_not_asked_about_rows() -> None:
+def test_a_step_that_samples_is_not_checked_for_rows() -> None:
     def noisy(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         logits = model(batch["ids"], batch["attention"])[:, :-1]
         logits = logits * torch.rand(logits.shape)
@@ -216,7 +216,7 @@ def test_a_part_that_counts_against_itself_is_seen() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_part_without_a_gradient_is_no_fault(seed: int) -> None:
+def test_a_part_without_a_gradient_is_legitimate(seed: int) -> None:
     """All advantages of the first rows are 0: the whole is the other part alone."""
     step = policy_step(seed=seed)
     step.batch["advantages"][:2] = 0.0  # type: ignore[index]

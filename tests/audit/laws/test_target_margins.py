@@ -63,7 +63,7 @@ def test_a_target_margin_is_taken_off(sign: float, expected: str, dtype: torch.d
     assert outcome(step, targets.LAW, "a larger gamma") == expected
 
 
-def test_a_square_past_its_target_and_a_focal_exponent_are_no_faults() -> None:
+def test_a_square_past_its_target_and_a_focal_exponent_are_legitimate() -> None:
     def square(model: nn.Module, batch: Data, beta: float, offset: float) -> Tensor:
         return (beta * _margins(model, batch) + 7 - offset).square().mean()  # past its target by 7
 

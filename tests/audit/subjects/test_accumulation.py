@@ -107,7 +107,7 @@ class Accumulate:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("keeps", ["", "the count", "every other call", "all gradients", "the last gradient"])
-def test_accumulation_leaves_nothing_behind(keeps: str, dtype: torch.dtype) -> None:
+def test_accumulation_leaves_nothing_over(keeps: str, dtype: torch.dtype) -> None:
     step = sft_step(dtype=dtype)
     seen = failed(Accumulation(step.model, Accumulate(keeps), step.batch))
     assert ("the same batch again" in seen) == bool(keeps), seen
@@ -116,7 +116,7 @@ def test_accumulation_leaves_nothing_behind(keeps: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("keeps", ["a running scale", "its own noise"])
-def test_noise_and_running_statistics_are_no_fault(keeps: str) -> None:
+def test_noise_and_running_statistics_are_legitimate(keeps: str) -> None:
     step = sft_step()
     verdict = audit(Accumulation(step.model, Accumulate(keeps), step.batch))
     assert not verdict.failures, str(verdict)

@@ -83,7 +83,7 @@ def over_the_batch(r: Tensor, g: Tensor, centre: Callable[[Tensor, Tensor], Tens
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_division_by_the_batch_is_no_fault_where_it_is_declared(seed: int) -> None:
+def test_a_division_by_the_batch_is_legitimate_where_it_is_declared(seed: int) -> None:
     assert audit(AdvantageEstimator(over_the_batch, "free", scaled_over="batch", seed=seed)).holds
     assert "shift of one group" in failures(audit(AdvantageEstimator(over_the_batch, "free", seed=seed)))
     wrong = AdvantageEstimator(

@@ -89,7 +89,7 @@ def rounded_at_random(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.1, 0.01, 1e-3, 1e-4])
-def test_an_average_in_16_bits_moves_or_is_told(rate: float) -> None:
+def test_an_average_in_16_bits_moves_or_is_reported(rate: float) -> None:
     def plain(a: Tensor, c: Tensor, r: float) -> Tensor:
         return (1 - r) * a + r * c
 
@@ -104,7 +104,7 @@ def test_an_average_in_16_bits_moves_or_is_told(rate: float) -> None:
         assert stuck == ({f"{MOVES}{rate:g}"} if rate <= 1e-3 else set())
 
 
-def test_a_rate_that_is_not_declared_is_asked_for_in_16_bits() -> None:
+def test_a_rate_that_is_not_declared_must_be_declared_in_16_bits() -> None:
     rows = {f.subject: f.outcome for f in audit(Ema(lambda a, c, r: a.lerp_(c, r), dtype=torch.bfloat16)).findings}
     assert rows["many updates"] == "not declared"
     assert not any(f.outcome == "not declared" for f in audit(Ema(lambda a, c, r: a.lerp_(c, r))).findings)

@@ -41,7 +41,7 @@ def padded(values: list[Tensor], pad: float, by_value: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("pad", [0.0, -100.0, -1.0])
-def test_what_looks_like_padding_arrives(pad: float) -> None:
+def test_values_that_look_like_padding_are_received(pad: float) -> None:
     for ragged in (False, True):
         assert audit(Gather(lambda v: padded(v, pad, False), ragged=ragged)).holds
         assert failed(Gather(lambda v: padded(v, pad, True), ragged=ragged)) == {"values such as 0 and -100"}

@@ -52,7 +52,7 @@ class Layer:
 
 
 @pytest.mark.parametrize(("looks", "remembers"), [(True, True), (False, True), (True, False)])
-def test_a_merged_layer_says_what_it_said(looks: bool, remembers: bool) -> None:
+def test_merging_does_not_change_the_output(looks: bool, remembers: bool) -> None:
     """candle-lora #26: a merged layer adds its adapter again."""
     layer = Layer(looks=looks, remembers=remembers)
     wrong = failed(MergedLayer(layer.says, layer.merge, layer.unmerge))

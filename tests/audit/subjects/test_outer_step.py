@@ -44,14 +44,16 @@ class DiLoCo:
 @pytest.mark.parametrize(
     "knobs", [{"lr": 0.7, "momentum": 0.9}, {"momentum": 0.9}, {"lr": 0.7, "momentum": 0.3}], ids=str
 )
-def test_an_outer_step_with_the_knobs_of_its_run_holds(torchs: bool, nesterov: bool, knobs: dict[str, float]) -> None:
+def test_an_outer_step_with_the_settings_of_its_run_holds(
+    torchs: bool, nesterov: bool, knobs: dict[str, float]
+) -> None:
     verdict = audit(OuterStep(DiLoCo(torchs=torchs, nesterov=nesterov), knobs))
     assert verdict.holds, str(verdict)
     forgets = failed(OuterStep(DiLoCo(anew=True, torchs=torchs, nesterov=nesterov), knobs))
     assert forgets == ({"momentum remembers"} if nesterov else {"setting momentum"})
 
 
-def test_outer_knobs_of_other_names() -> None:
+def test_outer_settings_of_other_names() -> None:
     class Named:
         def __init__(self, sign: float = 1.0) -> None:
             self.inner, self.sign = DiLoCo(torchs=False), sign

@@ -93,7 +93,7 @@ def test_a_checkpoint_does_not_follow_the_live_model() -> None:
     assert failed(held(False)) == {GOES_ON}
 
 
-def test_a_kick_that_is_always_the_same_asks_nothing() -> None:
+def test_a_perturbation_that_is_always_the_same_asks_nothing() -> None:
     def always(model: nn.Module) -> None:
         with torch.no_grad():
             for p in model.parameters():

@@ -79,7 +79,7 @@ def subject(fault: str | None, dtype: torch.dtype = torch.float32, clears_first:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("clears_first", [False, True])
-def test_a_right_update_holds_and_is_put_back(dtype: torch.dtype, clears_first: bool) -> None:
+def test_a_right_update_holds_and_is_restored(dtype: torch.dtype, clears_first: bool) -> None:
     right = subject(None, dtype, clears_first)
     before = [p.detach().clone() for p in right.model.parameters()]
     verdict = audit(right)

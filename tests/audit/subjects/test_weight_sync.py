@@ -85,12 +85,12 @@ def sync(size: float, skip: tuple[str, ...] = (), **more: Any) -> WeightSync:
 
 
 @pytest.mark.parametrize("size", [0.02, 0.1])
-def test_a_small_kick_in_16_bits_is_judged_by_what_it_leaves(size: float) -> None:
+def test_a_small_perturbation_in_16_bits_is_judged_by_what_it_leaves(size: float) -> None:
     assert not audit(sync(size)).failures
     assert failed(sync(size, ("out", "mix"))) == {"the sampler follows a perturbation"}
 
 
-def test_a_kick_below_the_noise_is_no_failure() -> None:
+def test_a_perturbation_below_the_noise_is_no_failure() -> None:
     (row,) = (f for f in audit(sync(2e-4)).findings if f.subject == "the sampler follows a perturbation")
     assert row.outcome == "not applicable" and "too small" in row.meaning
 

@@ -179,7 +179,7 @@ def weighted(folder: Path, ask: str, callback: AuditCallback, **more: Any) -> An
 
 @pytest.mark.parametrize("ask", ["get", "pop", "in", "never"])
 @pytest.mark.parametrize("removed", [True, False])
-def test_a_column_that_is_asked_for_and_was_dropped_is_told(ask: str, removed: bool, tmp_path: Path) -> None:
+def test_a_column_that_must_be_declared_and_was_dropped_is_reported(ask: str, removed: bool, tmp_path: Path) -> None:
     callback = AuditCallback(quick=True)
     weighted(tmp_path, ask, callback, remove_unused_columns=removed, max_steps=1).train()
     assert callback.audited is not None and callback.audited.holds, str(callback.audited)

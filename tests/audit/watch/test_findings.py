@@ -136,7 +136,7 @@ def test_everything_supervised_is_seen() -> None:
         everything_supervised()
 
 
-def test_a_dead_parameter_is_said_once_and_by_name() -> None:
+def test_a_parameter_without_a_gradient_is_reported_once_by_name() -> None:
     model = Tiny(0)
     model.register_parameter("forgotten", nn.Parameter(torch.ones(3)))
     with pytest.warns(WatchWarning, match=r"No gradient reached forgotten") as seen:
@@ -196,7 +196,7 @@ LATE = {
 
 @pytest.mark.parametrize("split", [False, True], ids=["one", "two optimizers"])
 @pytest.mark.parametrize("fault", LATE)
-def test_what_dies_later_is_said_once_when_it_is_sure(fault: str, split: bool) -> None:
+def test_what_dies_later_is_reported_once_when_it_is_sure(fault: str, split: bool) -> None:
     subject, sentence = LATE[fault]
     with pytest.warns(WatchWarning, match=sentence) as seen:
         w = long_loop(6 + STILL + 4, lambda n: n >= 6, fault, split=split)
@@ -205,7 +205,7 @@ def test_what_dies_later_is_said_once_when_it_is_sure(fault: str, split: bool) -
 
 
 @pytest.mark.parametrize("fault", LATE)
-def test_a_spell_is_no_death(fault: str) -> None:
+def test_a_short_time_without_a_gradient_is_not_reported(fault: str) -> None:
     """An expert that idles, a plateau: shorter than STILL it is not said at all."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", WatchWarning)
@@ -214,13 +214,13 @@ def test_a_spell_is_no_death(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", LATE)
-def test_what_comes_back_is_alive_at_the_end(fault: str) -> None:
+def test_a_gradient_that_returns_holds_at_the_end(fault: str) -> None:
     with pytest.warns(WatchWarning, match=LATE[fault][1]):
         verdict = long_loop(6 + STILL + 4, lambda n: 6 <= n < 8 + STILL, fault).verdict()
     assert verdict.holds, str(verdict)
 
 
-def test_what_may_idle_is_not_called_dead() -> None:
+def test_a_parameter_that_may_idle_is_not_reported() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", WatchWarning)
         assert long_loop(6 + STILL, lambda n: n >= 3, "detached", may_idle=("embed.*",)).verdict().holds

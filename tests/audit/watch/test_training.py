@@ -107,7 +107,7 @@ def test_an_optimizer_of_a_copy_of_the_model_that_never_steps_is_seen() -> None:
     assert [f.subject for f in w.verdict().failures] == ["the optimizer's steps"]
 
 
-def test_another_optimizer_is_said_while_the_run_goes_on() -> None:
+def test_another_optimizer_is_reported_while_the_run_goes_on() -> None:
     model = Tiny(0)
 
     def run() -> None:
@@ -137,7 +137,7 @@ def test_the_last_of_several_optimizers_has_to_step(steps: int) -> None:
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("replaced", [True, False])
-def test_an_optimizer_that_steps_no_longer_is_told(replaced: bool, accumulated: int) -> None:
+def test_an_optimizer_that_steps_no_longer_is_reported(replaced: bool, accumulated: int) -> None:
     """It was made anew on the way, and only the first is watched."""
     model = Tiny(0)
     optimizer = sgd(model)
@@ -418,7 +418,7 @@ def test_right_loops_keep_their_mode() -> None:
         (Tiny(0), 5, None),
     ],
 )
-def test_what_may_be_meant_is_only_told(model: nn.Module, at: int, outcome: str | None) -> None:
+def test_what_may_be_meant_is_only_reported(model: nn.Module, at: int, outcome: str | None) -> None:
     verdict = moded(model, lambda n: model.eval() if n == at else None, 40)
     found = row(verdict, "training mode")
     assert verdict.holds and (found.outcome if found else None) == outcome, str(verdict)
@@ -429,7 +429,7 @@ def test_a_mode_may_be_left_by_declaration() -> None:
     assert moded(model, lambda n: model.eval() if n == 5 else None, 40, may_eval=True).holds
 
 
-def test_what_moves_between_updates_is_told_and_no_failure() -> None:
+def test_what_moves_between_updates_is_reported_and_no_failure() -> None:
     for change in (False, True):
         model = Tiny(0)
         start = {k: v.clone() for k, v in model.state_dict().items()}

@@ -1,7 +1,7 @@
 """Accumulation: many small backward passes, or many ranks, must leave the whole batch's gradient.
 
 accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut;
-and the same again, when it is asked again
+and the same again in a second call
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Accumulation:
             yield twice
 
     def _twice(self, whole: Gradient, again: Gradient, precision: torch.dtype | None) -> Finding:
-        """Of two calls that differ, a third says how. Where it repeats one of them, or the calls are as 1 : 2 : 3, a
+        """Of two calls that differ, a third decides. Where it repeats one of them, or the calls are as 1 : 2 : 3, a
         call has left something after; noise, or a statistic that runs, does neither."""
         eps = [torch.finfo(p.dtype).eps for p in self.model.parameters() if p.is_floating_point()]
         same = SAME * max([*eps, *([torch.finfo(precision).eps] if precision is not None else [])], default=0.0)
@@ -127,12 +127,12 @@ class Accumulation:
 LAW = Law(
     code="SE",
     name="accumulation (Accumulation)",
-    sentence="Many small backward passes, or many ranks, leave the whole batch's gradient, and the next call too.",
+    sentence="Many small backward passes, or many ranks, leave the whole batch's gradient, and so does the next call.",
     needs="accumulate(model, batches) and a batch; precision where it is coarser and no module shows it",
-    how="The batch in one piece, again, and cut unevenly; the tolerance is 16 times (8 in 16 bits) what one unit in "
-    "the last place does.",
+    how="The batch in one piece, once more, and cut unevenly; the tolerance is 16 times (8 in 16 bits) the effect of "
+    "one unit in the last place.",
     traps="Even cuts hide a mean of means. A loss that is taken per micro-batch by design (load balancing) declares "
-    "rows_interact=True. A clip that does not bind is not seen here: Update makes it bind.",
+    "rows_interact=True. A clip that does not bind is not detected here: Update makes it bind.",
     caught="transformers gradient accumulation (a mean of means), gradients cleared between requests",
     check=Accumulation.check,
 )

@@ -6,10 +6,10 @@ zero sum  Σ over a group is 0, where the division is by one number per group
 scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
 order     permuting the rows permutes the advantages
 equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
-sign      one right answer in a group is not below 0, the wrong ones not above, and it stands above them
+sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
 names     other names of the groups (100, 101, …) change nothing
 inputs    are not written into
-missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it is no number
+missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AdvantageEstimator:
     """``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
     ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
     row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
-    the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not asked. ``values``: the
+    the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not checked. ``values``: the
     only rewards that occur, such as (0.0, 1.0): no other is drawn, so a shift or a factor that leads out of them is not
     asked. ``interleaved=False``: a group's rows stand together, ``size`` each. ``in_place=True``: it writes into the
     rewards by design.
@@ -155,7 +155,7 @@ class AdvantageEstimator:
             base if self.scale == "free" else base * 2,
             self._run(rewards * 2, groups),
             size,
-            "Scaling the rewards does not do what the mode says: the division by the standard deviation is in the "
+            "Scaling the rewards does not have the declared effect: the division by the standard deviation is in the "
             "wrong mode.",
         )
 
@@ -173,7 +173,7 @@ class AdvantageEstimator:
         except Exception:  # it refuses them, and says so to its user
             return
         if bool((found == 0).all()):
-            why = "One sample a prompt teaches nothing here."
+            why = "One sample per prompt has a zero gradient here."
             yield Finding("GL", "groups of one row", "advantages are 0", "-", "not applicable", why)
 
     def _grouped(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Iterator[Finding]:
@@ -266,7 +266,8 @@ class AdvantageEstimator:
         mine = base[:-1][rest]
         return self._same(
             "ADV", subject, mine, self._alike(found[rest], mine, torch.zeros_like(rest[rest])), size,
-            "A row is missing in one group (filtered, say), and other groups' advantages change: groups are cut by "
+            "A row is missing in one group (filtered, for example), and other groups' advantages change: groups are "
+            "cut by "
             "place, and rows of two prompts are compared. Raise where groups are not full.",
         )  # fmt: skip
 
@@ -281,7 +282,7 @@ class AdvantageEstimator:
         return torch.where(free & (factor > 0), found * factor, found)
 
     def _equal(self, scale: float) -> Finding:
-        """All the same, in sizes and values whose mean is rounded: what is divided there is rounding by rounding."""
+        """Equal rewards, in group sizes and values whose mean is rounded: there rounding is divided by rounding."""
         worst, where, asked, rounded = 0.0, "", False, 0.0
         sizes = [(self.size, 0.7), *EQUAL]
         values = EXACT if self.values is None else tuple(map(float, self.values))
@@ -345,7 +346,7 @@ class AdvantageEstimator:
             return
         subject = "the right answer stands above the wrong ones"
         if found == 0:
-            why = "One right answer teaches nothing here: legitimate where such groups are left out by design."
+            why = "One right answer has a zero gradient here: legitimate where such groups are left out by design."
             yield Finding("ADV", subject, "every advantage is 0", "-", "not applicable", why)
             return
         worst, best = float(largest[right].min()), float(largest[~right].max())
@@ -417,18 +418,18 @@ def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
 LAW = Law(
     code="ADV",
     name="advantages (AdvantageEstimator)",
-    sentence="A constant on a group's rewards changes nothing, groups do not see each other, a group sums to 0, "
-    "scaling does what the mode says, order and names do not matter, equal rewards give 0, the only right answer is "
-    "not below 0 and stands above the wrong ones, a missing one is no number, inputs are left alone.",
+    sentence="A constant on a group's rewards changes nothing, groups are independent, a group sums to 0, scaling has "
+    "the declared effect, order and names do not matter, equal rewards give 0, the only right answer is not below 0 "
+    "and above the wrong ones, a missing reward does not become a number, inputs are not modified.",
     needs="fn(rewards, groups), scale, over; scaled_over where the division is over something else, baseline where it "
-    "is no mean",
+    "is not the mean",
     how="Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get "
-    "other names. The tolerance is rounding over the "
-    "smallest spread, and the usual constant (up to 1e-4) in a denominator.",
-    traps="Centring over the batch is not an error where it is declared, nor is a division by the batch's spread "
-    '(scaled_over="batch"); an estimator that takes rows by place declares interleaved=False. Rewards that never round '
-    "(0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.",
-    caught="one sample a prompt (all advantages 0), statistics along the wrong axis, groups by place, NeMo-RL #1518 "
-    "(spread of the others), NeMo-RL #4158 (equal rewards become ±1)",
+    "other names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a "
+    "denominator.",
+    traps="Centring over the batch is legitimate where it is declared, and so is a division by the batch's spread "
+    '(scaled_over="batch"); an estimator that takes rows by position declares interleaved=False. Rewards that never '
+    "round (0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.",
+    caught="one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL "
+    "#1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)",
     check=AdvantageEstimator.check,
 )

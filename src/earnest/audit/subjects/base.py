@@ -94,7 +94,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 @contextmanager
 def noticing(model: nn.Module) -> Iterator[list[torch.dtype]]:
-    """Fills a list with dtypes that are coarser than the parameters of the module that puts them out: autocast, say."""
+    """Fills a list with dtypes that are coarser than the parameters of the module that puts them out: autocast."""
     seen: list[torch.dtype] = []
 
     def look(module: nn.Module, _args: Any, output: Any) -> None:
@@ -120,5 +120,5 @@ def judged(code: str, subject: str, measured: str, expected: str, holds: bool, m
 
 
 def unjudged(code: str, subject: str, measured: str, meaning: str) -> Finding:
-    """A row that is neither a pass nor a failure, and says why."""
+    """A row that is neither a pass nor a failure, with the reason."""
     return Finding(code, subject, measured, "-", "not applicable", meaning)

@@ -1,4 +1,4 @@
-"""A census: what was asked for is what is there, no more and no less (adapted layers, loaded keys, logged names)."""
+"""Census: what exists is what was requested, no more and no less (adapted layers, loaded keys, logged names)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from earnest.audit.verdict import Finding
 
 @dataclass
 class Census:
-    """``wanted`` and ``found`` are names; ``what`` says of what. Two mappings of names to numbers (how many rows a
+    """``wanted`` and ``found`` are names; ``what`` names their kind. Two mappings of names to numbers (how many rows a
     source has) are compared by their numbers too. ``once=True`` where no name may be found twice: shards, ranks, parts
     that make up a whole."""
 
@@ -27,14 +27,14 @@ class Census:
         listed = list(self.found)  # once each: a generator can be read but once
         wanted, found = set(self.wanted), set(listed)
         missing, extra = sorted(wanted - found), sorted(found - wanted)
-        shown = f"{len(missing)} missing, {len(extra)} not asked for"
+        shown = f"{len(missing)} missing, {len(extra)} not requested"
         odd = ", ".join([*missing[:3], *extra[:3]])
         holds = not missing and not extra and bool(wanted)
         yield judged(
             "GL",
             self.what,
             shown,
-            "exactly what was asked for",
+            "exactly what was requested",
             holds,
             f"{odd}: a pattern matches too much or nothing.",
         )
@@ -64,10 +64,10 @@ def _numbers(names: Iterable[str]) -> bool:
 LAW = Law(
     code="GL",
     name="census (Census)",
-    sentence="What was asked for is what is there, no more and no less.",
+    sentence="What exists is what was requested, no more and no less.",
     needs="wanted and found: two collections of names, or of names and numbers; once=True where none may come twice",
     how="Both sets are compared, and their numbers where there are any.",
-    traps="None: names that differ by a wrapper's prefix have to be brought to one form first.",
+    traps="Names that differ by a wrapper's prefix must be brought to one form first.",
     caught="a greedy pattern that reads an expert's index as the layer's; a target list that matches nothing",
     check=Census.check,
 )

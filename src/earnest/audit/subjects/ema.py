@@ -99,7 +99,7 @@ class Ema:
         )  # fmt: skip
 
     def _adds_up(self, old: Tensor, new: Tensor) -> Finding:
-        """As many updates as one over the rate go two thirds of the way; at least half of that has to arrive."""
+        """1/rate updates go two thirds of the way; at least half of that is required."""
         coarse = torch.finfo(self.dtype).eps > COARSE
         if self.rate is None and coarse:
             return not_declared("EMA", "many updates", "rate=…, that of the run,")
@@ -155,13 +155,13 @@ def _given(update: Callable[..., Tensor | None], average: Tensor, current: Tenso
 LAW = Law(
     code="EMA",
     name="moving average (Ema)",
-    sentence="Rate 0 keeps an average of weights, 1 copies, a small one moves it little, many of these add up; equal "
-    "weights stay, and so do the current ones.",
+    sentence="Rate 0 keeps an average of weights, rate 1 copies the current ones, a small rate moves it a little, "
+    "many such updates add up; equal weights stay equal, and the current weights are not modified.",
     needs="update(average, current, rate), rate being the current weights' weight; dtype and rate where it is kept in "
     "16 bits",
-    how="Random weights at three rates, and as many updates as one over the rate, of which half has to arrive. The "
-    "tolerance is rounding in their dtype.",
-    traps="A decay is 1 - rate: hand it over so. A decay that warms up is judged after 2000 updates, where rate 0 may "
+    how="Random weights at three rates, then 1/rate updates, which must move the average at least half as far as they "
+    "should. The tolerance is rounding in the dtype.",
+    traps="A decay is 1 - rate: pass the rate. A decay that warms up is judged after 2000 updates, where rate 0 may "
     "still move it a little.",
     caught="TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in "
     "bf16 at a decay of 0.999",

@@ -2,7 +2,7 @@
 
 V = the trajectory's own discounted return   A = 0 at every token and for every λ
 λ = 1                                        A + V (the returns) does not depend on V
-λ = 0                                        a token's A does not know what is paid later than at it
+λ = 0                                        a token's A does not depend on later rewards
 V = 0                                        γ and λ come as their product only
 masked positions                             are not read
 returns                                      = A + V, with A before any whitening
@@ -46,12 +46,12 @@ class GAE:
         base, returns = self._run(rewards, values, mask)
         if base.shape != mask.shape:
             shapes = (str(tuple(base.shape)), str(tuple(mask.shape)))
-            yield judged("GAE", "shape", *shapes, False, "One advantage a token is expected.")
+            yield judged("GAE", "shape", *shapes, False, "One advantage per token is expected.")
             return
         if self.whitened and returns is None:
             yield Finding(
                 "GAE", "GAE", "whitened advantages without returns", "-", "not declared",
-                "Return (advantages, returns): whitened advantages alone hide what is asked here.",
+                "Return (advantages, returns): whitened advantages alone hide what is checked here.",
             )  # fmt: skip
             return
         if not self.in_place:
@@ -94,7 +94,7 @@ class GAE:
             )  # fmt: skip
 
     def _without_values(self, rewards: Tensor, values: tuple[Tensor, Tensor], mask: Tensor, room: float) -> Finding:
-        """λ = 1 is Monte Carlo: what is to be expected of a token is what came after it."""
+        """λ = 1 is Monte Carlo: a token's return is the sum of what came after it."""
         totals = []
         for v in values:
             found, returns = self._run(rewards, v, mask, lam=1.0)
@@ -112,7 +112,7 @@ class GAE:
         base, _ = self._run(rewards, values, mask, lam=0.0)
         return _near(
             "λ = 0: no later reward", changed, base, mask * ~last, room,
-            "With λ = 0 a token's advantage holds its own reward and the next value, and nothing else: λ does not "
+            "With λ = 0 a token's advantage contains its own reward and the next value, and nothing else: λ does not "
             "weigh the carry.",
         )  # fmt: skip
 
@@ -193,12 +193,13 @@ def _near(subject: str, a: Tensor, b: Tensor, mask: Tensor, room: float, meaning
 LAW = Law(
     code="GAE",
     name="GAE (GAE)",
-    sentence="Values that are what really came leave no advantage, λ = 1 gives returns without the values, λ = 0 looks "
-    "one step ahead, masked tokens are not read, returns are advantages + values, inputs are left alone.",
+    sentence="Values equal to the actual returns give zero advantages, λ = 1 gives returns that do not depend on the "
+    "values, λ = 0 looks one step ahead, masked tokens are not read, returns are advantages + values, inputs are not "
+    "modified.",
     needs="fn(rewards, values, mask, gamma, lam) -> advantages or (advantages, returns)",
     how="Values, λ and masked entries are changed on ragged rows with a prompt and padding.",
     traps="Whitened advantages declare whitened=True and are judged by their returns. Masked tokens inside an answer "
-    "are asked about only with holes=True.",
+    "are checked only with holes=True.",
     caught="γ that is missing in the temporal difference, TRL #5303 (bootstrap from padding), returns from whitened "
     "advantages",
     check=GAE.check,

@@ -1,7 +1,7 @@
 """Adapters that are merged into their layers.
 
 Merge        merged = unmerged; merge(-w) = -merge(w); asked again it is the same
-MergedLayer  merging, once or twice, and unmerging leave what the layer says
+MergedLayer  merging, once or twice, and unmerging do not change the layer's output
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Merge:
 
 @dataclass
 class MergedLayer:
-    """``outputs()`` is what the layer or model says, adapter included; ``merge()`` writes the adapter into the weights
-    and ``unmerge()`` takes it out again. Without ``unmerge`` the layer is left merged."""
+    """``outputs()`` is the output of the layer or model, adapter included; ``merge()`` writes the adapter into the
+    weights and ``unmerge()`` takes it out again. Without ``unmerge`` the layer is left merged."""
 
     outputs: Callable[[], Tensor]
     merge: Callable[[], Any]
@@ -109,11 +109,11 @@ class MergedLayer:
     tolerance: float | None = None  # none: rounding in the outputs' dtype, relative to the largest
 
     def check(self) -> Iterator[Finding]:
-        before = self._says()
+        before = self._outputs()
         room = rounding(before) if self.tolerance is None else self.tolerance
         again = ""
         self.merge()
-        once = "The merged layer says something else: it still adds its adapter beside the merged weights, or "
+        once = "The merged layer has another output: it still adds its adapter beside the merged weights, or "
         yield self._row("outputs, merged", before, room, f"{once}merges with another scale.")
         try:
             self.merge()
@@ -128,13 +128,13 @@ class MergedLayer:
         back = "Merging and unmerging do not cancel: another scale, a cast, or a flag that is not restored."
         yield self._row("outputs, unmerged", before, room, back)
 
-    def _says(self) -> Tensor:
+    def _outputs(self) -> Tensor:
         with torch.no_grad():
             return self.outputs().detach().clone()
 
     def _row(self, subject: str, before: Tensor, room: float, meaning: str) -> Finding:
         finite = before[before.isfinite()].abs()
-        off = largest(gap(self._says(), before)) / max(largest(finite), 1e-12)
+        off = largest(gap(self._outputs(), before)) / max(largest(finite), 1e-12)
         return judged("DF", subject, f"off by {off:.2g}", f"≤ {room:.1g}", off <= room, meaning)
 
 
@@ -142,18 +142,19 @@ LAWS = (
     Law(
         code="MERGE",
         name="merge (Merge)",
-        sentence="merge(-w) = -merge(w), merge(½) = ½·merge(1), merge(1) is the same again, and merged = unmerged.",
+        sentence="merge(-w) = -merge(w), merge(½) = ½·merge(1), a repeated merge(1) is the same, and merged = "
+        "unmerged.",
         needs="delta(w); applied(w) for the unmerged effect; linear=False for DoRA",
         how="Differences of the merged weights. The tolerance is their dtype's rounding, or 16 times what a weight of "
         "1 ± 2⁻¹² misses by, where a small difference is written into large weights.",
-        traps="A difference of bf16 weights is coarse, and says so. DoRA is not linear in its weight.",
+        traps="A difference of bf16 weights is coarse; the tolerance shows it. DoRA is not linear in its weight.",
         caught="a square root or an absolute value of the weight, another scale in the merged path",
         check=Merge.check,
     ),
     Law(
         code="DF",
         name="merged layer (MergedLayer)",
-        sentence="Merging once, merging twice and unmerging leave what the layer says.",
+        sentence="Merging once, merging twice and unmerging do not change the layer's output.",
         needs="outputs(), merge(); unmerge() for the way back",
         how="Outputs before and after each call. The tolerance is rounding in their dtype, relative to the largest.",
         traps="A layer may refuse a second merge. Without unmerge it is left merged.",

@@ -1,7 +1,7 @@
 """The outer step of local SGD (DiLoCo): replicas train on their own, and their moves are averaged.
 
 outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
-settings                    matter; a momentum that goes further at once remembers the round before
+settings                 matter; a momentum carries over from the round before
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class OuterStep:
         off = float(((landed - moved) / (SMALL * start)).abs().max())
         return judged(
             "OUTER", "a small move", f"off by {off:.2g} of it", f"≤ {room:.1g}", off <= room,
-            "A move of a thousandth of a weight does not arrive: the global weights, or what is sent, are kept in 16 "
+            "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
             "bits, where it is rounded away. (Where that is meant, declare precision=…)",
         )  # fmt: skip
 
@@ -202,15 +202,13 @@ def _is_rate(knob: str) -> bool:
 LAW = Law(
     code="OUTER",
     name="outer step (OuterStep)",
-    sentence="At outer learning rate 1 and momentum 0 one replica lands on its own weights and two on their mean, by "
-    "small moves too; settings matter, and a momentum remembers.",
+    sentence="At outer learning rate 1 and momentum 0 one replica ends on its own weights and two on their mean, also "
+    "after small moves; every setting matters, and momentum carries over to the next round.",
     needs="step(start, locals, **settings); precision where replicas send 16 bits",
     how="Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate "
-    "are "
-    "set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not land; settings are asked for "
-    "two "
-    "rounds. The tolerance is rounding of the largest.",
-    traps="A momentum inside the step has to be a setting; without Nesterov it acts from the second round on. Global "
+    "are set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not end on their mean; "
+    "settings are tried over two rounds. The tolerance is rounding of the largest weight.",
+    traps="A momentum inside the step must be a setting; without Nesterov it acts from the second round on. Global "
     "weights in 16 bits are declared by precision.",
     caught="a pseudo-gradient with the wrong sign, torchft #233 (alpha)",
     check=OuterStep.check,

@@ -1,8 +1,8 @@
-"""What is saved is what comes back, and a run that was interrupted is the run that was not.
+"""What is loaded is what was saved, and a resumed run equals an uninterrupted one.
 
 RoundTrip   load(save(x)) gives the same outputs, from a perturbed state, onto something else
 Resume      2N steps = N steps, save, load, N steps; bit for bit, the next batch included
-both        what was saved does not follow what is trained on
+both        what was saved does not change when training continues
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOLLOWS = (
 
 @dataclass
 class RoundTrip:
-    """``make()`` gives a fresh object, ``kick(x)`` moves it away from birth, ``outputs(x)`` is what must survive.
+    """``make()`` gives a fresh object, ``kick(x)`` perturbs it, ``outputs(x)`` is what must survive.
     ``save(x, folder)`` and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the
     files in it themselves; ``load`` fills the ``x`` that it is given, or returns another.
 
@@ -128,8 +128,8 @@ def _structure(saved: nn.Module, loaded: nn.Module) -> Iterator[Finding]:
         ("tied parameters", ties, "were one tensor and are two after the load, or the other way round: they drift "
          "apart with the first update"),
     ):  # fmt: skip
-        said = f"{', '.join(wrong[:3])} {meaning}."
-        yield judged("RT", subject, f"{len(wrong)} of {len(names)} differ", "none", not wrong, said)
+        text = f"{', '.join(wrong[:3])} {meaning}."
+        yield judged("RT", subject, f"{len(wrong)} of {len(names)} differ", "none", not wrong, text)
 
 
 def _first(parameters: Mapping[str, nn.Parameter], names: list[str]) -> dict[str, str]:
@@ -219,28 +219,27 @@ LAWS = (
     Law(
         code="RT",
         name="save and load (RoundTrip)",
-        sentence="What is loaded is what was saved; of modules also what is trainable, the dtypes and the ties.",
+        sentence="What is loaded equals what was saved; for modules also what is trainable, the dtypes and tied "
+        "weights.",
         needs="make, kick, save, load, outputs",
         how="Saved from a perturbed state, loaded onto a fresh object, outputs compared, and again after another "
-        "perturbation of "
-        "what was saved; that the perturbation moved the outputs is checked as MU.",
+        "perturbation of the saved object; law MU checks that the perturbation changed the outputs.",
         traps="From the initial state a save that loses everything passes, hence the perturbation. A load for "
-        "inference freezes by design: "
-        "for_training=False.",
-        caught="an empty state dict, keys that are ignored, a tensor that is made anew, PEFT #282 and TRL #6700 (an "
-        "adapter comes back frozen), pytorch #188346 (ties undone by assign=True)",
+        "inference freezes by design: for_training=False.",
+        caught="an empty state dict, keys that are ignored, a tensor that is created anew, PEFT #282 and TRL #6700 "
+        "(an adapter is loaded frozen), pytorch #188346 (ties undone by assign=True)",
         check=RoundTrip.check,
     ),
     Law(
         code="RT",
         name="resume (Resume)",
-        sentence="2N steps are N steps, a save, a load and N steps, bit for bit, the next data included.",
+        sentence="2N steps equal N steps, a save, a load and N steps, bit for bit, the next data included.",
         needs="make, run, save, load, state",
-        how="Both runs, their states and the data that they saw are compared; each begins from the same seed. What was "
-        "saved is loaded again after the saved run went on.",
-        traps="Other thread counts sum in another order: resume on the same number. What ends with an epoch shows only "
-        "in runs of more than one; the verdict says where none ended.",
-        caught="moments, schedules, random states or data streams that start afresh",
+        how="Both runs, their states and their data are compared; each begins from the same seed. The checkpoint is "
+        "loaded again after the saved run has continued.",
+        traps="Other thread counts sum in another order: resume with the same number. State that changes at an "
+        "epoch's end shows only in runs of more than one epoch; the verdict notes where none ended.",
+        caught="moments, schedules, random states or data streams that restart",
         check=Resume.check,
     ),
 )

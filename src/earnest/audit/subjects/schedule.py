@@ -134,13 +134,14 @@ def _spread(value: float | Sequence[float], groups: int) -> list[float]:
 LAW = Law(
     code="MR",
     name="schedule (Schedule)",
-    sentence="A schedule has as many steps as there are updates, reaches its peak and, at the end, its end; for one "
-    "rank and for many, for every group; a declared warm-up happens, and happens once.",
+    sentence="A schedule has as many steps as there are updates and reaches its peak and its final rate, for one rank "
+    "and for many and for every group; a declared warm-up happens once.",
     needs="rates(total, ranks), peak, final; warmup; restarts=True where it rises again; a rate per group, where there "
     "are groups",
     how="The learning rates of a whole run, for 1 rank and for 4.",
-    traps="Peak and end may be missed by a tenth of the peak: warm-ups that start at 1/n do. The end may also be "
-    "missed by one and a half times the last step's change.",
-    caught="a scheduler that is stepped once a process, a plan in micro-batches, hi-ml #611 (one rate for all groups)",
+    traps="Peak and final rate may be missed by a tenth of the peak: warm-ups that start at 1/n do. The final rate "
+    "may also be missed by one and a half times the last step's change.",
+    caught="a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all "
+    "groups)",
     check=Schedule.check,
 )

@@ -1,4 +1,4 @@
-"""Update: what an optimizer is given is the whole batch's gradient, clipped once, and nothing of the last update.
+"""Update: the optimizer receives the whole batch's gradient, clipped once, and nothing of the last update.
 
 p.grad at optimizer.step()  =  ∇loss(B₁ ∪ B₂ ∪ …) · min(1, max_grad_norm / ‖∇loss‖)
 """
@@ -134,12 +134,12 @@ class Update:
 LAW = Law(
     code="SE",
     name="update (Update)",
-    sentence="The optimizer is given the whole batch's gradient, clipped once, and nothing of the last update.",
+    sentence="The optimizer receives the whole batch's gradient, clipped once, and nothing of the last update.",
     needs="model, optimizer, update(batches, max_grad_norm), loss(model, batch) of a whole batch, and a batch",
-    how="Read when the optimizer steps: uneven micro-batches without a clip, with one at half the gradient's norm, and "
-    "the second of two updates. The tolerance is that of Accumulation.",
-    traps="A clip that does not bind hides everything, so one is set that does. A schedule or a loss scale that the "
-    "update moves is not restored.",
+    how="Measured when the optimizer steps: uneven micro-batches without a clip, with a clip at half the gradient's "
+    "norm, and the second of two updates. The tolerance is that of Accumulation.",
+    traps="A clip that does not bind hides errors, so one that binds is set. A schedule or a loss scale that the "
+    "update changes is not restored.",
     caught="lingua #59 and transformers #1563 (a clip per micro-batch), pytorch/examples #1196 (a clip before the "
     "unscaling), NeMo-RL #3788 (replicas counted twice in the norm), torchforge #71 (no zero_grad)",
     check=Update.check,

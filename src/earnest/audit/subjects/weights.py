@@ -1,6 +1,6 @@
-"""Weights that are pushed to a sampler, thinned out or gathered (averaged between replicas: ``outer``).
+"""Weights that are pushed to a sampler, thinned or gathered (averaged between replicas: ``outer``).
 
-WeightSync  after a push, probe log-probs follow a deliberate perturbation, and what was pushed has another hash
+WeightSync  after a push, probe log-probs follow a deliberate perturbation
 Unbiased    E[f(x)] = x, for every setting of a random thinning
 Gather      what every rank sent is what every rank has
 """
@@ -30,7 +30,7 @@ OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weight
 
 @dataclass
 class WeightSync:
-    """``kick()`` moves the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
+    """``kick()`` perturbs the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
     text. ``undo()`` takes the perturbation back; without it the trainer stays perturbed.
 
     ``model`` is the trainer's module that a push sends: each of its trainable parameters, and of its buffers those
@@ -106,7 +106,8 @@ class WeightSync:
             f"{left:.2g} after of {moved:.2g}",
             f"≤ {near:.1g}",
             left <= near,
-            "The push did not arrive: other tensors were sent, the adapter slot is stale, or a cache answers.",
+            "The push did not reach the sampler: other tensors were sent, the adapter slot is stale, or a cache "
+            "answers.",
         )
 
     def _each(self, agree: float) -> Finding:
@@ -202,7 +203,7 @@ class Unbiased:
 class Gather:
     """``gather(values)`` simulates ranks that send one tensor each, as many as there are values, and returns what a
     rank receives. ``ragged`` where ranks may send different lengths. ``padding``: a value that no rank ever sends, and
-    that may be taken for padding; without it every value has to arrive."""
+    that may be taken for padding; without it every value must arrive."""
 
     gather: Callable[[list[Tensor]], Sequence[Tensor]]
     ranks: int = 3
@@ -262,18 +263,17 @@ LAWS = (
     Law(
         code="RT",
         name="weight sync (WeightSync)",
-        sentence="After a push the sampler says what the trainer says, and follows a perturbation, of each tensor too.",
-        needs="kick, push, trainer, sampler; precision where a program is coarser than its log-probs; undo to take the "
-        "kick back; model (and buffers) for each tensor, at one push a tensor",
+        sentence="After a push the sampler's log-probs equal the trainer's, and follow a perturbation of all weights "
+        "and of each tensor.",
+        needs="kick, push, trainer, sampler; precision where a program is coarser than its log-probs; undo to revert "
+        "the perturbation; model (and buffers) for each tensor, at one push per tensor",
         how="Log-probs of one text on both sides, before and after a perturbation. The tolerance is 64 units in the "
-        "last "
-        "place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the perturbation "
-        "it is at "
-        "most an eighth of it or four times the gap before it. A push leaves what the trainer itself says. "
-        "Of a tensor that is perturbed alone, half has to arrive.",
+        "last place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the "
+        "perturbation it is at most an eighth of it or four times the difference before it. A push does not change "
+        "the trainer's own log-probs. When one tensor is perturbed alone, at least half of the change must reach the "
+        "sampler.",
         traps="Two programs in 16 bits differ legitimately: declare precision. A perturbation that is smaller than "
-        "their "
-        "difference tells nothing, and is not judged. Without undo the trainer stays perturbed.",
+        "their difference is not judged. Without undo the trainer stays perturbed.",
         caught="other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is "
         "a stale clone), a base that drifts by merge and unmerge in bf16",
         check=WeightSync.check,
@@ -285,19 +285,19 @@ LAWS = (
         sentence="The mean of a random thinning is its input, at every setting.",
         needs="fn(x, setting)",
         how="Many draws of numbers that 16 bits cannot hold; within six standard errors.",
-        traps="Six standard errors of 22 numbers: one false alarm in some twenty million audits.",
-        caught="PEFT #3152 (DARE's rescaling is computed and thrown away), OneTrainer #994 (stochastic rounding that "
+        traps="Six standard errors of 22 numbers: one false alarm in about twenty million audits.",
+        caught="PEFT #3152 (DARE's rescaling is computed and discarded), OneTrainer #994 (stochastic rounding that "
         "truncates)",
         check=Unbiased.check,
     ),
     Law(
         code="RT",
         name="gather (Gather)",
-        sentence="What every rank sent is what every rank has.",
+        sentence="Every rank receives what every rank sent.",
         needs="gather(values); ragged=True where ranks may send different lengths; padding where a value is never sent",
-        how="Every rank sends its own numbers, then 0, -1 and -100, then twelve ranks do, and all that arrives is "
+        how="Every rank sends its own numbers, then 0, -1 and -100; then twelve ranks do; everything received is "
         "compared.",
-        traps="Padding that is not cut off is only asked about where ragged is declared, or lengths are equal.",
+        traps="Padding that is not removed is checked only where ragged is declared, or lengths are equal.",
         caught="all_gather into [t] * world_size, buckets that are not cut back",
         check=Gather.check,
     ),

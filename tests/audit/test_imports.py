@@ -1,0 +1,28 @@
+"""The audit imports no other package of earnest, so that it can be installed by itself."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import earnest.audit
+
+FOLDER = Path(earnest.audit.__file__).parent
+
+
+def test_no_module_of_the_audit_imports_another_package_of_earnest() -> None:
+    found = []
+    for path in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [
+                f"{path.relative_to(FOLDER)}:{node.lineno}: {name}"
+                for name in names
+                if name.split(".")[0] == "earnest" and name.split(".")[:2] != ["earnest", "audit"]
+            ]
+    assert not found, found
+
+
+def test_every_public_name_resolves() -> None:
+    assert all(getattr(earnest.audit, name) is not None for name in earnest.audit.__all__)
