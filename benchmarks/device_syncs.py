@@ -44,18 +44,28 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+
+    def count(self, what: str) -> None:
+        """Count one wait, for the file of the innermost function of earnest on the stack."""
+        self.found[what] += 1
+        frame = sys._getframe(1)
+        while frame is not None and "/earnest/" not in frame.f_code.co_filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            self.places[frame.f_code.co_filename.rpartition("/earnest/")[2]] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name in WAITING:
-            self.found[WAITING[name]] += 1
+            self.count(WAITING[name])
         elif name.startswith("aten.index") and any(
             isinstance(i, torch.Tensor) and i.dtype == torch.bool
             for a in args
             if isinstance(a, list | tuple)
             for i in a
         ):
-            self.found["index by a mask"] += 1
+            self.count("index by a mask")
         return func(*args, **(kwargs or {}))
 
 
@@ -66,7 +76,7 @@ def counted() -> Iterator[Waits]:
     with Waits() as waits:
 
         def tolist(self: torch.Tensor) -> Any:
-            waits.found["tolist"] += 1
+            waits.count("tolist")
             return plain(self)
 
         torch.Tensor.tolist = tolist  # type: ignore[method-assign]
@@ -76,8 +86,8 @@ def counted() -> Iterator[Waits]:
             torch.Tensor.tolist = plain  # type: ignore[method-assign]
 
 
-def steps() -> dict[str, dict[str, int]]:
-    """The waits of a step by objective and cut, on nano and the sort task."""
+def steps() -> dict[str, dict[str, Any]]:
+    """The waits of a step by objective and cut, on nano and the sort task: all, by operator, by file."""
     import earnest as en
     from earnest.signals import with_reference
 
@@ -94,8 +104,13 @@ def steps() -> dict[str, dict[str, int]]:
             engine.step(with_reference(engine, batch, objective), objective)  # caches and the optimizer's state
             with counted() as waits:
                 engine.step(with_reference(engine, batch, objective), objective)
-            found[f"{name}, {cut}"] = {"total": sum(waits.found.values()), **dict(sorted(waits.found.items()))}
+            by = {"operators": dict(sorted(waits.found.items())), "files": dict(waits.places.most_common())}
+            found[f"{name}, {cut}"] = {"total": sum(waits.found.values()), **by}
     return found
+
+
+def _signals(row: dict[str, Any]) -> int:
+    return sum(count for file, count in row["files"].items() if file.startswith("signals/"))
 
 
 def main() -> None:
@@ -107,15 +122,21 @@ def main() -> None:
     if args.json:
         print(json.dumps(now))
         return
-    before: dict[str, dict[str, int]] = {}
+    before: dict[str, dict[str, Any]] = {}
     if args.before is not None:
         command = [sys.executable, __file__, "--json"]
         environment = os.environ | {"PYTHONPATH": str(args.before.resolve())}
         answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         before = json.loads(answer.splitlines()[-1])
-    print("| step | before | now |\n|---|---|---|")
+    print("| step | before | now | of these in signals/: before | now |\n|---|---|---|---|---|")
     for name, row in now.items():
-        print(f"| {name} | {before[name]['total'] if before else '-'} | {row['total']} |")
+        old = before.get(name)
+        shown = (
+            (old["total"], row["total"], _signals(old), _signals(row))
+            if old
+            else ("-", row["total"], "-", _signals(row))
+        )
+        print(f"| {name} | {' | '.join(map(str, shown))} |")
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "device_syncs.json").write_text(json.dumps({"before": before, "now": now}, indent=2) + "\n")
 

@@ -221,6 +221,24 @@ def test_a_term_of_weight_0_is_not_computed_and_is_named(make_engine: Make, batc
         make_engine().step(batch, 0.0 * GRPO(clip=0.2))
 
 
+def test_a_step_asks_once_which_terms_are_idle(
+    make_engine: Make, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop, the objective's check and the report each asked again, with a wait for the device every time."""
+    asked: list[str] = []
+    plain = Term.check
+
+    def check(term: Term, rows: Batch) -> str | None:
+        asked.append(term.kind)
+        return plain(term, rows)
+
+    monkeypatch.setattr(Term, "check", check)
+    monkeypatch.setattr(Objective, "idle", lambda *_: pytest.fail("the check has the answer"))
+    sought = batch.with_signals(sought=("rollout", "demonstration"))
+    report = make_engine(micro_tokens=20).step(sought, GRPO() + SFT())
+    assert asked == ["grpo", "sft"] and list(report.idle) == ["sft"]
+
+
 def test_what_is_missing_is_named_before_anything_runs(make_engine: Make, batch: Batch) -> None:
     engine = make_engine()
     with pytest.raises(SignalError, match="grpo: needs the signal 'behaviour'"):

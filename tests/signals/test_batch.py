@@ -67,3 +67,30 @@ def test_malformed_teachers_and_distributions_are_refused() -> None:
     ):
         with pytest.raises(SignalError):
             make()
+
+
+def test_a_value_is_validated_once_however_often_the_batch_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy validated all values again: on a GPU five waits for the device in each step."""
+    batch, _ = full_batch()
+    validated: list[str] = []
+    monkeypatch.setattr("earnest.signals.batch.check_logprobs", lambda name, _: validated.append(name))
+    objective = Objective.of(GRPO())
+    copy = batch.to("cpu").with_signals(proximal=batch.proximal).rows([0, 1, 2]).with_signals(estimator="group")
+    objective.check(copy)
+    objective.check(batch.rows([2, 1]))
+    assert validated == ["Batch.proximal"], "only the signal that was added"
+    assert copy.behaviour is not None
+    copy.behaviour.mul_(2)  # written in place: validated again where a term reads it, once
+    objective.check(copy)
+    objective.check(copy)
+    assert validated[1:] == ["grpo: the signal 'behaviour'"]
+
+
+def test_a_copy_that_changes_the_layout_is_validated_as_a_whole() -> None:
+    batch, _ = full_batch()
+    weight = batch.weight.clone()
+    weight[0] = 0.0
+    with pytest.raises(SignalError, match="must have shape"):
+        batch.with_signals(weight=weight)  # its signals are laid out for the old active tokens
+    with pytest.raises(SignalError, match="no active token"):
+        batch.with_signals(weight=torch.zeros_like(batch.weight))

@@ -111,10 +111,11 @@ class Term(Checked):
 
     def counts(self, batch: Batch) -> Counts:
         """What it divides by on this (whole) batch, and how much of its roles' tokens and rows it reads."""
-        mine, eligible = self.tokens(batch), batch.has_role(self.roles)[batch.row]
-        found, all_rows = batch.counts(mine), torch.unique(batch.row[eligible]).numel()
-        share = float(mine.sum()) / max(1.0, float(eligible.sum()))
-        return replace(found, coverage=share, left_out=all_rows - found.sequences)
+        mine = self.tokens(batch)
+        eligible = [size for role, size in zip(batch.role, batch.sizes, strict=True) if role in self.roles and size]
+        found = batch.counts(mine)
+        share = float(mine.sum()) / max(1, sum(eligible))
+        return replace(found, coverage=share, left_out=len(eligible) - found.sequences)
 
     def idle(self, batch: Batch) -> str | None:
         """Why this batch legitimately gives the term nothing to do (no failed row for a term of failed rows), or
@@ -184,7 +185,7 @@ class Term(Checked):
                 f"{self.label}: no active token is left for it in this batch; check the masks and the teacher's "
                 "coverage."
             )
-        if not (total := batch.counts(tokens).tokens) > 0:
+        if not (total := batch.weight_of(tokens)) > 0:
             raise SignalError(
                 f"{self.label}: the weights of its {int(tokens.sum())} tokens sum to {total:g}, and it divides by "
                 "that sum; give weights with a positive sum."

@@ -244,14 +244,17 @@ class Batch:
     def counts(self, which: Sequence[Role] | Bool[Tensor, " N"] = ROLES) -> Counts:
         """Denominators over this batch, for the rows of these roles or for these tokens."""
         mine = which if isinstance(which, Tensor) else self.has_role(which)[self.row]
-        weight = self.token_weight if self.token_weight.ndim == 1 else self.token_weight.sum(-1)
-        rows = self.row[mine]
-        longest = int(torch.bincount(rows).max()) if rows.numel() else 0
+        sizes = torch.zeros(len(self), device=self.device).index_add(0, self.row, mine.float()).tolist()
         return Counts(
-            tokens=float(weight[mine].sum(dtype=torch.float64)),
-            sequences=int(torch.unique(rows).numel()),
-            max_length=self.max_length if self.max_length is not None else longest,
+            tokens=self.weight_of(mine),
+            sequences=sum(size > 0 for size in sizes),
+            max_length=self.max_length if self.max_length is not None else int(max(sizes)),
         )
+
+    def weight_of(self, tokens: Bool[Tensor, " N"]) -> float:
+        """The sum of these active tokens' weights, over K targets per position too."""
+        weight = self.token_weight if self.token_weight.ndim == 1 else self.token_weight.sum(-1)
+        return float((weight * tokens).sum(dtype=torch.float64))
 
     # --- making and cutting -----------------------------------------------------------------------------------------
 
