@@ -130,13 +130,8 @@ def main() -> None:
         before = json.loads(answer.splitlines()[-1])
     print("| step | before | now | of these in signals/: before | now |\n|---|---|---|---|---|")
     for name, row in now.items():
-        old = before.get(name)
-        shown = (
-            (old["total"], row["total"], _signals(old), _signals(row))
-            if old
-            else ("-", row["total"], "-", _signals(row))
-        )
-        print(f"| {name} | {' | '.join(map(str, shown))} |")
+        old = before.get(name, {"total": "-", "files": {}})
+        print(f"| {name} | {old['total']} | {row['total']} | {_signals(old)} | {_signals(row)} |")
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "device_syncs.json").write_text(json.dumps({"before": before, "now": now}, indent=2) + "\n")
 
