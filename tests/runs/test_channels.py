@@ -95,7 +95,7 @@ def test_an_ema_teacher_resumes_bit_for_bit(tmp_path: Path, model: Path) -> None
     [
         ({"teacher": {"kind": "live", "mix": 0.5}}, "no meaning"),
         ({"teacher": {"kind": "emma"}}, "teacher.kind"),
-        ({"teacher": {"kind": "base"}}, "teach nobody"),
+        ({"teacher": {"kind": "base"}}, "no term reads the base teacher"),
     ],
 )
 def test_a_teacher_that_could_do_nothing_is_refused(tmp_path: Path, model: Path, changes: dict, words: str) -> None:

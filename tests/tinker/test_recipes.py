@@ -97,10 +97,10 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "adapter.freeze_a": [(True, "nothing else to set")],
     "chat_template": [("{{ messages }}", "chat_template: with engine.kind tinker")],
     "task": [("sort",), ({"name": "sort"},)],
-    "data": [("pairs.parquet", "would train nobody")],
+    "data": [("pairs.parquet", "no term reads the pairs")],
     "objective": [([SDPO],), (SDPOS, "asked once"), ([{"kind": "dpo"}],)],
     "advantages": [("leave_one_out",)],
-    "teacher.kind": [("base", "teach nobody"), ("trust_region", "mixes logits"), ("live",)],
+    "teacher.kind": [("base", "no term reads the base teacher"), ("trust_region", "mixes logits"), ("live",)],
     "teacher.mix": [
         (0.5, "teacher.mix"),
         (0.02, "teacher.mix: .* window of 149", {"objective": [SDPO], "teacher": {"kind": "ema"}}),

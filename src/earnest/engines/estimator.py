@@ -33,7 +33,7 @@ def fields(hidden: Float[Tensor, "N d"], head: HeadSpec, batch: Batch, needs: Se
     if not divergences:
         return dict(scalars(hidden, head, batch, needs))
     if batch.targets.ndim == 3:
-        raise SignalError("the sampled form reads one target a position; the batch has several.")
+        raise SignalError("the sampled form reads one target per position; the batch has several.")
     own = LogProb()
     found = dict(scalars(hidden, head, batch, [*others, *([] if own in others else [own])]))
     for need in divergences:

@@ -1,7 +1,7 @@
 """``LocalEngine``: a step on this machine, in PyTorch.
 
     one pass     the batch is one micro-batch, or the objective is additive: forward, objective, backward, each once
-    two passes   the objective is not a sum over rows (say an rmse over positions) and the batch is cut: first the whole
+    two passes   the objective is not a sum over rows (an rmse over positions, for example) and the batch is cut: first the whole
                  batch's scalars, without a graph; then the objective on them; then forward and backward part by part
 
 Either way the gradient is the whole batch's, whatever the cut.
@@ -100,7 +100,7 @@ class LocalEngine:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
         # Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
         # policy than the one that is trained, and a quantised layer has no dense weight: there the adapter stays
-        # beside its layer, as it does where so few tokens are asked for that the merge would cost more.
+        # beside its layer, as it does where too few tokens are sampled to pay for the merge.
         merge = (
             self.policy.dtype == torch.float32
             and self.adapter.mergeable
@@ -124,8 +124,8 @@ class LocalEngine:
 
     @torch.no_grad()
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
-        """What the live policy thinks of the batch's targets, or the base (every gate at 0), or the previous round
-        (this adapter's gate at 0, frozen history as it is)."""
+        """Log-probs or distributions at the batch's active tokens: of the live policy, the base (every gate at 0), or
+        the previous round (this adapter's gate at 0, frozen history as it is)."""
         batch = batch.to(self.policy.device)
         with self._as(policy):
             if isinstance(want, LogProbsWanted):

@@ -1,4 +1,4 @@
-"""What a policy thinks of given tokens, read from its hidden states a chunk of tokens at a time; never with a gradient.
+"""A policy's log-probs at given tokens, from its hidden states, one chunk of tokens at a time; without a gradient.
 
 lp_v = z_v - logsumexp(z);   tail = logsumexp of the logits outside the top K, not log(1 - Σ p)
 """

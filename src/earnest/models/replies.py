@@ -33,4 +33,4 @@ def message_tokens(
         raise ConfigError(
             f"model: the chat template of {policy.name} never ends a turn, so no answer learns to stop; use another."
         )
-    return asked, tokens[: ends[-1] + 1]  # templates put a line break behind the end of a turn; nobody samples it
+    return asked, tokens[: ends[-1] + 1]  # templates add a line break after the end of a turn; it is never sampled

@@ -3,7 +3,7 @@
     objective = GRPO(clip=0.2) + 0.5 * SFT()          # a sum of weighted terms is an objective
 
 A term is a frozen dataclass. It declares the roles whose tokens it reads, the signals that it needs and the per-token
-scalars that it asks the engine for; ``evaluate`` turns them into one differentiable number. It never sees a model. A
+scalars that it needs from the engine; ``evaluate`` turns them into one differentiable number. It never sees a model. A
 term that misses something raises before anything is computed, naming itself and what is missing: never a quiet 0.
 """
 
@@ -30,8 +30,8 @@ from earnest.signals.wants import Wants
 
 @dataclass(frozen=True)
 class Value:
-    """What a term came to: the loss as a graph on the scalars, what ran (said by what ran), and metrics; and, of a term
-    that reads divergences, their names and how they were computed."""
+    """A term's value: the loss as a graph on the scalars, a description of what ran (made by the code that ran), and
+    metrics; for a term that reads divergences also their names and how they were computed."""
 
     loss: Tensor
     ran: str
@@ -85,7 +85,7 @@ class Term(Checked):
         return "base"
 
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
-        """The per-token scalars that this term asks the engine for."""
+        """The per-token scalars that this term needs from the engine."""
         raise NotImplementedError  # abstract: every concrete term defines it (tested over the registry)
 
     def evaluate(self, view: View) -> Value:
@@ -292,7 +292,7 @@ class Objective:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Labels of the terms with weight 0: not computed, and said so in every report."""
+        """Labels of the terms with weight 0: not computed; every report lists them."""
         return tuple(w.term.label for w in self.terms if w.weight == 0)
 
     @property
@@ -386,8 +386,8 @@ class Objective:
                     "mask): "
                     f"{shown}."
                 )
-            said: dict[str, Metric] = {"coverage": Max(whole.coverage), "rows_left_out": Max(float(whole.left_out))}
-            values[label] = replace(value, metrics={**value.metrics, **said})
+            more: dict[str, Metric] = {"coverage": Max(whole.coverage), "rows_left_out": Max(float(whole.left_out))}
+            values[label] = replace(value, metrics={**value.metrics, **more})
             part = value.loss * w.weight
             total = part if total is None else total + part
         if total is None:  # a micro-batch in which no live term has a row: 0, as a graph, so that its backward is 0 too

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check(config: RunConfig, objective: Objective) -> None:
-    """Refuse what a Tinker service cannot do, before it is asked for anything."""
+    """Refuse what a Tinker service cannot do, before the first request."""
     reasons = {
         "device": "the service chooses its own",
         "dtype": "the service chooses its own",

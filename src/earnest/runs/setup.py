@@ -96,16 +96,14 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
     check_groups(config, objective)
     if config.data is not None and not {"chosen", "rejected"} <= objective.wants().roles:
         raise ConfigError(
-            f"data: the pairs of {config.data} would train nobody; add a term on preferences, such as dpo or simpo."
+            f"data: no term reads the pairs of {config.data}; add a term on preferences, such as dpo or simpo."
         )
     if config.engine.estimator == "sampled":
         check_terms(objective, config.sampling.temperature)
     if config.engine.kind == "tinker":
         remote.check(config, objective)
     if config.teacher.kind != "live" and "teacher" not in objective.signals():
-        raise ConfigError(
-            f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher, such as sdpo."
-        )
+        raise ConfigError(f"teacher: no term reads the {config.teacher.kind} teacher; add one that does, such as sdpo.")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.engine.kind == "tinker":

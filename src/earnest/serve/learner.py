@@ -248,7 +248,7 @@ class Learner:
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
         teacher = config.teacher.build(adapter)
         if config.teacher.kind != "live" and "teacher" not in config.build_objective().signals():
-            raise EarnestError(f"teacher: {config.teacher.kind} would teach nobody; add a term that reads a teacher.")
+            raise EarnestError(f"teacher: no term reads the {config.teacher.kind} teacher; add one that does.")
         engine = YieldingEngine(
             self.state.host.policy,
             adapter,

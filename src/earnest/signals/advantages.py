@@ -32,7 +32,7 @@ SAME_REWARD = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Advantages:
-    """One advantage a row, and how many groups had nothing to tell apart."""
+    """One advantage per row, and the number of groups whose rewards do not differ."""
 
     values: Float[Tensor, " R"]
     estimator: Estimator
@@ -46,7 +46,7 @@ def advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"], estimator
         raise SignalError(f"unknown advantage estimator {estimator!r}: {nearest(str(estimator), ESTIMATORS)}")
     if rewards.ndim != 1 or rewards.shape != group.shape or rewards.numel() == 0:
         raise SignalError(
-            f"need one reward and one group a row, got shapes {tuple(rewards.shape)} and {tuple(group.shape)}."
+            f"need one reward and one group per row, got shapes {tuple(rewards.shape)} and {tuple(group.shape)}."
         )
     rewards = rewards.detach().double()
     if not bool(torch.isfinite(rewards).all()):
@@ -58,7 +58,7 @@ def advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"], estimator
         lonely = int(ids[size < 2][0])
         raise SignalError(
             f"group {lonely} has one completion, so its advantage by {estimator!r} would always be 0; "
-            "sample at least 2 completions a prompt, or supply advantages of your own."
+            "sample at least 2 completions per prompt, or supply advantages of your own."
         )
     count = size.double()
     centred = rewards - _group_sum(rewards, place, len(ids))[place] / count[place]

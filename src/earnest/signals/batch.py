@@ -55,7 +55,7 @@ SUMMED = Counts(tokens=1.0, sequences=1, max_length=1)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One optimizer batch. Every tensor lives on one device; optional signals are None where nobody supplied them.
+    """One optimizer batch. Every tensor lives on one device; optional signals are None where none was supplied.
 
     ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that
     time: they differ where sampler and trainer are two programs. ``estimator`` names what made the advantages,

@@ -1,7 +1,7 @@
-"""What a self-teacher is told about each rollout: a sibling's success, and the grader's feedback on this very attempt.
+"""What a self-teacher reads about each rollout: a sibling's success, and the grader's feedback on this attempt.
 
-Never its own success: a rollout that is shown its own answer would only be told to repeat itself. A rollout with
-neither a sibling's success nor feedback has no lesson; it is left out and counted, not taught by an untold teacher.
+Never its own success: that would only teach the rollout to repeat itself. A rollout with neither a sibling's success
+nor feedback has no lesson; it is left out and counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from earnest.errors import SignalError
 
-# A closed block of thinking, or one that the length limit cut open: then everything behind its beginning is thought.
+# A closed block of thinking, or one that the length limit cut open: then everything after its beginning is thought.
 _THINKING = re.compile(r"<(think|thinking)>.*?(</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -39,7 +39,7 @@ def lessons(
     *,
     feedback_beside_solution: bool = True,
 ) -> list[Lesson | None]:
-    """A lesson for each rollout, or None where there is nothing to tell.
+    """A lesson for each rollout, or None where there is neither a success nor feedback.
 
     The solution is the next correct sibling of the group, counted round from the rollout itself, so that siblings are
     shown different ones.
@@ -58,8 +58,8 @@ def lessons(
         others = members[g][place + 1 :] + members[g][:place]
         shown = (strip_thinking(texts[j]) for j in others if correct[j])
         solution = next((text for text in shown if text), None)
-        told = feedback[i].strip() or None
+        given = feedback[i].strip() or None
         if solution is not None and not feedback_beside_solution:
-            told = None
-        found.append(Lesson(solution, told) if solution or told else None)
+            given = None
+        found.append(Lesson(solution, given) if solution or given else None)
     return found

@@ -1,4 +1,4 @@
-"""The SDK, and a batch in its words: one datum a row, C targets a position.
+"""The SDK, and a batch as it sends one: one datum per row, C targets per position.
 
 Shapes: N active tokens, C columns; R rows of length T.
 """
@@ -37,7 +37,7 @@ def connect(base_url: str | None, api_key: str | None) -> Any:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a service says about a step; nan where it says nothing."""
+    """What a service reports of a step; nan where it reports nothing."""
 
     norm: float
     factor: float
@@ -55,13 +55,13 @@ def optim_step(training: Any, spec: AdamW, max_grad_norm: float | None) -> Stepp
         weight_decay=spec.weight_decay,
         grad_clip_norm=max_grad_norm or 0.0,
     )
-    said = training.optim_step(params).result().metrics or {}
+    reported = training.optim_step(params).result().metrics or {}
     names = ("unclipped_grad_l2:mean", "clip_factor:mean", "update_l2:mean")
-    return Stepped(*(float(said.get(name, math.nan)) for name in names))
+    return Stepped(*(float(reported.get(name, math.nan)) for name in names))
 
 
 def sample(sampler: Any, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[list[Any]]:
-    """``n`` sequences for each prompt. Equal prompts are asked for once, so that a seed does not repeat itself."""
+    """``n`` sequences for each prompt. Equal prompts share one request, so that a seed does not repeat itself."""
     from tinker import types
 
     params = types.SamplingParams(
@@ -92,7 +92,7 @@ def _stop(spec: SampleSpec) -> list[str] | list[int] | None:
 
 
 def _data(batch: Batch, targets: Int[Tensor, "N C"], weights: Float[Tensor, "N C"] | None) -> list[Any]:
-    """One datum a row; positions that are not active have target 0 and weight 0."""
+    """One datum per row; positions that are not active have target 0 and weight 0."""
     from tinker import types
 
     C = targets.shape[1]

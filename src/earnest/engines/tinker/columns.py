@@ -1,4 +1,4 @@
-"""Which targets a remote pass asks for at every position, and what its log-probs say about the objective's scalars.
+"""Which targets a remote pass has at every position, and how the objective's scalars follow from its log-probs.
 
     columns = the batch's own target(s), then the K ids of each divergence's source          lp [N, C]
     LogProb = lp of the first;   Divergence = known.exact or known.estimate on its columns
@@ -101,7 +101,7 @@ def plan(
     estimator: Estimator,
     student_top: Callable[[int], TopK],
 ) -> Columns:
-    """Refuse what log-probs cannot answer. ``student_top(k)`` asks for the student's own top K, where needed."""
+    """Refuse what log-probs cannot answer. ``student_top(k)`` returns the student's own top K, where needed."""
     own = batch.token_target if batch.targets.ndim == 3 else batch.token_target[:, None]
     columns, sources = [own], {}
     width = own.shape[1]
@@ -128,7 +128,7 @@ def plan(
                 "the objective on a LocalEngine, or take the term out."
             )
     if sources and batch.targets.ndim == 3:
-        raise SignalError("a divergence reads one target a position; the batch has several.")
+        raise SignalError("a divergence reads one target per position; the batch has several.")
     return Columns(batch, tuple(needs), torch.cat(columns, 1), own.shape[1], sources, estimator)
 
 

@@ -52,7 +52,7 @@ class TinkerEngine:
     """A LoRA on a Tinker service, trained with earnest's objectives.
 
     ``version`` counts updates; every rollout and checkpoint carries it. ``max_grad_norm`` None: no clipping. ``outer``
-    is asked after every update: a ``RemoteEMA`` teacher, for instance. ``tokenizer``: where the service's own cannot be
+    runs after every update: a ``RemoteEMA`` teacher, for instance. ``tokenizer``: where the service's own cannot be
     loaded from here.
     """
 
@@ -131,7 +131,7 @@ class TinkerEngine:
         ]  # fmt: skip
 
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
-        """What the live policy or the base thinks of the batch's targets; no hidden states, no logits."""
+        """Log-probs or a top K at the batch's active tokens, of the live policy or the base; no hidden states, no logits."""
         if policy == "previous":
             raise SignalError("a Tinker model has one adapter and no earlier rounds; its reference is 'base'.")
         return score(self.sampler(policy), batch, want)
@@ -186,11 +186,11 @@ class TinkerEngine:
             )
         spec = self.optimizer_spec
         assert isinstance(spec, AdamW)
-        said = remote.optim_step(self.training, spec, self.max_grad_norm)
+        done = remote.optim_step(self.training, spec, self.max_grad_norm)
         self._pending = False
         self.version += 1
         outer = self.outer.after_update(self) if self.outer is not None else {}
-        return UpdateReport(said.norm, said.factor, said.moved, self.version, {}, outer, spec.lr)
+        return UpdateReport(done.norm, done.factor, done.moved, self.version, {}, outer, spec.lr)
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Forward, objective, backward and update. ``shares`` is refused: a service shows no gradients."""
@@ -238,7 +238,7 @@ class TinkerEngine:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path | str) -> Path:
-        """The weights and the optimizer stay with the service; the folder says where, and has the rest."""
+        """The weights and the optimizer stay with the service; the folder has their path and the rest."""
         path = self.training.save_state(f"earnest-v{self.version}-{Path(folder).name}", overwrite=True).result().path
         meta = {
             "path": path,

@@ -1,9 +1,9 @@
-"""What a distillation step elsewhere knows about a completion: one number a token, or K of them.
+"""A completion for distillation on a service: one number per token, or K of them.
 
-``match sample.kind`` (or isinstance) tells the two apart, for people and for a type checker:
+``match sample.kind`` (or isinstance) distinguishes the two, also for a type checker:
 
     scalar    exact log-probs of the sampled tokens, under whoever sampled and under the teacher
-    topk      the same, and beside them both sides at K ids a token
+    topk      the same, and both sides at K ids per token
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ScalarSample(Completion):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopKSample(Completion):
-    """``support`` says whose K most probable tokens ``ids`` are. The sampled token's exact log-probs stand beside them:
-    it need not be among them."""
+    """``ids`` are the K most probable tokens of the side that ``support`` names. The sampled token need not be among
+    them: its exact log-probs are fields of their own."""
 
     support: Literal["student", "teacher"]
     ids: Int[Tensor, "n K"]

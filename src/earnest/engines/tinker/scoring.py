@@ -1,7 +1,7 @@
-"""What a sampler elsewhere thinks of a batch's targets, one row at a time: log-probs, the top K, given ids.
+"""A service's scores of a batch's targets, one row per request: log-probs, the top K, given ids.
 
 A sampler scores a text; so a row must be one: its targets are its inputs one place later, wherever a token is active.
-Shapes: N active tokens, K ids a token.
+Shapes: N active tokens, K ids per token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from earnest.signals.scorer import AtIdsWanted, LogProbsWanted, TopKWanted, Want
 
 
 def score(sampler: Any, batch: Batch, want: Wanted) -> Tensor | TopK:
-    """``sampler`` is a ``tinker.SamplingClient``; all rows are asked for at once."""
+    """``sampler`` is a ``tinker.SamplingClient``; the requests of all rows are under way together."""
     from tinker import types
 
     if isinstance(want, LogProbsWanted) and want.temperature != 1:
@@ -63,7 +63,7 @@ def positions(batch: Batch, row: int) -> Int[Tensor, " n"]:
 def text_of(batch: Batch, row: int) -> list[int]:
     """The row as one text: its inputs and its last target."""
     if batch.targets.ndim == 3:
-        raise SignalError("a sampler scores one target a position; the batch has several.")
+        raise SignalError("a sampler scores one target per position; the batch has several.")
     n, at = int(batch.length[row]), positions(batch, row)
     inputs, targets = batch.inputs[row, :n], batch.targets[row, :n]
     following = torch.cat([inputs[1:], targets[-1:]])
@@ -73,7 +73,7 @@ def text_of(batch: Batch, row: int) -> list[int]:
 
 
 def _cells(batch: Batch, row: int, ids: Int[Tensor, "N K"]) -> Int[Tensor, "n K"]:
-    """[length, K] ids for a row, -1 where nothing is asked."""
+    """[length, K] ids for a row, -1 where no score is wanted."""
     cells = torch.full((int(batch.length[row]), ids.shape[1]), -1)
     cells[positions(batch, row)] = ids[batch.row == row]
     return cells

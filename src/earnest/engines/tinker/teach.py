@@ -1,6 +1,6 @@
 """A teacher on a Tinker service, for the batches of a run.
 
-What it is asked for follows from the terms that read it: exact log-probs of the sampled tokens always; the teacher's
+What it scores follows from the terms that read it: exact log-probs of the sampled tokens always; the teacher's
 top K, or the teacher at the student's, where a term compares on K tokens.
 """
 

@@ -6,7 +6,7 @@
     ema       T_t = (1-r)·T_{t-1} + r·p_t over the student's weights after each update, T_0 = p_0
 
 The average of ``ema`` is one of probabilities, not of weights: no wire lets a client average weights. Each update's
-weights stay a sampler of their own, and each is asked; beyond ``window`` of them the oldest hands its share to the next
+weights stay a sampler of their own, and each scores; beyond ``window`` of them the oldest hands its share to the next
 one. The share that was handed on bounds how far the average is off the recursion, in total variation:
 
     ema_merged_share = (1-r)^window once the window is full,   |T̂ - T|₁/2 ≤ ema_merged_share
@@ -73,9 +73,9 @@ class RemoteTeacher:
 
 @dataclass
 class RemoteEMA:
-    """The moving average over the student's past weights: an engine's ``outer``, asked after every update.
+    """The moving average over the student's past weights: an engine's ``outer``, called after every update.
 
-    ``window``: how many past weights are kept apart, each a pass of the teacher; None: by the rate (59 for 0.05).
+    ``window``: how many past weights are kept apart, each one pass of the teacher; None: by the rate (59 for 0.05).
     """
 
     rate: float = 0.05
