@@ -147,7 +147,7 @@ def test_rollouts_and_pairs_of_a_file_share_a_batch(make_config: Make, data: Pat
 
 
 def test_data_without_a_term_for_it_is_refused(make_config: Make, data: Path) -> None:
-    with pytest.raises(ConfigError, match="no term reads the pairs of .*; add a term on preferences"):
+    with pytest.raises(ConfigError, match=r"no term reads the pairs of .*; add a term on preferences"):
         build(make_config(f"data={data}"), lambda _: None)
     with pytest.raises(Exception, match="there is no file"):
         build(make_config(DPO, "data=nowhere.parquet"), lambda _: None)

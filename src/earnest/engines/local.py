@@ -1,8 +1,8 @@
 """``LocalEngine``: a step on this machine, in PyTorch.
 
     one pass     the batch is one micro-batch, or the objective is additive: forward, objective, backward, each once
-    two passes   the objective is not a sum over rows (an rmse over positions, for example) and the batch is cut: first the whole
-                 batch's scalars, without a graph; then the objective on them; then forward and backward part by part
+    two passes   the objective is not a sum over rows (such as an rmse over positions) and the batch is cut: first the
+                 whole batch's scalars, without a graph; then the objective on them; then forward and backward by part
 
 Either way the gradient is the whole batch's, whatever the cut.
 """

@@ -131,7 +131,7 @@ class TinkerEngine:
         ]  # fmt: skip
 
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
-        """Log-probs or a top K at the batch's active tokens, of the live policy or the base; no hidden states, no logits."""
+        """Log-probs or a top K at the active tokens, of the live policy or the base; no hidden states, no logits."""
         if policy == "previous":
             raise SignalError("a Tinker model has one adapter and no earlier rounds; its reference is 'base'.")
         return score(self.sampler(policy), batch, want)
