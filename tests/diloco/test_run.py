@@ -194,20 +194,21 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
 
         fails = False
 
-        def __init__(self, workers: int) -> None:
-            self.workers, self.metrics = workers, {}
+        def __init__(self, workers: int, engine: Any) -> None:
+            self.workers, self.engine, self.metrics = workers, engine, {}
 
-        def sample(self, setup: Any, *words: Any) -> Any:
+        def sample(self, *words: Any) -> Any:
             if Held.fails:
                 raise SamplingError("the sampler is gone")
-            return setup.engine.sample(*words)
+            return self.engine.sample(*words)
 
         def close(self) -> None:
             closed.append(self.workers)
 
     def build(config: RunConfig, say: Any) -> Any:
         alone = config.model_copy(update={"sampling": config.sampling.model_copy(update={"workers": 0})})
-        return replace(setup.build(alone, say), samplers=Held(config.sampling.workers))
+        built = setup.build(alone, say)
+        return replace(built, samplers=Held(config.sampling.workers, built.engine))
 
     monkeypatch.setattr(run, "build", build)
     monkeypatch.setattr(worker, "build", build)

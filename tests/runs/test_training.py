@@ -46,6 +46,7 @@ class Mine(Clipped):
     """A term of one's own that is not registered."""
 
     kind: ClassVar[str] = "mine"
+    over: ClassVar[str] = "tokens"
 
     def reduce(self, view: View, values: torch.Tensor) -> torch.Tensor:
         return view.token_mean(values)
