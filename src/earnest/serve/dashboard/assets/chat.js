@@ -36,7 +36,7 @@ function turn(who, text, kind = "") {
 
 async function ask(app, text) {
   const model = app.chosen;
-  turn("you", text);
+  const asked = turn("you", text);
   const shown = turn(model, "", "answer");
   shown.box.setAttribute("aria-busy", "true");
   $("words").value = "";
@@ -44,7 +44,9 @@ async function ask(app, text) {
   busy = new AbortController();
   let id = null, answer = "";
   try {
-    await chat({ model, messages: [...messages, { role: "user", content: text }] }, (chunk) => {
+    const system = $("system").value.trim();
+    const front = system ? [{ role: "system", content: system }] : [];
+    await chat({ model, temperature: Number($("temperature").value), messages: [...front, ...messages, { role: "user", content: text }] }, (chunk) => {
       id = chunk.id;
       answer += chunk.choices[0]?.delta?.content ?? "";
       shown.said.textContent = answer;
@@ -55,7 +57,17 @@ async function ask(app, text) {
     shown.box.append(model === "base" ? el("p", { class: "fate" }, "The base model does not learn; choose an adapter to teach.") : reactions(app, id));
     $("log").scrollTop = $("log").scrollHeight;
   } catch (error) {
-    if (error.name !== "AbortError") { shown.said.textContent = answer + " … " + error.message; app.fail(error); }
+    if (error.name !== "AbortError") {
+      app.fail(error);
+      if (answer) shown.said.textContent = answer + " … " + error.message;
+      else { // refused: the message goes back into the box, to be shortened or sent again
+        asked.box.remove();
+        shown.box.remove();
+        if (!$("log").children.length) $("log").append(quiet);
+        $("words").value = text;
+        $("words").focus();
+      }
+    }
   } finally {
     shown.box.removeAttribute("aria-busy");
     busy = null;
@@ -110,6 +122,7 @@ export function told(event, data) {
       if (data.feedback.length === 1 && data.status === "promoted") line.textContent = `Version ${data.number} learned from this; it answers from now on.`;
     } else if (event === "learn" && data.phase === "begins") line.textContent = `Version ${data.version} is being made from it …`;
     else if (event === "learn" && data.phase === "failed") line.textContent = `It could not be learned from: ${data.reason}`;
+    else if (event === "learn" && data.phase === "cancelled") line.textContent = "It was cancelled before it was learned from.";
     else if (event === "learn" && data.phase === "nothing to learn") line.textContent = "There was nothing to learn in it.";
   }
 }

@@ -1,6 +1,6 @@
 // The page: asks once for everything, then follows the events.
 import { $, badge, clock, el, keepFocus, plural } from "/dashboard/dom.js";
-import { get, hasKey, post, useKey, watch } from "/dashboard/wire.js";
+import { at, get, hasKey, post, remove, useKey, watch } from "/dashboard/wire.js";
 import * as chat from "/dashboard/chat.js";
 import * as feedback from "/dashboard/feedback.js";
 import * as runs from "/dashboard/runs.js";
@@ -49,8 +49,10 @@ function line(a) {
     el("th", { scope: "row" }, a.name, a.origin ? el("span", { class: "soft" }, ` from ${a.origin}`) : null),
     el("td", {}, `version ${a.live}`, a.pinned ? ", pinned" : ""),
     el("td", {}, String(a.versions.length)),
-    el("td", {}, `${a.feedback.applied} learned from${held}${waiting}${failed}`),
-    el("td", {}, el("button", { type: "button", "data-key": "show-" + a.name, "aria-pressed": String(a.name === app.chosen), "aria-label": `Show ${a.name}`, onclick: () => app.choose(a.name) }, "Show")));
+    el("td", {}, `${a.feedback.applied} learned from${held}${waiting}${failed}`, a.set_aside ? badge("bad", "learning set aside") : null),
+    el("td", {}, el("button", { type: "button", "data-key": "show-" + a.name, "aria-pressed": String(a.name === app.chosen), "aria-label": `Show ${a.name}`, onclick: () => app.choose(a.name) }, "Show"), " ",
+      a.set_aside ? el("button", { type: "button", "data-key": "resume-" + a.name, title: a.set_aside, "aria-label": `Resume ${a.name}`, onclick: () => app.act(post(`${at(a.name)}/resume`, {})) }, "Resume") : null, " ",
+      el("button", { type: "button", "data-key": "delete-" + a.name, "aria-label": `Delete ${a.name}`, onclick: () => { if (confirm(`Delete ${a.name}, its versions and its feedback?`)) app.act(remove(at(a.name))); } }, "Delete")));
 }
 
 function facts() {
@@ -74,6 +76,8 @@ async function health() {
   if (found.waiting) rows.push(["waiting for a turn", Object.entries(found.waiting).map(([k, v]) => `${k} ${v}`).join(", ")]);
   if (found.attached !== undefined) rows.push(["versions in memory", String(found.attached)]);
   if ("learning" in found) rows.push(["learning", found.learning ? `${found.learning.adapter}, version ${found.learning.version}: ${found.learning.phase}` : "nothing at the moment"]);
+  if (found.storage) rows.push(["storage", badge("bad", found.storage)]);
+  if (found.set_aside) rows.push(["learning set aside", badge("bad", plural(found.set_aside, "adapter"))]);
   if (hasKey()) rows.push(["API key", el("button", { type: "button", "data-key": "forget", onclick: () => { useKey(null); location.reload(); } }, "Forget the key")]);
   keepFocus($("health-list"), () => rows.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))));
   if (found.status === "loading") setTimeout(() => refresh("health"), 1000);
@@ -107,7 +111,7 @@ function told(event, data) {
     version: () => `${about} has a version ${data.number}: ${data.status}${data.reason ? `, ${data.reason}` : ""}`,
     adapter: () => `${about}: ${data.what}`,
   }[event];
-  $("events").prepend(el("li", {}, el("time", {}, clock(data.time)), words ? words() : event));
+  note(event === "adapter" && ["pushed", "unloaded"].includes(data.what) ? `adapters were pushed and unloaded; the latest: ${words()}` : words ? words() : event, data);
   while ($("events").children.length > LINES) $("events").lastChild.remove();
   chat.told(event, data);
   if (event === "learn") {
@@ -117,6 +121,15 @@ function told(event, data) {
     if (event === "version" && about === app.chosen) versions.settled();
     refresh("adapters", "health");
   }
+}
+
+function note(text, data) {
+  // A sampler's pushes come with every step of a run: one line with their number.
+  const folds = data.what === "pushed" || data.what === "unloaded";
+  const first = $("events").firstElementChild;
+  const count = folds && first?.dataset.folds ? Number(first.dataset.folds) + 1 : 1;
+  if (count > 1) first.remove();
+  $("events").prepend(el("li", { "data-folds": folds ? count : null }, el("time", {}, clock(data.time)), text, count > 1 ? ` (${count} events)` : ""));
 }
 
 function state(name, error) {

@@ -43,7 +43,7 @@ function curves(known) {
     line("loss after the update", (r) => r.metrics.loss, "loss"),
     line("held-out margin, nats", gate("margin"), "margin"),
     line("entropy, relative to the base's", gate("entropy_ratio"), "entropy ratio"),
-    line("drift from the base, nats a token", gate("drift"), "drift"),
+    line("drift from the base, nats per token", gate("drift"), "drift"),
   ].filter(Boolean);
 }
 
@@ -70,8 +70,13 @@ function buttons(app, adapter, v) {
   const found = [];
   if (v.live && adapter.pinned) found.push(act("Unpin", "pin", { version: null }, "pin"));
   if (v.live && !adapter.pinned) found.push(act("Pin", "pin", { version: v.number }, "pin"));
-  if (!v.live) found.push(v.status === "promoted" ? act("Roll back to this", "rollback", { version: v.number }, "live") : act("Promote anyway", "promote", { version: v.number }, "live"));
+  if (!v.live && v.status !== "promoted") found.push(act("Promote anyway", "promote", { version: v.number }, "live"));
+  else if (!v.live) found.push(v.number < adapter.live ? act("Roll back to this", "rollback", { version: v.number }, "live") : act("Make it live again", "promote", { version: v.number }, "live"));
   if (v.number > 0) found.push(el("button", { type: "button", "data-key": `export-${v.number}`, "aria-label": `Export (version ${v.number})`, onclick: () => app.act(save(name, v.number)) }, "Export"));
+  found.push(el("button", { type: "button", "data-key": `fork-${v.number}`, "aria-label": `Fork (version ${v.number})`, onclick: () => {
+    const fresh = prompt(`A name for the new adapter that starts from version ${v.number} of ${name}:`);
+    if (fresh) app.act(post(`${at(name)}/fork`, { name: fresh.trim(), version: v.number }));
+  } }, "Fork"));
   return found;
 }
 
@@ -104,7 +109,7 @@ export function learning(app, data) {
   if (data.phase === "begins") steps = [];
   if (data.phase === "step") steps.push(data.loss);
   const words = {
-    begins: "is being made", audit: "is audited", gate: "stands before the gate",
+    begins: "is being made", audit: "is being audited", gate: "is being checked by the gate",
     step: `learns, step ${data.step} of ${data.of}, loss ${number(data.loss)}`, waiting: `waits: ${data.reason}`,
   };
   const now = chart({ title: `loss of version ${data.version}, now`, series: [{ label: "loss", colour: 0, x: steps.map((_, i) => i + 1), y: steps }] });

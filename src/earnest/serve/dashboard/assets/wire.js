@@ -30,6 +30,7 @@ async function request(path, options = {}) {
 export const get = async (path) => (await request(path)).json();
 export const post = async (path, body) => (await send(path, body)).json();
 const send = (path, body, signal) => request(path, { method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+export const remove = async (path) => (await request(path, { method: "DELETE" })).json();
 export const blob = async (path) => (await request(path)).blob();
 export const at = (name) => "/v1/adapters/" + name.split("/").map(encodeURIComponent).join("/");
 
