@@ -249,6 +249,7 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(help="An adapter that exists from the start; may be repeated.")
     ] = None,
+    keep_days: Annotated[float | None, typer.Option(help="Delete conversations after this many days.")] = None,
     client_learn: Annotated[bool, typer.Option(help="Whether clients may set how their adapters learn.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     new_key: Annotated[str | None, typer.Option(help="Print a fresh API key of this name, and end.")] = None,
@@ -273,6 +274,7 @@ def serve(
         "learn": learn,
         "adapters": tuple(adapter or ("assistant",)),
         "client_learn": client_learn,
+        "keep_days": keep_days,
         "threads": threads,
     }
     listen(check_mapping(ServeSettings, given))

@@ -56,7 +56,9 @@ def test_old_conversations_are_deleted(old: Live) -> None:
     with old.state.host.turn("chat"):
         queued = old.teach(waiting, text="It waits.")
         for found in (learned["completion"], waiting["id"], aged["id"]):
-            old.state.store.db.write(lambda c, n=found: c.execute("UPDATE completions SET created = ? WHERE id = ?", (age, n)))
+            old.state.store.db.write(
+                lambda c, n=found: c.execute("UPDATE completions SET created = ? WHERE id = ?", (age, n))
+            )
         ChangeWatcher(old.state).purge()
         kept = {n: old.http.get(f"/v1/chat/completions/{n}").status_code for n in (waiting["id"], fresh["id"])}
         gone = {old.http.get(f"/v1/chat/completions/{n}").status_code for n in (learned["completion"], aged["id"])}

@@ -33,6 +33,12 @@ class Fork(Wire):
     version: Number | None = Field(None, description="none: the live one")
 
 
+class Purge(Wire):
+    """POST /v1/adapters/NAME/purge"""
+
+    before: float = Field(description="seconds since 1970; later conversations stay")
+
+
 class Which(Wire):
     """A version."""
 
@@ -108,7 +114,8 @@ def router(state: State) -> APIRouter:
     def version(name: str, number: Number, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "read")
         found = state.store.version(row, number)
-        return {**_version(found, row), **found.record}
+        record = {**found.record, "answers": []} if caller.own else found.record
+        return {**_version(found, row), **record}
 
     @api.delete("/{name:path}/versions/{number}", summary="Forget a version")
     def forget(name: str, number: Number, caller: Who) -> dict[str, Any]:
@@ -165,6 +172,11 @@ def router(state: State) -> APIRouter:
         if state.learner is not None:
             state.learner.cancel(row.id)
         return told(row, "cancelled", withdrawn=withdrawn) | {"cancelled": withdrawn}
+
+    @api.post("/{name:path}/purge", summary="Delete its conversations from before a time")
+    def purge(name: str, body: Purge, caller: Who) -> dict[str, Any]:
+        row = find(name, caller, "delete")
+        return {"object": "purged", "adapter": row.name, "deleted": state.store.purge(body.before, row.id)}
 
     @api.post("/{name:path}/resume", summary="Learn again after learning was set aside")
     def resume(name: str, caller: Who) -> dict[str, Any]:

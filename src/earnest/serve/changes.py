@@ -6,13 +6,17 @@ content: `runs` for those who may read them, `health` for everybody. The endpoin
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from earnest.serve.state import State
 
 EVERY = 1.0
+PURGE_EVERY = 600.0
+log = logging.getLogger("earnest.serve")
 
 
 class ChangeWatcher:
@@ -22,6 +26,7 @@ class ChangeWatcher:
         self.state = state
         self._ended = threading.Event()
         self._seen: dict[str, Any] = {}
+        self._purge_at = 0.0
         self._thread = threading.Thread(target=self._run, name="earnest-changes", daemon=True)
 
     def start(self) -> None:
@@ -32,8 +37,21 @@ class ChangeWatcher:
         if self._thread.is_alive():
             self._thread.join()
 
+    def purge(self) -> None:
+        """Delete the conversations that are older than the server keeps them."""
+        self._purge_at = time.monotonic() + PURGE_EVERY
+        days = self.state.settings.keep_days
+        if days is None:
+            return
+        try:
+            self.state.store.purge(time.time() - days * 86400.0)
+        except Exception:  # a full disk, for example; tried again later
+            log.exception("old conversations could not be deleted")
+
     def _run(self) -> None:
         while not self._ended.wait(EVERY):
+            if time.monotonic() >= self._purge_at:
+                self.purge()
             if self.state.bus.watched:
                 self.check()
 

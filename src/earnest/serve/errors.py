@@ -59,6 +59,11 @@ class NotFound(ServeError):
     status, code = 404, "not_found"
 
 
+def no_completion(name: str, choice: int) -> NotFound:
+    """The error for a completion that does not exist, or that the caller may not see."""
+    return NotFound(f"this server gave no completion {name[:80]!r} with a choice {choice}.", "completion_id")
+
+
 class NoModel(ServeError):
     status, code = 404, "model_not_found"
 

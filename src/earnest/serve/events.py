@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,10 @@ class Event:
     adapter: str | None
     data: Mapping[str, Any]
 
-    def text(self) -> str:
-        return f"event: {self.kind}\nid: {self.id}\ndata: {json.dumps(self.data)}\n\n"
+    def text(self, hidden: Collection[str] = ()) -> str:
+        """The event as it is sent, without the ``hidden`` parts of its data."""
+        data = {k: v for k, v in self.data.items() if k not in hidden}
+        return f"event: {self.kind}\nid: {self.id}\ndata: {json.dumps(data)}\n\n"
 
 
 class Bus:
@@ -65,11 +67,13 @@ class Bus:
     def watched(self) -> bool:
         return bool(self._readers)
 
-    def recent(self, may: Callable[[str | None], bool]) -> list[Event]:
+    def recent(self, may: Callable[[Event], bool]) -> list[Event]:
         with self._lock:
-            return [e for e in self._ring if may(e.adapter)]
+            return [e for e in self._ring if may(e)]
 
-    async def listen(self, may: Callable[[str | None], bool], after: int | None) -> AsyncGenerator[str]:
+    async def listen(
+        self, may: Callable[[Event], bool], after: int | None, hidden: Collection[str] = ()
+    ) -> AsyncGenerator[str]:
         """Lines for one reader, until it leaves or the server shuts down."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         with self._lock:
@@ -80,8 +84,8 @@ class Bus:
         try:
             yield "retry: 2000\n\n"
             for event in missed:
-                if may(event.adapter):
-                    yield event.text()
+                if may(event):
+                    yield event.text(hidden)
             while True:
                 try:
                     found = await asyncio.wait_for(queue.get(), HEARTBEAT)
@@ -90,8 +94,8 @@ class Bus:
                     continue
                 if found is None:
                     return
-                if may(found.adapter):
-                    yield found.text()
+                if may(found):
+                    yield found.text(hidden)
         finally:
             with self._lock:
                 self._readers.pop(queue, None)

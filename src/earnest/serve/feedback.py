@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from earnest.serve.errors import BadRequest, Conflict, NotFound
+from earnest.serve.errors import BadRequest, Conflict, NotFound, no_completion
 from earnest.serve.keys import Caller, Who
 from earnest.serve.state import State
 from earnest.serve.store import PUSHED, AdapterRow, Said
@@ -78,7 +78,7 @@ def router(state: State) -> APIRouter:
     ) -> dict[str, Any]:
         caller.demand(adapter, "read")
         row = state.store.adapter(adapter)
-        found = state.store.recent_feedback(row.id, limit)
+        found = state.store.recent_feedback(row.id, limit, caller.name if caller.own else None)
         return {
             "object": "list",
             "counts": state.store.counts(row.id),
@@ -89,7 +89,7 @@ def router(state: State) -> APIRouter:
     def one(feedback_id: str, caller: Who) -> dict[str, Any]:
         found = state.store.feedback(feedback_id)
         adapter = state.store.adapter_by_id(found.adapter)
-        if adapter is None or not caller.may(adapter.name, "read"):
+        if adapter is None or not caller.may(adapter.name, "read") or not caller.sees(found.key):
             raise NotFound(f"there is no feedback {feedback_id[:80]!r}.", "id")
         return {"object": "feedback", **found.public(adapter.name)}
 
@@ -110,6 +110,8 @@ def router(state: State) -> APIRouter:
 def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, AdapterRow]:
     completion = state.store.completion(item.completion_id, item.choice)
     caller.demand(completion.model, "read")
+    if not caller.sees(completion.key):
+        raise no_completion(item.completion_id, item.choice)
     if item.adapter is not None:
         name = item.adapter
     elif completion.adapter is not None:

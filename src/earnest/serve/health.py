@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
 from earnest.serve.errors import Busy
+from earnest.serve.events import Event
 from earnest.serve.keys import Who
 from earnest.serve.state import State
 from earnest.serve.wire import ERRORS
@@ -50,12 +51,15 @@ def router(state: State) -> APIRouter:
         if state.streams[caller.name] >= state.settings.max_streams:
             raise Busy(f"{state.settings.max_streams} streams of events are open for this key; close one of them.")
 
+        def visible(event: Event) -> bool:
+            if event.adapter is not None and not caller.may(event.adapter, "read"):
+                return False
+            return event.kind != "feedback" or caller.sees(event.data["key"])
+
         async def lines() -> AsyncIterator[str]:
             state.streams[caller.name] += 1
             try:
-                async with aclosing(
-                    state.bus.listen(lambda adapter: adapter is None or caller.may(adapter, "read"), after)
-                ) as found:
+                async with aclosing(state.bus.listen(visible, after, ("answers",) if caller.own else ())) as found:
                     async for line in found:
                         yield line
             finally:

@@ -40,6 +40,9 @@ class KeyEntry(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="how logs and versions call the holder")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="of the key, in hex")]
     allow: dict[str, list[Right]] = Field(description="adapter (or a pattern with *) → what may be done with it")
+    sees: Literal["all", "own"] = Field(
+        "all", description="own: of conversations and feedback only those that this key made"
+    )
     limits: LearnLimits = Field(LearnLimits(), description="the most that the holder may ask for in `learn`")
 
 
@@ -58,6 +61,12 @@ class Caller:
     name: str = ""
     rules: dict[str, frozenset[str]] | None = field(default=None, repr=False)
     limits: LearnLimits = field(default=LearnLimits(), repr=False)
+    own: bool = False
+    """Whether conversations and feedback of other keys are hidden from it."""
+
+    def sees(self, key: str) -> bool:
+        """Whether what the holder of this key wrote may be shown."""
+        return not self.own or key == self.name
 
     def may(self, adapter: str, right: Right) -> bool:
         if self.rules is None:
@@ -85,7 +94,9 @@ class Keys:
         self._callers: dict[str, Caller] | None = None
         if path is not None:
             self._callers = {
-                entry.sha256: Caller(entry.name, {a: frozenset(r) for a, r in entry.allow.items()}, entry.limits)
+                entry.sha256: Caller(
+                    entry.name, {a: frozenset(r) for a, r in entry.allow.items()}, entry.limits, entry.sees == "own"
+                )
                 for entry in _read(path).keys
             }
 

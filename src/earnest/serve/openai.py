@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from earnest.errors import SamplingError
 from earnest.serve.awaitable import awaitable
 from earnest.serve.choices import chat_logprobs, text_logprobs
-from earnest.serve.errors import BadRequest, Busy, TooLong, error_response
+from earnest.serve.errors import BadRequest, Busy, Conflict, TooLong, error_response, no_completion
 from earnest.serve.keys import Caller, Who
 from earnest.serve.leases import Lease
 from earnest.serve.state import State
@@ -87,10 +88,24 @@ def router(state: State) -> APIRouter:
     def given(completion_id: str, caller: Who, choice: int = 0) -> dict[str, Any]:
         found = state.store.completion(completion_id, min(max(choice, 0), 1 << 20))
         caller.demand(found.model, "read")
+        if not caller.sees(found.key):
+            raise no_completion(completion_id, choice)
         shown = asdict(found)
         for name in ("adapter", "key"):
             shown.pop(name)
         return {"object": "chat.completion.record", "adapter_version": shown.pop("version"), **shown}
+
+    @api.delete("/chat/completions/{completion_id}", summary="Delete an answer and the words of the feedback on it")
+    def forget(completion_id: str, caller: Who) -> dict[str, Any]:
+        found = state.store.completion(completion_id)
+        caller.demand(found.model, "read")
+        if not caller.sees(found.key):
+            raise no_completion(completion_id, 0)
+        if found.key != caller.name:
+            caller.demand(found.model, "delete")
+        if not state.store.purge(math.inf, completion=completion_id):
+            raise Conflict("the feedback on this answer is still queued; withdraw it first.", "completion_id")
+        return {"object": "chat.completion.deleted", "id": completion_id, "deleted": True}
 
     @api.post("/score", summary="The log-probs of an answer")
     def score(body: ScoreRequest, caller: Who) -> dict[str, Any]:

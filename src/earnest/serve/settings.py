@@ -53,6 +53,11 @@ class ServeSettings(BaseModel):
     max_tokens: int = Field(256, ge=1, description="length of an answer where the request names none")
     max_queued: int = Field(1000, ge=1, description="feedback that may wait for an adapter's learner; beyond, 429")
     max_resident: int = Field(16, ge=2, description="adapters kept in memory; unused ones leave, oldest use first")
+    keep_days: float | None = Field(
+        None,
+        gt=0,
+        description="days after which conversations are deleted, unless their feedback is queued; none: never",
+    )
     max_streams: int = Field(32, ge=1, description="streams of events per key; beyond, 429")
     header_wait: float = Field(20.0, gt=0, description="seconds that a connection gets to send a request's headers")
     body_wait: float = Field(30.0, gt=0, description="seconds for a body, and one more per 16 KiB; then 408")

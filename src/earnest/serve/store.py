@@ -20,7 +20,7 @@ from typing import Any, Literal
 from earnest.errors import EarnestError
 from earnest.serve import attempts
 from earnest.serve.database import Database
-from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
+from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound, no_completion
 from earnest.serve.rows import (
     STATUSES,
     AdapterRow,
@@ -70,7 +70,10 @@ CREATE INDEX IF NOT EXISTS completions_by_adapter ON completions(adapter, create
 NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2}(/[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2})?"
 )
-RESERVED = frozenset({"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export", "cancel", "resume"})
+RESERVED = frozenset(
+    {"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export", "cancel", "resume", "purge"}
+)
+QUEUED = "SELECT completion FROM feedback WHERE status = 'queued'"
 PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
 
 
@@ -339,8 +342,21 @@ class Store:
     def completion(self, name: str, choice: int = 0) -> Completion:
         row = self.db.one("SELECT * FROM completions WHERE id = ? AND choice = ?", (name, choice))
         if row is None:
-            raise NotFound(f"this server gave no completion {name[:80]!r} with a choice {choice}.", "completion_id")
+            raise no_completion(name, choice)
         return to_completion(row)
+
+    def purge(self, before: float, adapter: int | None = None, completion: str | None = None) -> int:
+        """Delete conversations from before a time (of one adapter, or one by its id), and the words of the feedback on
+        them; those whose feedback is queued stay. Returns how many answers were deleted."""
+
+        def work(c: sqlite3.Connection) -> int:
+            which = "created < ? AND (? IS NULL OR adapter = ?) AND (? IS NULL OR id = ?)"
+            gone = f"SELECT id FROM completions WHERE {which} AND id NOT IN ({QUEUED})"
+            values = (before, adapter, adapter, completion, completion)
+            c.execute(f"UPDATE feedback SET text = NULL, better = NULL WHERE completion IN ({gone})", values)
+            return c.execute(f"DELETE FROM completions WHERE {which} AND id NOT IN ({QUEUED})", values).rowcount
+
+        return self.db.write(work)
 
     # --- feedback -----------------------------------------------------------------------------------------------------
 
@@ -384,8 +400,12 @@ class Store:
             raise NotFound(f"there is no feedback {name[:80]!r}.", "id")
         return to_feedback(row)
 
-    def recent_feedback(self, adapter: int, limit: int) -> list[FeedbackRow]:
-        rows = self.db.read("SELECT * FROM feedback WHERE adapter = ? ORDER BY seq DESC LIMIT ?", (adapter, limit))
+    def recent_feedback(self, adapter: int, limit: int, key: str | None = None) -> list[FeedbackRow]:
+        """The newest feedback first; only of one ``key``, if given."""
+        rows = self.db.read(
+            "SELECT * FROM feedback WHERE adapter = ? AND (? IS NULL OR key = ?) ORDER BY seq DESC LIMIT ?",
+            (adapter, key, key, limit),
+        )
         return [to_feedback(r) for r in rows]
 
     def queued(self, adapter: int, limit: int) -> list[FeedbackRow]:
