@@ -12,7 +12,8 @@ import torch
 
 from earnest.errors import EarnestError
 from earnest.objectives.registry import build
-from earnest.signals import Batch
+from earnest.signals import Batch, FullLogits
+from earnest.signals.distributions import derived
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "findings" / "reviewed.md").read_text()
@@ -54,8 +55,8 @@ def test_no_constructor_is_a_stub() -> None:
 
 @pytest.mark.parametrize("folder", ["engines", "signals", "objectives"])
 def test_engines_and_signals_have_explicit_keywords(folder: str) -> None:
-    """A ``**kwargs`` of Any hides a wrong or missing argument from the type checker. One public function has one, and
-    refuses a name that it does not know; private helpers may."""
+    """A ``**kwargs`` of Any hides a wrong or missing argument from the type checker. Two public functions have one, and
+    refuse a name that they do not know; private helpers may."""
     loose = [
         node.name
         for _, node in functions(folder)
@@ -63,7 +64,7 @@ def test_engines_and_signals_have_explicit_keywords(folder: str) -> None:
         and node.name[0] != "_"
         and (rest.annotation is None or ast.unparse(rest.annotation) == "Any")
     ]
-    assert set(loose) <= {"build"}, loose
+    assert set(loose) <= {"build", "derived"}, loose
 
 
 def test_free_keywords_are_refused_where_they_mean_nothing() -> None:
@@ -71,3 +72,5 @@ def test_free_keywords_are_refused_where_they_mean_nothing() -> None:
         build("grpo", clipp=0.2)
     with pytest.raises(EarnestError, match="advantage"):
         Batch.from_rows([[1]], [[2]], role=["rollout"]).with_signals(advantage=torch.zeros(1))
+    with pytest.raises(AssertionError, match="logit"):
+        derived(FullLogits(torch.zeros(1, 2)), logit=torch.zeros(1, 2))

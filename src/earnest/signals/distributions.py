@@ -27,6 +27,7 @@ def derived(value: D, **changes: Any) -> D:
     since on a GPU every check of values waits for the device."""
     made = object.__new__(type(value))
     names = value.__dataclass_fields__  # type: ignore[attr-defined]
+    assert changes.keys() <= names.keys(), f"{type(value).__name__} has no {sorted(changes.keys() - names.keys())}"
     made.__dict__.update({name: changes.get(name, getattr(value, name)) for name in names})
     return made
 
