@@ -240,3 +240,33 @@ def test_runs_come_from_run_folders(browser: Browser, live: Live) -> None:
             assert_quiet(watched, live.url)
     finally:
         shutil.rmtree(place)
+
+
+def test_a_message_that_is_too_long_stays_in_the_box(browser: Browser, live: Live) -> None:
+    """And what to do about it is shown beside it; on a phone every section can be reached from the bar."""
+    live.state.wait()
+    with visiting(browser, live.url, viewport={"width": 390, "height": 844}) as watched:
+        page = watched.page
+        page.fill("#words", "word " * 900)
+        page.click("#send")
+        expect(page.locator("#refusal")).to_contain_text("Shorten the prompt")
+        assert len(page.input_value("#words")) > 4000 and page.locator(".turn").count() == 0
+        for link in page.locator(".bar nav a").all():
+            place = link.bounding_box()
+            assert place is not None and place["x"] >= 0 and place["x"] + place["width"] <= 390
+
+
+def test_roll_back_is_for_older_versions_only(browser: Browser, live: Live, adapter: Any) -> None:
+    name = adapter("page/older", updates=1)
+    for _ in range(2):
+        live.learned(live.teach(live.chat(name), text="Too cold."))
+    for number in (1, 2):
+        live.post(f"/v1/adapters/{name}/promote", {"version": number})
+    live.post(f"/v1/adapters/{name}/rollback", {"version": 1})
+    with visiting(browser, live.url) as watched:
+        page = watched.page
+        page.select_option("#adapter", name)
+        newer, base = (page.locator(f'#version-list [data-version="{n}"]') for n in (2, 0))
+        expect(newer.get_by_role("button", name="Make it live again")).to_be_visible()
+        expect(newer.get_by_role("button", name="Roll back")).to_have_count(0)
+        expect(base.get_by_role("button", name="Roll back")).to_be_visible()

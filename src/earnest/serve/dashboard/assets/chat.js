@@ -39,7 +39,7 @@ async function ask(app, text) {
   const asked = turn("you", text);
   const shown = turn(model, "", "answer");
   shown.box.setAttribute("aria-busy", "true");
-  $("words").value = "";
+  $("words").value = $("refusal").textContent = "";
   $("send").disabled = true;
   busy = new AbortController();
   let id = null, answer = "";
@@ -64,6 +64,7 @@ async function ask(app, text) {
         asked.box.remove();
         shown.box.remove();
         if (!$("log").children.length) $("log").append(quiet);
+        $("refusal").textContent = error.message;
         $("words").value = text;
         $("words").focus();
       }

@@ -49,7 +49,7 @@ function line(a) {
     el("th", { scope: "row" }, a.name, a.origin ? el("span", { class: "soft" }, ` from ${a.origin}`) : null),
     el("td", {}, `version ${a.live}`, a.pinned ? ", pinned" : ""),
     el("td", {}, String(a.versions.length)),
-    el("td", {}, `${a.feedback.applied} learned from${held}${waiting}${failed}`, a.set_aside ? badge("bad", "learning set aside") : null),
+    el("td", {}, `${a.feedback.applied} learned from${held}${waiting}${failed} `, a.set_aside ? badge("bad", "learning set aside") : null),
     el("td", {}, el("button", { type: "button", "data-key": "show-" + a.name, "aria-pressed": String(a.name === app.chosen), "aria-label": `Show ${a.name}`, onclick: () => app.choose(a.name) }, "Show"), " ",
       a.set_aside ? el("button", { type: "button", "data-key": "resume-" + a.name, title: a.set_aside, "aria-label": `Resume ${a.name}`, onclick: () => app.act(post(`${at(a.name)}/resume`, {})) }, "Resume") : null, " ",
       el("button", { type: "button", "data-key": "delete-" + a.name, "aria-label": `Delete ${a.name}`, onclick: () => { if (confirm(`Delete ${a.name}, its versions and its feedback?`)) app.act(remove(at(a.name))); } }, "Delete")));
