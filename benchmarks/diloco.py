@@ -41,7 +41,7 @@ import torch
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
-from earnest.diloco.outer import ReplicaOuter, Schedule
+from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import KINDS, Wire
 from earnest.store import Bucket
@@ -222,7 +222,7 @@ def replicas(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
                     Ledger(Bucket.open(f"file://{place}/bucket")),
                     i,
                     Rules(args.replicas, args.replicas, poll=0.01),
-                    Schedule(every, outer=OuterSGD(args.outer_lr, args.outer_momentum, True)),
+                    SyncSchedule(every, outer=OuterSGD(args.outer_lr, args.outer_momentum, True)),
                     Wire(kind, density),  # type: ignore[arg-type]
                     rounds=args.steps // every,
                     snapshot_every=1000,

@@ -31,7 +31,7 @@ class Refused(EarnestError):
         self.status, self.text, self.tries = status, text, tries
 
 
-class Exhausted(EarnestError):
+class NoAnswer(EarnestError):
     """Every try failed; the message is the last reason."""
 
 
@@ -86,7 +86,7 @@ class Client:
     ) -> Answer:
         """Send ``body`` (bytes as they are, anything else as JSON) until ``read`` can use the answer.
 
-        Raises ``Refused`` at once for an error status outside ``AGAIN``, and ``Exhausted`` after the last try.
+        Raises ``Refused`` at once for an error status outside ``AGAIN``, and ``NoAnswer`` after the last try.
         """
         import httpx
 
@@ -103,7 +103,7 @@ class Client:
                     return Answer(read(response), attempt)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, UnicodeEncodeError) as error:
                 # The message of an illegal header would show the key.
-                raise Exhausted(f"{type(error).__name__}: the address or the key cannot be sent") from None
+                raise NoAnswer(f"{type(error).__name__}: the address or the key cannot be sent") from None
             except httpx.HTTPError as error:
                 reason, least = f"{type(error).__name__}: {error}", 0.0
                 continue
@@ -114,7 +114,7 @@ class Client:
             if response.status_code not in AGAIN:
                 raise Refused(response.status_code, text, attempt)
             reason, least = f"HTTP {response.status_code}: {text}", _seconds(response.headers.get("Retry-After"))
-        raise Exhausted(reason)
+        raise NoAnswer(reason)
 
 
 def error_text(response: httpx.Response) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
-from earnest.diloco.outer import ReplicaOuter, Schedule
+from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import Wire
 from earnest.store import AlreadyThere, Bucket, Unavailable, unseal
@@ -147,7 +147,7 @@ class Job:
     quorum: int
     grace: float
     snapshot_every: int
-    schedule: Schedule
+    schedule: SyncSchedule
     wire: Wire
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from earnest.diloco.errors import RoundStuck
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, ReplicaOuter, Schedule
+from earnest.diloco.outer import Mirror, ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import Wire
 from earnest.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ def outer_of(
     replica: int = 0,
     *,
     replicas: int = 1,
-    schedule: Schedule | None = None,
+    schedule: SyncSchedule | None = None,
     wire: str = "fp32",
     rounds: int = 3,
     grace: float = 60.0,
@@ -47,7 +47,7 @@ def outer_of(
         Ledger(bucket),
         replica,
         rules,
-        schedule or Schedule(4),
+        schedule or SyncSchedule(4),
         Wire(wire),  # type: ignore[arg-type]
         rounds=rounds,
         snapshot_every=snapshot_every,
@@ -113,8 +113,8 @@ def test_alone_with_outer_sgd_at_lr_1_the_local_weights_are_the_result(start: li
     assert torch.equal(zero.fragments[0].flat(), local)
 
 
-@pytest.mark.parametrize("schedule", [Schedule(4, outer=OuterSGD(1.0, 0.0, False)), Schedule(4, outer=None)])
-def test_alone_nothing_is_lost_of_a_real_run(schedule: Schedule) -> None:
+@pytest.mark.parametrize("schedule", [SyncSchedule(4, outer=OuterSGD(1.0, 0.0, False)), SyncSchedule(4, outer=None)])
+def test_alone_nothing_is_lost_of_a_real_run(schedule: SyncSchedule) -> None:
     """The whole way, torchft included: after each round the weights are what the inner steps made of them.
 
     LocalSGD: bit for bit. DiLoCo at lr 1: bit for bit but for weights that crossed zero or more than doubled in a
@@ -189,7 +189,7 @@ def test_every_wire_ends_in_the_same_weights_everywhere(wire: str) -> None:
 def test_fragments_agree_where_they_met(delay: int) -> None:
     """Rounds 0 and 2 move the first fragment, 1 and 3 the second: after round 3 the second one is equal everywhere,
     and the first one is locally ahead."""
-    engines = train(Memory(), 2, schedule=Schedule(6, fragments=2, delay=delay), rounds=4)
+    engines = train(Memory(), 2, schedule=SyncSchedule(6, fragments=2, delay=delay), rounds=4)
     one, other = engines
     assert torch.equal(one.parameters[1], other.parameters[1])
     assert not torch.equal(one.parameters[0], other.parameters[0])
@@ -197,8 +197,8 @@ def test_fragments_agree_where_they_met(delay: int) -> None:
 
 
 def test_alpha_keeps_a_share_of_the_local_weights() -> None:
-    plain = train(Memory(), 2, schedule=Schedule(4), rounds=1)
-    mixed = train(Memory(), 2, schedule=Schedule(4, alpha=0.5), rounds=1)
+    plain = train(Memory(), 2, schedule=SyncSchedule(4), rounds=1)
+    mixed = train(Memory(), 2, schedule=SyncSchedule(4, alpha=0.5), rounds=1)
     assert torch.equal(plain[0].flat(), plain[1].flat())
     assert not torch.equal(mixed[0].flat(), mixed[1].flat())
 
@@ -404,7 +404,7 @@ def test_a_quarantine_travels_with_the_weights(fragments: int) -> None:
     birth = engines[0].flat()
 
     def life(i: int) -> None:
-        schedule = Schedule(2 * fragments, fragments=fragments)
+        schedule = SyncSchedule(2 * fragments, fragments=fragments)
         outer = outer_of(engines[i], store, i, replicas=2, schedule=schedule, rounds=2 * fragments)
         while not outer.over:
             engines[i].step()
@@ -421,13 +421,13 @@ def test_a_quarantine_travels_with_the_weights(fragments: int) -> None:
 
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"multiple of sync\.fragments"):
-        Schedule(5, fragments=2)
+        SyncSchedule(5, fragments=2)
     with pytest.raises(ConfigError, match=r"sync\.delay is 4"):
-        Schedule(4, delay=4)
+        SyncSchedule(4, delay=4)
     with pytest.raises(ConfigError, match="only 2 tensors"):
         Mirror(ToyEngine(), 3)
     with pytest.raises(ConfigError, match="averages weights"):
-        outer_of(ToyEngine(), Memory(), schedule=Schedule(4, outer=None), wire="int8")
+        outer_of(ToyEngine(), Memory(), schedule=SyncSchedule(4, outer=None), wire="int8")
 
 
 def test_a_claimed_number_is_written_once(tmp_path: Path) -> None:

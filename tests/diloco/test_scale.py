@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.diloco_scale import Fleet, simulate, table
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.protocol import Mine, Rules, meet
+from earnest.diloco.protocol import Contribution, Rules, finish_round
 from earnest.diloco.wire import Wire
 from earnest.errors import ConfigError
 from earnest.store import Bucket
@@ -31,15 +31,15 @@ def _goodput(grace: float) -> float:
 
 
 def test_the_simulation_waits_by_the_rules_of_the_protocol() -> None:
-    """Its requests are counted from the real ``meet`` of one replica that waits for another, look by look."""
+    """Its requests are counted from the real ``finish_round`` of one replica that waits for another, look by look."""
     rules, now = Rules(2, 2, grace=1e6), [0.0]
     bucket = Bucket.open("memory:///")
     ledger = Ledger(bucket)
     ledger.put_state(0, b"", "s")
     payload = Wire("fp32").encode(torch.ones(3), torch.zeros(3))
-    mine = Mine(0, 0, "s", payload, 1, 3, {})
+    mine = Contribution(0, 0, "s", payload, 1, 3, {})
     looks, pauses = 0, []
-    meeting = meet(ledger, rules, mine, lambda mean: "end", lambda: now[0])
+    meeting = finish_round(ledger, rules, mine, lambda mean: "end", lambda: now[0])
     for pause in meeting:
         if pause:
             looks, now[0] = looks + 1, now[0] + pause

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from earnest.diloco.globals import OuterSGD
-from earnest.diloco.outer import Schedule
+from earnest.diloco.outer import SyncSchedule
 from earnest.diloco.wire import Wire, decode
 from earnest.errors import EarnestError
 from earnest.store import unseal
@@ -45,10 +45,10 @@ class Replicas(RuleBasedStateMachine):
         algorithm = self.algorithm
         quorum = data.draw(st.integers(1, replicas), label="quorum")
         if algorithm == "local_sgd":
-            schedule, wire = Schedule(every=1, outer=None), Wire("fp32")
+            schedule, wire = SyncSchedule(every=1, outer=None), Wire("fp32")
         else:
             fragments, delay = data.draw(st.integers(1, 2), label="fragments"), int(algorithm == "delayed")
-            schedule = Schedule(fragments * (1 + delay), fragments, delay, outer=OuterSGD(0.7, 0.9, True))
+            schedule = SyncSchedule(fragments * (1 + delay), fragments, delay, outer=OuterSGD(0.7, 0.9, True))
             wire = Wire(data.draw(st.sampled_from(["fp32", "bf16", "int4"]), label="wire"))
         self.job = Job(replicas, rounds, quorum, grace, snapshot_every, schedule, wire)
         self.world = World()

@@ -13,13 +13,13 @@ import torch
 
 from earnest.diloco.errors import Unreachable
 from earnest.diloco.globals import OuterSGD
-from earnest.diloco.outer import Schedule
+from earnest.diloco.outer import SyncSchedule
 
 CASES = {
-    "diloco": Schedule(4),
-    "local_sgd": Schedule(4, outer=None),
-    "fragments": Schedule(6, fragments=2, delay=1),
-    "sgd": Schedule(3, outer=OuterSGD(0.4, 0.0, False)),
+    "diloco": SyncSchedule(4),
+    "local_sgd": SyncSchedule(4, outer=None),
+    "fragments": SyncSchedule(6, fragments=2, delay=1),
+    "sgd": SyncSchedule(3, outer=OuterSGD(0.4, 0.0, False)),
 }
 ROUNDS = 4
 WIDE = (400, 300)

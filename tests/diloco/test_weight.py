@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from earnest.diloco.errors import RoundStuck
-from earnest.diloco.outer import ReplicaOuter, Schedule
+from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from tests.diloco.test_outer import outer_of, together
 from tests.diloco.test_store import Memory
 from tests.diloco.toy import ToyEngine
@@ -55,17 +55,17 @@ def weights_of(outer: ReplicaOuter) -> list[int]:
 @pytest.mark.parametrize(
     ("schedule", "updates"),
     [
-        (Schedule(4), [range(1, 5), range(5, 9), range(9, 13)]),
-        (Schedule(4, outer=None), [range(1, 5), range(5, 9), range(9, 13)]),
-        (Schedule(4, 2), [range(1, 3), range(1, 5), range(3, 7)]),
-        (Schedule(4, 2, 1), [range(1, 2), range(1, 4), range(3, 6)]),
-        (Schedule(4, 1, 1), [range(1, 4), range(5, 8), range(9, 12)]),  # update 4 is overwritten: it weighs nowhere
-        (Schedule(4, 1, 1, alpha=0.5), [range(1, 4), range(4, 8), range(8, 12)]),  # half of update 4 is kept
+        (SyncSchedule(4), [range(1, 5), range(5, 9), range(9, 13)]),
+        (SyncSchedule(4, outer=None), [range(1, 5), range(5, 9), range(9, 13)]),
+        (SyncSchedule(4, 2), [range(1, 3), range(1, 5), range(3, 7)]),
+        (SyncSchedule(4, 2, 1), [range(1, 2), range(1, 4), range(3, 6)]),
+        (SyncSchedule(4, 1, 1), [range(1, 4), range(5, 8), range(9, 12)]),  # update 4 is overwritten: it weighs nowhere
+        (SyncSchedule(4, 1, 1, alpha=0.5), [range(1, 4), range(4, 8), range(8, 12)]),  # half of update 4 is kept
     ],
     ids=["whole", "local", "fragments", "delayed fragments", "delayed", "mixed"],
 )
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_delta_weighs_what_it_was_trained_on(schedule: Schedule, updates: list[range], restarted: bool) -> None:
+def test_a_delta_weighs_what_it_was_trained_on(schedule: SyncSchedule, updates: list[range], restarted: bool) -> None:
     """Update n trains on 2ⁿ tokens, so a weight names its updates: those since the delta's own fragment last met,
     also where the process was started again after the first round."""
     engine = ToyEngine(0)
@@ -91,7 +91,7 @@ def test_a_delta_weighs_what_it_was_trained_on(schedule: Schedule, updates: list
 
 def test_who_is_brought_back_weighs_from_there_on() -> None:
     engine = ToyEngine(0)
-    outer = outer_of(engine, Memory(), schedule=Schedule(4, 2), rounds=3)
+    outer = outer_of(engine, Memory(), schedule=SyncSchedule(4, 2), rounds=3)
     for n in range(1, 4):
         engine.step(tokens=2**n)
     with torch.no_grad():

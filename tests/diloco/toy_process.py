@@ -20,7 +20,7 @@ def toy_main(url: str, replica: int, folder: str, environment: Mapping[str, str]
     import torch
 
     from earnest.diloco.ledger import Ledger
-    from earnest.diloco.outer import ReplicaOuter, Schedule
+    from earnest.diloco.outer import ReplicaOuter, SyncSchedule
     from earnest.diloco.protocol import Rules
     from earnest.diloco.wire import Wire
     from earnest.store import Bucket
@@ -32,7 +32,7 @@ def toy_main(url: str, replica: int, folder: str, environment: Mapping[str, str]
     engine = ToyEngine(replica, sizes=(40, 30))
     rules = Rules(4, 1, grace=3600.0, poll=0.02)
     ledger = Ledger(Bucket.open(url, writer=str(replica)))
-    outer = ReplicaOuter(engine, ledger, replica, rules, Schedule(2), Wire("int4"), rounds=ROUNDS, snapshot_every=5)
+    outer = ReplicaOuter(engine, ledger, replica, rules, SyncSchedule(2), Wire("int4"), rounds=ROUNDS, snapshot_every=5)
     saved = Path(f"{folder}.pt")
     if saved.exists():
         state = torch.load(saved)

@@ -1,4 +1,4 @@
-"""Samplers that see only a bucket: the trainer's own tokens, every version probed, open requests answered late."""
+"""SamplerPool that see only a bucket: the trainer's own tokens, every version probed, open requests answered late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from earnest.runs.sampling import follow, put_config, samplers_of, sampling_engi
 from earnest.runs.setup import Setup, build
 from earnest.store import Bucket
 from earnest.sync import base, bucket
-from earnest.sync.pool import Samplers
+from earnest.sync.pool import SamplerPool
 from tests.runs.tiny import recipe, tiny_folder
 
 SPEC = SampleSpec(max_new_tokens=6, temperature=0.8, seed=5)
@@ -44,7 +44,7 @@ def told(setup: Setup, url: str, **more: Any) -> RunConfig:
     return from_mapping({**data, "sampler": {"url": url, **more}})
 
 
-def trainer(setup: Setup, url: str, **more: Any) -> Samplers:
+def trainer(setup: Setup, url: str, **more: Any) -> SamplerPool:
     made = samplers_of(told(setup, url, **more), setup.task, setup.engine, lambda _: None)
     assert made is not None
     return made
@@ -63,7 +63,7 @@ def asked(setup: Setup, count: int = 3) -> list[list[int]]:
 
 @contextmanager
 def serving(url: str, engines: list[LocalEngine]) -> Iterator[None]:
-    """Samplers 0, 1, … in threads; the trainer's ``close`` ends them."""
+    """SamplerPool 0, 1, … in threads; the trainer's ``close`` ends them."""
     threads = [
         threading.Thread(target=bucket.serve, args=(Bucket.open(url), i, engine)) for i, engine in enumerate(engines)
     ]

@@ -1,4 +1,4 @@
-"""Samplers on a real Ray: the same rollouts as without, versions, a probe that finds other weights, a kill."""
+"""SamplerPool on a real Ray: the same rollouts as without, versions, a probe that finds other weights, a kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from earnest.config import RunConfig, load_file
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.runs.setup import Setup, build
-from earnest.sync.pool import Samplers
+from earnest.sync.pool import SamplerPool
 from earnest.sync.ray import RaySampler
 from tests.runs.tiny import recipe, tiny_folder
 
@@ -33,7 +33,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     made.close()
 
 
-def samplers(setup: Setup) -> Samplers:
+def samplers(setup: Setup) -> SamplerPool:
     assert setup.samplers is not None
     return setup.samplers
 

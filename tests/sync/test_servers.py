@@ -21,7 +21,7 @@ from earnest.runs.errors import RunStopped
 from earnest.runs.sampling import samplers_of
 from earnest.runs.setup import Setup, build
 from earnest.sync.base import Weights
-from earnest.sync.pool import Samplers
+from earnest.sync.pool import SamplerPool
 from earnest.sync.probe import TOLERANCE
 from earnest.sync.servers import ServerSampler, already_gone, already_loaded
 from tests.sync.served import proxied, served, speak, swallow_pushes
@@ -51,7 +51,7 @@ def local() -> Setup:
     return build(from_mapping(RECIPE), lambda _: None)
 
 
-def sampler(setup: Setup, url: str, **more: Any) -> Samplers:
+def sampler(setup: Setup, url: str, **more: Any) -> SamplerPool:
     config = from_mapping({**RECIPE, "sampler": {"url": url, **more}})
     made = samplers_of(config, setup.task, setup.engine, lambda _: None)
     assert made is not None

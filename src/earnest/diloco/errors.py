@@ -13,13 +13,13 @@ class Unreachable(EarnestError):
     """The Lighthouse that the settings name does not answer."""
 
 
-class Heal(Exception):
+class OutOfStep(Exception):
     """This replica's state is not the run's any more; it takes the run's state from the bucket and goes on."""
 
 
-class Behind(Heal):
+class FellBehind(OutOfStep):
     """The others are further, or the objects that would lead there step by step are gone."""
 
 
-class Junk(Heal):
+class DivergedState(OutOfStep):
     """The weights at the start of the round are not those that the others agreed on: nothing is averaged in."""

@@ -20,11 +20,11 @@ from torch import Tensor
 from earnest.diloco.errors import Unreachable
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, Schedule, Standing, algorithm, copy_state
+from earnest.diloco.outer import Mirror, ReplicaProgress, SyncSchedule, algorithm, copy_state
 from earnest.errors import CheckpointError, MissingExtra
 
 
-class LighthouseOuter(Standing):
+class LighthouseOuter(ReplicaProgress):
     """One replica's outer hook over a Lighthouse; the same face as ``ReplicaOuter``."""
 
     def __init__(
@@ -34,7 +34,7 @@ class LighthouseOuter(Standing):
         replica: int,
         address: str,
         quorum: int,
-        schedule: Schedule,
+        schedule: SyncSchedule,
         *,
         rounds: int,
         snapshot_every: int = 10,

@@ -15,10 +15,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from earnest.diloco.errors import Junk
+from earnest.diloco.errors import DivergedState
 from earnest.diloco.globals import Globals, split
 from earnest.diloco.ledger import Commit, Ledger
-from earnest.diloco.protocol import Met, Mine, Rules, digest, meet
+from earnest.diloco.protocol import Contribution, RoundResult, Rules, digest, finish_round
 from earnest.diloco.wire import Vector, Wire, decode
 
 
@@ -58,7 +58,7 @@ class BucketManager:
     def __post_init__(self) -> None:
         self._gathered: list[Tensor] = []
         self._states: dict[str, Callable[[], Mapping[str, Any]]] = {}
-        self._met: Met | None = None
+        self._met: RoundResult | None = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._vector: Vector | None = None
@@ -158,18 +158,18 @@ class BucketManager:
             vector = vector + self.residual[fragment]
         if not bool(torch.isfinite(vector).all()):
             self.residual.pop(fragment, None)  # it may be what is wrong, and would be so in every round from now on
-            raise Junk("the weights are not finite")
+            raise DivergedState("the weights are not finite")
         self._vector = vector
         self._payload = payload = self.wire.encode(vector, self.globals.current.flat())
-        mine = Mine(
+        mine = Contribution(
             self.globals.round, self.replica, self.held(), payload, self.tokens, vector.numel(), dict(self.meta)
         )
-        meeting = meet(self.ledger, self.rules, mine, self.globals.outcome, self.clock)
+        meeting = finish_round(self.ledger, self.rules, mine, self.globals.outcome, self.clock)
         while True:
             try:
                 pause = next(meeting)
             except StopIteration as end:
-                met: Met = end.value
+                met: RoundResult = end.value
                 break
             if pause:
                 self.sleep(pause)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.diloco.errors import Behind, Heal
+from earnest.diloco.errors import FellBehind, OutOfStep
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
@@ -29,7 +29,7 @@ from earnest.store import Damaged
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SyncSchedule:
     """When and how replicas meet. ``every`` updates for a fragment; ``outer`` None is LocalSGD."""
 
     every: int = 10
@@ -54,7 +54,7 @@ class Schedule:
         return self.every // self.fragments
 
 
-class Tick(torch.optim.Optimizer):
+class StepCounter(torch.optim.Optimizer):
     """An optimizer that moves nothing: its hooks are where torchft counts steps."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -115,13 +115,13 @@ class Mirror:
                 self.copies[index].copy_(weight)
 
 
-def algorithm(manager: Any, mirror: Mirror, schedule: Schedule) -> tuple[Any, Tick]:
+def algorithm(manager: Any, mirror: Mirror, schedule: SyncSchedule) -> tuple[Any, StepCounter]:
     """torchft's DiLoCo or LocalSGD on the copies, with any Manager: ours, or torchft's own with its Lighthouse."""
     try:
         from torchft.local_sgd import DiLoCo, LocalSGD
     except ImportError:
         raise MissingExtra("torchft", "diloco", "a run with replicas") from None
-    tick = Tick(mirror.copies)
+    tick = StepCounter(mirror.copies)
     modules = mirror.modules()
     if schedule.outer is None:
         return LocalSGD(manager, nn.ModuleList(modules), tick, schedule.every), tick
@@ -138,10 +138,10 @@ def algorithm(manager: Any, mirror: Mirror, schedule: Schedule) -> tuple[Any, Ti
     return made, tick
 
 
-class Standing(ABC):
+class ReplicaProgress(ABC):
     """Where a replica stands in its run, whichever way the replicas meet."""
 
-    schedule: Schedule
+    schedule: SyncSchedule
     rounds: int
     inner: int
 
@@ -168,7 +168,7 @@ class Standing(ABC):
         """End what was started for the meetings."""
 
 
-class ReplicaOuter(Standing):
+class ReplicaOuter(ReplicaProgress):
     """One replica's outer hook over a bucket.
 
     ``rounds``: after so many the run is over. ``snapshot_every`` rounds one of the members writes the whole state, from
@@ -181,7 +181,7 @@ class ReplicaOuter(Standing):
         ledger: Ledger,
         replica: int,
         rules: Rules,
-        schedule: Schedule,
+        schedule: SyncSchedule,
         wire: Wire,
         *,
         rounds: int,
@@ -252,7 +252,7 @@ class ReplicaOuter(Standing):
     def _is_true(self) -> bool:
         try:
             return beginning(self.ledger, self.round)[0] == self.globals.fingerprint()
-        except Behind:
+        except FellBehind:
             return False
 
     def _take(self, engine: Any) -> None:
@@ -272,7 +272,7 @@ class ReplicaOuter(Standing):
             return {}
         try:
             return self._step(engine)
-        except Heal as why:
+        except OutOfStep as why:
             self.heals += 1
             at = self.round
             self._take(engine)
@@ -313,7 +313,7 @@ class ReplicaOuter(Standing):
         if self.over:
             return numbers
         if self.ledger.commit(self.round) is not None:
-            raise Behind("the others have finished the next round already")
+            raise FellBehind("the others have finished the next round already")
         self.ledger.hello(self.round, self.replica)
         return numbers
 

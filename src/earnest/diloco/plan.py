@@ -9,13 +9,13 @@ from earnest.errors import ConfigError
 
 if TYPE_CHECKING:
     from earnest.config import RunConfig
-    from earnest.diloco.outer import Schedule
+    from earnest.diloco.outer import SyncSchedule
     from earnest.diloco.protocol import Rules
     from earnest.diloco.wire import Wire
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplicaPlan:
     """Rounds, and the updates between two of them."""
 
     config: RunConfig
@@ -23,13 +23,13 @@ class Plan:
     rounds: int
     quorum: int
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SyncSchedule:
         from earnest.diloco.globals import OuterSGD
-        from earnest.diloco.outer import Schedule
+        from earnest.diloco.outer import SyncSchedule
 
         sync = self.config.sync
         outer = OuterSGD(sync.lr, sync.momentum, sync.nesterov) if sync.algorithm == "diloco" else None
-        return Schedule(sync.every, sync.fragments, sync.delay, sync.alpha, outer)
+        return SyncSchedule(sync.every, sync.fragments, sync.delay, sync.alpha, outer)
 
     def wire(self) -> Wire:
         from earnest.diloco.wire import Wire
@@ -48,7 +48,7 @@ class Plan:
         return rounds * self.interval // self.config.updates_per_batch
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig) -> ReplicaPlan:
     """Check the numbers against each other; every refusal says which to change."""
     sync, updates = config.sync, config.updates_per_batch
     if config.engine.kind != "local":
@@ -73,4 +73,4 @@ def plan(config: RunConfig) -> Plan:
     quorum = sync.quorum or -(-config.replicas // 2)
     if quorum > config.replicas:
         raise ConfigError(f"sync.quorum: {quorum} of {config.replicas} replicas can never come; lower it")
-    return Plan(config, interval, config.steps * updates // interval, quorum)
+    return ReplicaPlan(config, interval, config.steps * updates // interval, quorum)

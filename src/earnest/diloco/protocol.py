@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest.diloco.errors import Behind, Junk, RoundStuck
+from earnest.diloco.errors import DivergedState, FellBehind, RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.wire import Vector, decode
 from earnest.store import Damaged
@@ -64,7 +64,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Mine:
+class Contribution:
     """What a replica brings to a round."""
 
     round: int
@@ -79,7 +79,7 @@ class Mine:
 
 
 @dataclass(frozen=True)
-class Met:
+class RoundResult:
     """How a round ended. ``sent`` is this replica's delta as the others read it; None where it is not averaged."""
 
     commit: Commit
@@ -98,7 +98,7 @@ def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
         return last.result, last.members
     state = ledger.state(k)
     if state is None:
-        raise Behind(f"round {k - 1} is gone")
+        raise FellBehind(f"round {k - 1} is gone")
     return str(state.meta["fingerprint"]), ()
 
 
@@ -115,16 +115,17 @@ def average(vectors: Sequence[Vector], tokens: Sequence[int]) -> Vector:
     return total / float(sum(weights))
 
 
-def meet(
-    ledger: Ledger, rules: Rules, mine: Mine, outcome: Callable[[Vector], str], clock: Callable[[], float]
-) -> Generator[float, None, Met]:
-    """Finish round ``mine.round``. Yields the seconds it would like to wait; ``outcome`` is the fingerprint of the
-    state that an average leads to. Raises ``Junk`` or ``Behind`` where this replica has to be brought back."""
+def finish_round(
+    ledger: Ledger, rules: Rules, mine: Contribution, outcome: Callable[[Vector], str], clock: Callable[[], float]
+) -> Generator[float, None, RoundResult]:
+    """Finish round ``mine.round``. Yields the seconds to wait before the next look; ``outcome`` gives the fingerprint
+    of the state that an average leads to. Raises ``DivergedState`` or ``FellBehind`` where this replica must take the
+    run's state from the bucket."""
     k = mine.round
     start, members = beginning(ledger, k)
     yield 0.0
     if mine.start != start:
-        raise Junk(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")
+        raise DivergedState(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")
     valid: dict[tuple[int, int], tuple[Vector, int]] = {}
     bad: set[tuple[int, int]] = set()
     proposed: tuple[Commit, Vector] | None = None
@@ -191,15 +192,15 @@ def meet(
     yield 0.0
     for who in decided:
         if who not in valid:
-            raise Behind(f"the delta of replica {who[0]} in round {k} cannot be read any more")
+            raise FellBehind(f"the delta of replica {who[0]} in round {k} cannot be read any more")
     if proposed is not None and proposed[0] == commit:  # one's own decision, or the same: it is worked out already
         total = proposed[1]
     else:
         total = average([valid[who][0] for who in decided], commit.tokens)
         if outcome(total) != commit.result:
-            raise Junk(f"round {k} leads the others to {commit.result[:12]}")
+            raise DivergedState(f"round {k} leads the others to {commit.result[:12]}")
     sent = next((valid[who][0] for who in decided if who[0] == mine.replica), None)
-    return Met(commit, total, sent, superseded, len(bad))
+    return RoundResult(commit, total, sent, superseded, len(bad))
 
 
 def _first_of_each(valid: Mapping[tuple[int, int], object]) -> dict[int, int]:

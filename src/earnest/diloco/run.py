@@ -21,7 +21,7 @@ from earnest.diloco.executors.base import STORE_VARIABLES, Executor, Job, get_ex
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import Mirror
-from earnest.diloco.plan import Plan, plan
+from earnest.diloco.plan import ReplicaPlan, plan
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.learning import Learning
@@ -124,7 +124,7 @@ class Launcher(Loop):
     ledger: Ledger
     job: Job
     executor: Executor
-    plan: Plan
+    plan: ReplicaPlan
     agreed: Globals
     seen: int
 

@@ -21,7 +21,7 @@ from earnest.config.text import parse
 from earnest.diloco.ledger import CONFIG, Ledger
 from earnest.diloco.lighthouse import LighthouseOuter
 from earnest.diloco.outer import ReplicaOuter
-from earnest.diloco.plan import Plan, plan
+from earnest.diloco.plan import ReplicaPlan, plan
 from earnest.disk import clean
 from earnest.errors import CheckpointError
 from earnest.rollouts import Rollouts
@@ -38,7 +38,7 @@ from earnest.store import Bucket, StoreError
 Outer = ReplicaOuter | LighthouseOuter
 
 
-class InTurn:
+class TwoHooks:
     """Two outer hooks: the replicas meet, then an averaging teacher sees the weights that came of it."""
 
     def __init__(self, first: Outer, then: Any) -> None:
@@ -74,14 +74,14 @@ def own_seed(config: RunConfig, replica: int) -> RunConfig:
 class ReplicaLoop(Loop):
     """The training loop of one replica: no evaluation, checkpoints between rounds, steps that follow the rounds."""
 
-    replica_plan: Plan
+    replica_plan: ReplicaPlan
     outer: Outer
     rewards: list[float]
 
     def again(self) -> str:
         return f"earnest worker {self.run.header['url']}"
 
-    def attend(self, replica_plan: Plan, outer: Outer) -> None:
+    def attend(self, replica_plan: ReplicaPlan, outer: Outer) -> None:
         """Give it its meetings; before ``restore``."""
         self.replica_plan, self.outer, self.rewards = replica_plan, outer, []
 
@@ -161,7 +161,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         outer = meetings(setup, ledger, own, planned, run)
         ending.callback(outer.close)
         engine = setup.require_local("a replica")
-        engine.outer = outer if engine.outer is None else InTurn(outer, engine.outer)
+        engine.outer = outer if engine.outer is None else TwoHooks(outer, engine.outer)
         loop.attend(planned, outer)
         if checkpoints.newest(run) is not None:
             loop.restore()
@@ -177,7 +177,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     return own
 
 
-def meetings(setup: Setup, ledger: Ledger, replica: int, planned: Plan, run: RunFolder) -> Outer:
+def meetings(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> Outer:
     """The outer hook that the settings ask for."""
     sync, rounds = planned.config.sync, planned.rounds
     schedule = planned.schedule()

@@ -72,7 +72,7 @@ class Endpoint:
         except http.Refused as error:
             hint = f" Is ${self.key} set to a key of this endpoint?" if error.status in (401, 403) else ""
             raise EndpointError(f"{url} refused with {error}.{hint}") from None
-        except http.Exhausted as error:
+        except http.NoAnswer as error:
             raise Exhausted(
                 f"{self.base_url} failed {self.attempts} times on {name}; the last time: {error}."
             ) from None

@@ -16,7 +16,7 @@ from earnest.engines import LocalEngine
 from earnest.errors import SamplingError
 from earnest.store import Bucket
 from earnest.sync import bucket as buckets
-from earnest.sync.pool import Samplers
+from earnest.sync.pool import SamplerPool
 from earnest.tasks import Task
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def sampling_engine(config: str) -> LocalEngine:
     return LocalEngine(*adapted(made, made.task.build(), lambda _: None))
 
 
-def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> Samplers | None:
+def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> SamplerPool | None:
     """The samplers of this run, which follow ``engine``; None: the engine samples."""
     policy, wanted = engine.policy, config.sampler
     rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
@@ -46,7 +46,7 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
         say(f"starting {count} samplers on Ray")
         gpus = 1.0 if policy.device.type == "cuda" else 0.0
         members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
-        return Samplers(engine, rows, members, close)
+        return SamplerPool(engine, rows, members, close)
     if wanted is None:
         return None
     say(f"looking for the sampler at {wanted.url}")
@@ -55,12 +55,12 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
 
         secret = os.environ.get(wanted.key, "").strip()
         server = ServerSampler(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
-        return Samplers(engine, rows, [server])
+        return SamplerPool(engine, rows, [server])
     bucket = Bucket.open(wanted.url, writer="trainer")
     bucket.probe()
     put_config(bucket, dump(config))
     processes: list[Sampler] = [buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)]
-    return Samplers(engine, rows, processes)
+    return SamplerPool(engine, rows, processes)
 
 
 def put_config(bucket: Bucket, text: str) -> None:

@@ -23,7 +23,7 @@ from earnest.runs.preferences import Preferences
 from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
-from earnest.sync.pool import Samplers
+from earnest.sync.pool import SamplerPool
 from earnest.tasks import PromptStream, Task, get_task
 
 CALIBRATION_PROMPTS = 64
@@ -40,7 +40,7 @@ class Setup:
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
     preferences: Preferences | None = None
-    samplers: Samplers | None = None
+    samplers: SamplerPool | None = None
     chat_template: str | None = None
 
     @property

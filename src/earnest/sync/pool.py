@@ -25,8 +25,8 @@ CHECKED = 16
 """Completions of every version that the trainer scores as well."""
 
 
-class Samplers:
-    """Samplers that follow one engine; ``sample`` is what ``engine.sample`` is.
+class SamplerPool:
+    """SamplerPool that follow one engine; ``sample`` is what ``engine.sample`` is.
 
     ``rows`` are the probe's tokens. ``metrics``: the largest difference on the last probe, how far the weights had
     moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts.

@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 from earnest.engines.base import Rollout
 from earnest.errors import ConfigError, SamplingError
-from earnest.http import Client, Exhausted, Refused
+from earnest.http import Client, NoAnswer, Refused
 from earnest.models import SampleSpec
 from earnest.seeds import derive
 from earnest.sync.base import Weights
@@ -212,7 +212,7 @@ class ServerSampler:
         except Refused as error:
             if not done(error.status, error.text, error.tries > 1):
                 raise self._refusal(path, error) from None
-        except Exhausted as error:
+        except NoAnswer as error:
             raise self._silence(path, error) from None
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -220,14 +220,14 @@ class ServerSampler:
             return self.http.call(method, path, body).value
         except Refused as error:
             raise self._refusal(path, error) from None
-        except Exhausted as error:
+        except NoAnswer as error:
             raise self._silence(path, error) from None
 
     def _refusal(self, path: str, error: Refused) -> SamplingError:
         hint = f" Is ${self.key} set to a key of it?" if error.status in (401, 403) else ""
         return SamplingError(f"sampler: {self.url}{path} refused with {error}{hint}")
 
-    def _silence(self, path: str, error: Exhausted) -> SamplingError:
+    def _silence(self, path: str, error: NoAnswer) -> SamplingError:
         return SamplingError(
             f"sampler: {self.url}{path} failed {self.http.tries} times; the last time: {error}. Is it running?"
         )

@@ -30,7 +30,7 @@ class EvalClient:
             return self._http.call(method, path, body).value
         except http.Refused as error:
             raise EvalError(f"{method} {path}: {error}") from None
-        except http.Exhausted as error:
+        except http.NoAnswer as error:
             raise EvalError(f"{self.url} does not answer ({error}); is `earnest serve` running there?") from None
 
     def wait(self) -> None:
