@@ -20,13 +20,13 @@ from rich.console import Console
 from earnest.config import RunConfig, load_file
 from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.run import resume, start
+from earnest.diloco.run import falling, job_of, resume, start
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.runs import setup
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
-from earnest.store import Bucket
+from earnest.store import Bucket, StoreError
 from tests.diloco.forked import ForkExecutor
 from tests.diloco.processes import commits, events
 from tests.runs.tiny import recipe
@@ -412,3 +412,83 @@ def test_executors_are_known_by_name() -> None:
     assert get_executor("local").name == "local"
     with pytest.raises(ExecutorError, match="takes no option"):
         get_executor("local:4")
+
+
+@pytest.mark.processes
+def test_a_run_whose_settings_never_reached_the_bucket_can_be_resumed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher was killed between the folder and config.yaml, or the store refused it."""
+    config = make("replicas=2", f"out={tmp_path / 'run'}", f"store=file://{tmp_path}/store")
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Bucket, "probe", lambda self: (_ for _ in ()).throw(StoreError("no store")))
+        with pytest.raises(StoreError, match="no store"):
+            start("test", config, quiet(), on="fork")
+    assert Ledger(Bucket.open(f"file://{tmp_path}/store/run")).config() is None
+    resume(RunFolder.open(tmp_path / "run"), config, quiet())
+    assert len(steps(tmp_path / "run")) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_a_worker_dies_with_its_launcher(tmp_path: Path) -> None:
+    """Else --resume would start duplicates beside the workers of a launcher that was killed."""
+    words = ["serve", "--port", "0", "--data", str(tmp_path / "data")]  # any command that stays
+    code = (
+        "import sys, time\nfrom earnest.diloco.executors.local import LocalExecutor\n"
+        "from earnest.diloco.executors.base import Job\n"
+        f"Job.words = lambda self, replica: {words!r}\nexecutor = LocalExecutor()\n"
+        f"executor.start(Job('file:///x', 1, folder={str(tmp_path)!r}), 0, 1)\n"
+        "print(executor.processes()[0], flush=True)\ntime.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    worker = int(launcher.stdout.readline())
+    while "http://" not in (tmp_path / "replica-0.log").read_text():
+        time.sleep(0.1)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists() and "State:\tZ" not in Path(f"/proc/{worker}/status").read_text():
+        assert time.monotonic() < deadline, "the worker outlived its launcher"
+        time.sleep(0.1)
+
+
+def test_each_replica_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    job = Job("file:///x", 3, gpu=True)
+    for on in ("local", "monarch"):
+        shown = get_executor(on).dry_run(job)
+        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in shown] == ["4", "6", "4"]
+        assert all("CUDA_VISIBLE_DEVICES" not in one["env"] for one in get_executor(on).dry_run(Job("file:///x", 3)))
+    assert all(one["actor"]["num_gpus"] == 1 for one in get_executor("ray").dry_run(job))
+    assert all("num_gpus" not in one["actor"] for one in get_executor("ray").dry_run(Job("file:///x", 3)))
+
+
+def test_files_and_tokens_of_this_machine_are_found(
+    make: Make, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    job = job_of(make("replicas=2"), "s3://b/r", tmp_path)
+    assert job.files == {"model": str(tiny)} and job.env["HF_TOKEN"] == "hf_x"
+    assert "model" not in job_of(make("replicas=2", "model=nano"), "s3://b/r", tmp_path).files
+
+
+def _measured(*pairs: tuple[float, float]) -> list[dict[str, Any]]:
+    """(the replicas' own reward, the held-out reward after it), every 10 steps."""
+    lines: list[dict[str, Any]] = []
+    for i, (own, heldout) in enumerate(pairs):
+        lines.append({"kind": "step", "reward": {"mean": own}})
+        lines.append({"kind": "eval", "reward": heldout, "se": 0.03, "step": 10 * i})
+    return lines
+
+
+def test_a_held_out_reward_that_falls_is_reported() -> None:
+    fell = falling(_measured((0.5, 0.45), (0.7, 0.90), (0.9, 0.51)))
+    assert fell == (
+        "the held-out reward fell from 0.900 at step 10 to 0.510 at step 20, "
+        "while the replicas' own went from 0.700 to 0.900"
+    )
+    assert falling(_measured((0.5, 0.45), (0.7, 0.90), (0.9, 0.84))) is None, "two standard errors of the difference"
+    assert falling(_measured((0.5, 0.9))) is None

@@ -325,3 +325,16 @@ def test_deltas_are_read_at_once_and_come_in_the_order_asked_for() -> None:
     found = ledger.deltas(0, [(i, 0) for i in (5, 3, 4, 1, 0, 2)])
     assert [d.payload[0] if isinstance(d, Object) else type(d) for d in found] == [5, 3, Damaged, 1, 0, 2]
     assert most == [3] and ledger.bucket.traffic.requests == before + 6
+
+
+def test_keys_of_other_programs_are_passed_over() -> None:
+    """A .DS_Store in the bucket ended every worker."""
+    bucket = Bucket(Memory())
+    ledger = Ledger(bucket)
+    ledger.put_state(0, b"", "s")
+    ledger.hello(0, 1)
+    ledger.reserve(0)
+    for place in ("state/", "workers/", "outer/00000000/", "outer/00000000/delta/", "outer/00000000/told/", "outer/"):
+        bucket.store.create(f"{place}.DS_Store", b"x")
+    assert ledger.states() == [0] and ledger.claim() == 1 and ledger.present(0) == ([], [1])
+    assert ledger.told(0) == [] and ledger.clean(1) == 2 and ledger.states() == []

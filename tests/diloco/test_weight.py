@@ -7,6 +7,7 @@ import torch
 
 from earnest.diloco.errors import RoundStuck
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule
+from earnest.diloco.protocol import average
 from tests.diloco.test_outer import outer_of, together
 from tests.diloco.test_store import Memory
 from tests.diloco.toy import ToyEngine
@@ -103,3 +104,14 @@ def test_who_is_brought_back_weighs_from_there_on() -> None:
     for n in range(4, 6):
         engine.step(tokens=2**n)
     assert weights_of(outer) == [2 + 4, 16 + 32]
+
+
+def test_one_replica_cannot_move_the_average_further_than_the_others_progress() -> None:
+    """With max_norm a delta is at most that multiple of the median length, and tokens that a replica reports itself do
+    not count; with two replicas there is no majority, and nothing is scaled."""
+    honest = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.6, 0.8])]
+    liar = torch.tensor([-1e6, 0.0])
+    found = average([*honest, liar], [1, 1, 1, 10**9], 2.0)
+    torch.testing.assert_close(found, torch.tensor([(1.6 - 2.0) / 4, 1.8 / 4]))
+    assert torch.equal(average(honest, [1, 1, 1], 2.0), average(honest, [1, 1, 1]))
+    assert torch.equal(average([honest[0], liar], [1, 1], 2.0), average([honest[0], liar], [1, 1]))

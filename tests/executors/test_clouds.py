@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import earnest
 from earnest.diloco.executors import ExecutorError, Job, get_executor
 from earnest.diloco.executors.hf_jobs import HFJobsExecutor
 from earnest.diloco.executors.modal import ModalExecutor, work
 
+SOURCE = "git+https://example.org/earnest@v1"
 JOB = Job("s3://bucket/runs/night-1", 2, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, folder="/here")
+
+
+@pytest.fixture(autouse=True)
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EARNEST_INSTALL", SOURCE)
 
 
 @pytest.mark.parametrize("name", ["modal", "hf", "ray:10.0.0.1:6379", "monarch:tcp://10.0.0.1:26600"])
@@ -36,6 +42,7 @@ def test_machines_elsewhere_need_a_store_they_reach_and_choose_their_own_folder(
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The Hub's side of the wire, over HTTP: what the real SDK sends to it is what is looked at."""
     state: dict[str, Any] = {"posts": [], "stage": "RUNNING", "cancelled": [], "keys": set(), "refuse": 0, "lost": 0}
+    state |= {"asked": [], "uncancellable": 0}
     info = {"id": "job-1", "createdAt": "2026-11-16T00:00:00.000Z", "dockerImage": "x", "command": [], "arguments": []}
     info |= {
         "environment": {},
@@ -55,6 +62,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             self.wfile.write(text)
 
         def do_GET(self) -> None:
+            state["asked"].append(self.path)
             if "/api/jobs/" in self.path and state["lost"]:
                 state["lost"] -= 1
                 self._send({"error": "bad gateway"}, 502)
@@ -65,7 +73,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.path.endswith("/cancel"):
+            if self.path.endswith("/cancel") and state["uncancellable"]:
+                state["uncancellable"] -= 1
+                self._send({"error": "too many requests"}, 429)
+            elif self.path.endswith("/cancel"):
                 state["cancelled"].append(self.path)
                 self._send({})
             elif state["refuse"]:
@@ -96,13 +107,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
     hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = get_executor("hf:a10g-small")
+    executor = HFJobsExecutor("a10g-small")
+    executor.every = 0.0
     executor.start(JOB, 1, 2)
     ((path, body),) = hub["posts"]
     assert path == "/api/jobs/me"
     assert body == {
         "command": [
-            *("uvx", "--from", f"earnest[diloco]=={earnest.__version__}"),
+            *("uvx", "--from", SOURCE),
             *("earnest", "worker", "s3://bucket/runs/night-1", "--replica", "1"),
         ],
         "arguments": [],
@@ -124,8 +136,40 @@ def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
     executor.start(JOB, 0, 1)
     executor.stop()
     assert hub["cancelled"] == ["/api/jobs/me/job-1/cancel"]
-    monkeypatch.setenv("EARNEST_INSTALL", "git+https://example.org/earnest")
-    assert HFJobsExecutor().arguments(JOB, 0, 1)["command"][2] == "git+https://example.org/earnest"
+    assert hub["asked"].count("/api/whoami-v2") == 1, "the Hub limits requests: the namespace is asked for once"
+    monkeypatch.delenv("EARNEST_INSTALL")
+    with pytest.raises(ExecutorError, match=r"set \$EARNEST_INSTALL to the source that you trust"):
+        executor.start(JOB, 0, 1)
+
+
+def test_jobs_are_looked_at_rarely_and_cancelled_whatever_fails(hub: dict[str, Any]) -> None:
+    """supervise() polls twice a second; the Hub's rate limit must not end the launcher and leave paid jobs running."""
+    executor = HFJobsExecutor()
+    for replica in (0, 1):
+        executor.start(JOB, replica, 1)
+    before = len(hub["asked"])
+    for _ in range(50):
+        assert executor.poll() == []
+    assert len(hub["asked"]) - before == 2, "one look at each of two jobs"
+    executor.every = 0.0
+    hub["uncancellable"] = 4  # the first job's three tries, and one of the second's
+    with pytest.raises(ExecutorError, match=r"1 jobs could not be cancelled and may still run: job-1\. Cancel each"):
+        executor.stop()
+    assert len(hub["cancelled"]) == 1
+
+
+@pytest.mark.parametrize("name", ["modal", "hf", "ray:10.0.0.1:6379", "monarch:tcp://10.0.0.1:26600"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"env": {"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}}, r"\$AWS_ENDPOINT_URL=http://127.* this machine only"),
+        ({"env": {"GOOGLE_APPLICATION_CREDENTIALS": __file__}}, r"\$GOOGLE_APPLICATION_CREDENTIALS is a path of this"),
+        ({"files": {"data": "pairs.jsonl"}}, r"data=pairs\.jsonl is a file of this machine"),
+    ],
+)
+def test_what_only_this_machine_has_is_refused_elsewhere(name: str, change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ExecutorError, match=sentence):
+        get_executor(name).dry_run(replace(JOB, **change))
 
 
 def test_without_the_right_or_a_token_the_sentence_says_how_to_get_one(

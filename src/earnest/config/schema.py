@@ -212,8 +212,13 @@ class SyncConfig(Strict):
     fragments: Whole = Field(1, description="parts of the weights that are synchronized one after the other")
     delay: int = Field(0, ge=0, description="updates that are made while a fragment is being exchanged")
     alpha: float = Field(0.0, ge=0, le=1, description="share of the local weights that is kept at a synchronization")
-    lr: float = Field(0.7, gt=0, description="the outer optimizer's learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="the outer optimizer's momentum")
+    lr: float = Field(
+        1.0, gt=0, description="the outer optimizer's learning rate; lr / (1 - momentum) above 1 overshoots"
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="the outer optimizer's momentum")
+    max_norm: float | None = Field(
+        None, gt=0, description="a difference longer than this multiple of the round's median length is scaled to it"
+    )
     nesterov: bool = Field(True, description="look ahead along the outer momentum")
     wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
         None, description="how differences are encoded; none: bf16, and fp32 for local_sgd"
@@ -234,8 +239,8 @@ class SyncConfig(Strict):
     def _agree(self) -> SyncConfig:
         plain_ = SyncConfig.model_construct()
         unread = {
-            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov"),
-            "lighthouse": ("wire", "density", "grace"),
+            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm"),
+            "lighthouse": ("wire", "density", "grace", "max_norm"),
         }
         for why, keys in unread.items():
             if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):

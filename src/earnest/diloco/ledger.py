@@ -13,6 +13,7 @@ versions/{n}                    weights for samplers
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -63,7 +64,7 @@ class Ledger:
 
     def claim(self) -> int:
         """The smallest replica number that nobody has."""
-        taken = {int(key.rsplit("/", 1)[1]) for key in self.bucket.list("workers/")}
+        taken = set(_numbers(self.bucket.list("workers/")))
         number = 0
         while number in taken or not self.reserve(number):
             taken.add(number)
@@ -102,12 +103,14 @@ class Ledger:
         deltas: list[tuple[int, int]] = []
         hellos: list[int] = []
         for key in self.bucket.list(f"outer/{k:08d}/"):
-            *_, kind, last = key.split("/")
+            found = _MEMBER.search(key)
+            if found is None:
+                continue
+            kind, replica, attempt = found.groups()
             if kind == "delta":
-                replica, _, attempt = last.partition("~")
                 deltas.append((int(replica), int(attempt or 0)))
             elif kind == "hello":
-                hellos.append(int(last))
+                hellos.append(int(replica))
         return sorted(deltas), hellos
 
     def tell(self, k: int, replica: int, meta: Mapping[str, Any]) -> None:
@@ -116,7 +119,7 @@ class Ledger:
 
     def told(self, k: int) -> list[Object]:
         """What was told of round ``k``, by replica."""
-        found = (self.bucket.get(key) for key in self.bucket.list(f"outer/{k:08d}/told/"))
+        found = (self.bucket.get(key) for key in self.bucket.list(f"outer/{k:08d}/told/") if _MEMBER.search(key))
         return [one for one in found if one is not None]
 
     def commit(self, k: int) -> Commit | None:
@@ -153,7 +156,7 @@ class Ledger:
 
     def states(self) -> list[int]:
         """Rounds at whose start the state was written."""
-        return [int(key.rsplit("/", 1)[1]) for key in self.bucket.list("state/")]
+        return _numbers(self.bucket.list("state/"))
 
     def put_state(self, k: int, payload: bytes, fingerprint: str) -> bool:
         return self.bucket.create(f"state/{k:08d}", "state", payload, {"round": k, "fingerprint": fingerprint})
@@ -168,10 +171,22 @@ class Ledger:
         Were its commit gone, it would decide the round a second time.
         """
         keys = self.bucket.list("outer/")
-        old = [key for key in keys if int(key.split("/")[1]) < before and not key.endswith("/commit")]
+        rounds = [(key, _ROUND.match(key)) for key in keys]
+        old = [key for key, k in rounds if k and int(k[1]) < before and not key.endswith("/commit")]
         old += [f"state/{k:08d}" for k in self.states() if k < before]
         self.bucket.delete(old)
         return len(old)
+
+
+# Other programs leave keys of their own in a bucket (.DS_Store, a manifest); only these are the run's.
+_ROUND = re.compile(r"^outer/(\d{8})/")
+_MEMBER = re.compile(r"/(hello|delta|told)/(\d{5})(?:~(\d+))?$")
+_NUMBERED = re.compile(r"/(\d+)$")
+
+
+def _numbers(keys: Sequence[str]) -> list[int]:
+    """The numbers at the end of these keys; keys without one are not the run's."""
+    return [int(found[1]) for key in keys if (found := _NUMBERED.search(key))]
 
 
 def _delta(k: int, replica: int, attempt: int) -> str:

@@ -195,7 +195,7 @@ class ReplicaOuter(ReplicaProgress):
         self.ledger, self.replica, self.schedule, self.rounds = ledger, replica, schedule, rounds
         self.snapshot_every, self.say = snapshot_every, say
         self.mirror = Mirror(engine, schedule.fragments)
-        agreed = Globals(self.mirror.tensors(), schedule.outer)
+        agreed = Globals(self.mirror.tensors(), schedule.outer, rules.max_norm)
         self.manager = BucketManager(ledger, rules, replica, agreed, wire)
         self.inner = 0
         self.heals = 0

@@ -41,7 +41,7 @@ class ReplicaPlan:
         from earnest.diloco.protocol import Rules
 
         sync = self.config.sync
-        return Rules(self.config.replicas, self.quorum, sync.grace, sync.timeout)
+        return Rules(self.config.replicas, self.quorum, sync.grace, sync.timeout, sync.max_norm)
 
     def steps_at(self, rounds: int) -> int:
         """Steps of a replica that are behind it after so many rounds."""

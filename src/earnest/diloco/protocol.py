@@ -45,6 +45,8 @@ class Rules:
     quorum: int
     grace: float = 30.0
     timeout: float = 3600.0
+    max_norm: float | None = None
+    """See ``limited``."""
     poll: float = 0.1
     slowest: float = 2.0
     """Seconds between two looks, at first and at most."""
@@ -102,11 +104,25 @@ def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
     return str(state.meta["fingerprint"]), ()
 
 
-def average(vectors: Sequence[Vector], tokens: Sequence[int]) -> Vector:
-    """Σ wᵢ·vᵢ / Σ wᵢ in the order given, in fp32; w = tokens divided by what they have in common.
+def limited(vectors: Sequence[Vector], max_norm: float | None) -> list[Vector]:
+    """Vectors longer than ``max_norm`` times the median length, scaled down to it: one replica that is broken or lies
+    cannot move the average further than the others' progress allows. A pure function of what the commit names, so
+    every replica computes the same."""
+    if max_norm is None or len(vectors) < 3:
+        return list(vectors)
+    norms = [float(v.double().norm()) for v in vectors]
+    bound = max_norm * sorted(norms)[(len(norms) - 1) // 2]
+    return [v * (bound / n) if n > bound else v for v, n in zip(vectors, norms, strict=True)]
+
+
+def average(vectors: Sequence[Vector], tokens: Sequence[int], max_norm: float | None = None) -> Vector:
+    """Σ wᵢ·vᵢ / Σ wᵢ in the order given, in fp32; w = tokens divided by what they have in common. With ``max_norm``
+    every w is 1, since a replica reports its tokens itself, and ``limited`` bounds the vectors.
 
     With equal tokens every w is 1, and this is a plain sum and one division: gloo's arithmetic.
     """
+    if max_norm is not None:
+        vectors, tokens = limited(vectors, max_norm), [1] * len(tokens)
     unit = math.gcd(*tokens)
     weights = [t // unit for t in tokens] if unit else [1] * len(tokens)
     total = vectors[0] * float(weights[0])
@@ -174,7 +190,7 @@ def finish_round(
                     ids = tuple(sorted(chosen))
                     which = [(i, chosen[i]) for i in ids]
                     tokens = tuple(valid[who][1] for who in which)
-                    mean = average([valid[who][0] for who in which], tokens)
+                    mean = average([valid[who][0] for who in which], tokens, rules.max_norm)
                     proposed = Commit(k, ids, tuple(chosen[i] for i in ids), tokens, start, outcome(mean)), mean
                     yield 0.0
                     commit = ledger.put_commit(proposed[0])
@@ -196,7 +212,7 @@ def finish_round(
     if proposed is not None and proposed[0] == commit:  # one's own decision, or the same: it is worked out already
         total = proposed[1]
     else:
-        total = average([valid[who][0] for who in decided], commit.tokens)
+        total = average([valid[who][0] for who in decided], commit.tokens, rules.max_norm)
         if outcome(total) != commit.result:
             raise DivergedState(f"round {k} leads the others to {commit.result[:12]}")
     sent = next((valid[who][0] for who in decided if who[0] == mine.replica), None)

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from earnest.config import RunConfig, dump
-from earnest.diloco.executors.base import STORE_VARIABLES, Executor, Job, get_executor, supervise
+from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import Mirror
@@ -42,10 +42,32 @@ def address(config: RunConfig, place: Path) -> str:
 
 
 def job_of(config: RunConfig, url: str, place: Path) -> Job:
-    keys = {k: v for k, v in os.environ.items() if k.startswith(STORE_VARIABLES)}
+    keys = {k: v for k, v in os.environ.items() if k.startswith(STORE_VARIABLES) or k in HUB_VARIABLES}
     return Job(
-        url, config.replicas, keys, str(place.absolute()), config.sync.max_restarts, samplers=config.sampling.workers
+        url,
+        config.replicas,
+        keys,
+        str(place.absolute()),
+        config.sync.max_restarts,
+        samplers=config.sampling.workers,
+        gpu=wants_gpu(config.device),
+        files=local_files(config),
     )
+
+
+def wants_gpu(device: str) -> bool:
+    """Whether each replica is to have a GPU of its own: not where the settings name one device, such as cuda:3."""
+    import torch
+
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def local_files(config: RunConfig) -> dict[str, str]:
+    """Settings that name a file or folder of this machine: recipe key → path."""
+    given = {"model": config.model, "data": config.data, "chat_template": config.chat_template}
+    given |= {"task": config.task.name} | {f"import.{i}": name for i, name in enumerate(config.imports)}
+    paths = {k: v for k, v in given.items() if v is not None and len(v) < 1000 and "\n" not in v}
+    return {k: v for k, v in paths.items() if ("/" in v or "." in v) and Path(v.partition(":")[0]).exists()}
 
 
 def dry_run(recipe: str, config: RunConfig, on: str) -> str:
@@ -88,15 +110,22 @@ def _build(config: RunConfig, console: Console) -> Setup:
 
 def _put(url: str, recipe: str, config: str) -> None:
     """Make sure of the store, and put the run's settings into it."""
-    bucket = Bucket.open(url, writer="launcher")
-    bucket.probe()
-    if not Ledger(bucket).put_config(config, {"recipe": recipe}):
+    if not _put_settings(url, recipe, config):
         raise StoreError(f"there is a run at {url} already; join it: `earnest worker {url}`, or choose another out=.")
 
 
+def _put_settings(url: str, recipe: str, config: str) -> bool:
+    """Refuse a store that overwrites; False: a run's settings are there already."""
+    bucket = Bucket.open(url, writer="launcher")
+    bucket.probe()
+    return Ledger(bucket).put_config(config, {"recipe": recipe})
+
+
 def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
-    """Start the replicas of a run again; what is committed is not done twice."""
+    """Start the replicas of a run again; what is committed is not done twice. A launcher that was killed before the
+    settings were in the bucket, or whose store refused them, left a folder only: they are written now."""
     executor = get_executor(str(run.header["on"]))
+    _put_settings(str(run.header["url"]), str(run.header["recipe"]), dump(config))
     setup = _build(config, console)
     try:
         return _go(Launcher(setup, run, reporter_on(console), []), config, executor, str(run.header["url"]), console)
@@ -135,7 +164,7 @@ class Launcher(Loop):
         for number in range(config.replicas):
             self.ledger.reserve(number)  # whoever joins without a number becomes one more
         self.mirror = Mirror(self.setup.engine, config.sync.fragments)
-        self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer)
+        self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer, config.sync.max_norm)
         known = self.run.metrics.read()
         self.evaluations = [line for line in known if line["kind"] == "eval"]
         self.learning = Learning(known)
@@ -181,8 +210,8 @@ class Launcher(Loop):
         self._stop_if_asked(stopper)
 
     def _listen(self, stopper: Stopper, *, ended: bool = False) -> None:
-        """The same where replicas meet on a Lighthouse: a line for each round that all of its members have told of, or
-        that is behind them; ``ended``: nobody will tell any more."""
+        """The same where replicas meet on a Lighthouse: a line for each round that all of its members have reported, or
+        that they have passed; ``ended``: no more reports will come."""
         while self.seen < self.plan.rounds:
             self._stop_if_asked(stopper)
             told = self.ledger.told(self.seen)
@@ -225,6 +254,18 @@ class Launcher(Loop):
             if self._last_measured() < self.step < self.setup.config.steps:  # on a Lighthouse states are rare
                 self._evaluate(None)
 
+    def _evaluate(self, phase: str | None) -> None:
+        """Measure, and warn where the held-out reward has fallen: replicas learn, and the outer step undoes it."""
+        super()._evaluate(phase)
+        found = falling(self.run.metrics.read())
+        if found is not None:
+            sync = self.setup.config.sync
+            gain = sync.lr / (1 - sync.momentum)
+            self._say(
+                f"{found}. The outer step moves the weights by sync.lr / (1 - sync.momentum) = {gain:.3g} times the "
+                "replicas' average progress; try sync.lr=1 sync.momentum=0, or a lower optimizer.lr"
+            )
+
     def _last_measured(self) -> int:
         """The step of the newest evaluation."""
         return max((int(line["step"]) for line in self.evaluations), default=0)
@@ -239,6 +280,28 @@ class Launcher(Loop):
 
     def save(self) -> None:
         """Nothing is trained here: the bucket is the checkpoint."""
+
+
+def falling(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """A sentence where the newest held-out reward is below the best one by more than two standard errors of the
+    difference; it also gives the replicas' own rewards in the rounds before both."""
+    own, measured = None, []
+    for line in lines:
+        if line["kind"] == "step" and line.get("reward"):
+            own = line["reward"]["mean"]
+        elif line["kind"] == "eval":
+            measured.append((float(line["reward"]), float(line["se"] or 0.0), int(line["step"]), own))
+    if len(measured) < 2:
+        return None
+    best, last = max(measured), measured[-1]
+    if best[0] - last[0] <= 2 * math.hypot(best[1], last[1]):
+        return None
+    told = (
+        ""
+        if best[3] is None or last[3] is None
+        else f", while the replicas' own went from {best[3]:.3f} to {last[3]:.3f}"
+    )
+    return f"the held-out reward fell from {best[0]:.3f} at step {best[2]} to {last[0]:.3f} at step {last[2]}{told}"
 
 
 def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

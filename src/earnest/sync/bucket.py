@@ -11,6 +11,7 @@ The trainer removes a request with its answer, and a version when the next one i
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -100,6 +101,7 @@ def serve(bucket: Bucket, number: int, engine: LocalEngine) -> None:
     while True:
         requests = bucket.list(f"{prefix}request/")
         done = bucket.list(f"{prefix}answer/") if requests else []
+        requests = [key for key in requests if _REQUEST.search(key)]  # other programs leave keys of their own
         open_ = [key for key in requests if key.replace("/request/", "/answer/") not in done]
         for key in open_:
             found = bucket.get(key)
@@ -117,6 +119,9 @@ def serve(bucket: Bucket, number: int, engine: LocalEngine) -> None:
             bucket.create(key.replace("/request/", "/answer/"), "answer", json.dumps(answer).encode())
         pause = POLL if open_ else min(SLOWEST, 1.5 * pause)
         time.sleep(pause)
+
+
+_REQUEST = re.compile(r"/request/[0-9a-f]{8}-\d{8}$")
 
 
 def _hold(bucket: Bucket, held: Held, holds: str, wanted: str) -> str:

@@ -8,6 +8,7 @@ the same way for every executor.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from earnest.errors import EarnestError, nearest
 
 STORE_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "OBJECT_STORE_")
 """Prefixes of the environment variables by which a store's address and keys reach a worker."""
+HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT")
+"""What a worker needs to load a gated or private model."""
 
 
 class ExecutorError(EarnestError):
@@ -36,6 +39,10 @@ class Job:
     """How often each replica is started again."""
     samplers: int = 0
     """Ray actors that each replica samples with: a Ray that is started for the run has room for them, too."""
+    gpu: bool = False
+    """Each replica gets a GPU of its own where the executor can see them."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Settings that name files of this machine: recipe key → path."""
 
     def words(self, replica: int) -> list[str]:
         """The words after the interpreter or ``earnest``: the command that every executor runs."""
@@ -54,6 +61,17 @@ class Exit:
     attempt: int
     code: int
     detail: str = ""
+
+
+def gpu_variables(job: Job, replica: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of a replica on this machine: one of the visible GPUs, in turn."""
+    if not job.gpu:
+        return {}
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": devices[replica % len(devices)]} if devices else {}
 
 
 class Executor(Protocol):

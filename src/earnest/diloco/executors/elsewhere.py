@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlparse
 
 from earnest.diloco.executors.base import ExecutorError, Job
 
@@ -11,12 +13,28 @@ INSTALL = "EARNEST_INSTALL"
 
 
 def demand_reachable(job: Job, where: str) -> None:
-    """A folder of this machine is no meeting place for machines elsewhere."""
+    """Refuse what only this machine can reach: a store in a folder, loopback addresses, credential files, data."""
     if job.url.startswith(("file:", "memory:")):
         raise ExecutorError(
             f"--on {where}: the run lives at {job.url}, which only this machine can reach; give a bucket with "
             "store=s3://… (or gs://…, az://…)."
         )
+    for key, path in job.files.items():
+        raise ExecutorError(
+            f"--on {where}: {key}={path} is a file of this machine, which the workers cannot read; give a Hugging Face "
+            "id, or use --on local."
+        )
+    for name, value in job.env.items():
+        host = urlparse(value).hostname if "://" in value else None
+        if host is not None and (host in ("localhost", "0.0.0.0", "::1") or host.startswith("127.")):
+            raise ExecutorError(
+                f"--on {where}: ${name}={value} is an address of this machine only; give one that the workers reach."
+            )
+        if value.startswith(("/", "~")) and Path(value).expanduser().exists():
+            raise ExecutorError(
+                f"--on {where}: ${name} is a path of this machine, which the workers cannot read; give the keys "
+                "themselves in the environment."
+            )
 
 
 def without_folder(job: Job) -> Job:
@@ -25,7 +43,14 @@ def without_folder(job: Job) -> Job:
 
 
 def requirement() -> str:
-    """What is installed there: ``$EARNEST_INSTALL`` (a wheel's address, git+https://…), else this version."""
-    from earnest.version import __version__
+    """What is installed there: ``$EARNEST_INSTALL`` (a wheel's address, git+https://…).
 
-    return os.environ.get(INSTALL) or f"earnest[diloco]=={__version__}"
+    There is no default: a package of this name from PyPI would get the store's keys.
+    """
+    found = os.environ.get(INSTALL)
+    if not found:
+        raise ExecutorError(
+            f"--on hf installs earnest on the job's machine, with the store's keys beside it; set ${INSTALL} to the "
+            "source that you trust, such as git+https://… or the address of a wheel."
+        )
+    return found

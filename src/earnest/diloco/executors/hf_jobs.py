@@ -3,17 +3,22 @@
     --on hf                cpu-basic
     --on hf:a10g-small     another flavour of machine (`hf jobs hardware` lists them)
 
-A job installs earnest with ``uvx`` from ``$EARNEST_INSTALL`` or from PyPI. The store's keys travel as secrets.
+A job installs earnest with ``uvx`` from ``$EARNEST_INSTALL``. The store's keys travel as secrets. The Hub limits the
+number of requests: the namespace is asked for once, and jobs are looked at every ``EVERY`` seconds, more slowly after
+a failure.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
 from earnest.diloco.executors.elsewhere import demand_reachable, requirement, without_folder
 
+_log = logging.getLogger(__name__)
 IMAGE = "ghcr.io/astral-sh/uv:python3.11-bookworm"
 HOURS = "24h"
 """A job's limit: the service's own default is 30 minutes."""
@@ -21,8 +26,12 @@ TOKEN = (
     "Hugging Face Jobs want a token with the right to start jobs: make one at huggingface.co/settings/tokens, then run "
     "`hf auth login`, or set HF_TOKEN."
 )
+EVERY, SLOWEST = 15.0, 240.0
+"""Seconds between two looks at the jobs, and at most after failures."""
 PATIENCE = 60
-"""So many looks in a row may fail."""
+"""This many looks in a row may fail."""
+CANCELS = 3
+"""Tries to cancel a job."""
 CODES = {"COMPLETED": 0, "ERROR": 1, "CANCELED": -15, "DELETED": -9}
 
 
@@ -35,6 +44,9 @@ class HFJobsExecutor:
         self.flavor = option or "cpu-basic"
         self._jobs: dict[int, tuple[int, str]] = {}
         self._misses = 0
+        self._namespace = ""
+        self._next = 0.0
+        self.every = EVERY
 
     def arguments(self, job: Job, replica: int, attempt: int) -> dict[str, Any]:
         """The keyword arguments of ``run_job``."""
@@ -63,7 +75,8 @@ class HFJobsExecutor:
         if not get_token():
             raise ExecutorError(f"--on hf: {TOKEN}")
         try:
-            self._jobs[replica] = (attempt, HfApi().run_job(**wanted).id)
+            self._namespace = self._namespace or str(HfApi().whoami()["name"])
+            self._jobs[replica] = (attempt, HfApi().run_job(**wanted, namespace=self._namespace).id)
         except HfHubHTTPError as error:
             code = getattr(error.response, "status_code", None)
             way_out = f" {TOKEN}" if code in (401, 403) else ""
@@ -72,11 +85,14 @@ class HFJobsExecutor:
     def poll(self) -> list[Exit]:
         from huggingface_hub import HfApi
 
+        if time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + self.every
         api = HfApi()
-        ended = []
+        ended: list[Exit] = []
         for replica, (attempt, name) in list(self._jobs.items()):
             try:
-                status = api.inspect_job(job_id=name).status
+                status = api.inspect_job(job_id=name, namespace=self._namespace).status
                 words = status.message or (self._tail(api, name) if status.stage in CODES else "")
             except Exception as error:  # the network between here and there: the job itself goes on
                 self._misses += 1
@@ -84,7 +100,8 @@ class HFJobsExecutor:
                     raise ExecutorError(
                         f"--on hf: {PATIENCE} looks at the jobs in a row failed, the last: {error}"
                     ) from None
-                continue
+                self._next = time.monotonic() + min(SLOWEST, self.every * 2**self._misses)
+                return ended
             self._misses = 0
             if status.stage in CODES:
                 del self._jobs[replica]
@@ -92,11 +109,26 @@ class HFJobsExecutor:
         return ended
 
     def _tail(self, api: Any, name: str) -> str:
-        return " ".join(" ".join(api.fetch_job_logs(job_id=name, tail=5)).split())[-400:]
+        return " ".join(" ".join(api.fetch_job_logs(job_id=name, namespace=self._namespace, tail=5)).split())[-400:]
 
     def stop(self) -> None:
+        """Cancel every job, whatever fails; raises with the jobs that may still run and cost."""
+        left = [name for _, name in self._jobs.values() if not self._cancelled(name)]
+        self._jobs.clear()
+        if left:
+            raise ExecutorError(
+                f"--on hf: {len(left)} jobs could not be cancelled and may still run: {', '.join(left)}. Cancel each "
+                f"with `hf jobs cancel {self._namespace}/ID`."
+            )
+
+    def _cancelled(self, name: str) -> bool:
         from huggingface_hub import HfApi
 
-        for _, name in self._jobs.values():
-            HfApi().cancel_job(job_id=name)
-        self._jobs.clear()
+        for attempt in range(CANCELS):
+            time.sleep(min(attempt * self.every, 30.0))
+            try:
+                HfApi().cancel_job(job_id=name, namespace=self._namespace)
+                return True
+            except Exception as error:  # a rate limit, the network: the other jobs are cancelled all the same
+                _log.warning("job %s was not cancelled: %s", name, error)
+        return False

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import ExecutorError, Exit, Job
+from earnest.diloco.executors.base import ExecutorError, Exit, Job, gpu_variables
+from earnest.diloco.executors.runner import MORTAL, PARENT
 
 TAIL = 400
 
@@ -27,14 +28,14 @@ class LocalExecutor:
         self._logs: Path | None = None
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
-        return [{"command": self._command(job, i), "env": self._own(job)} for i in range(job.replicas)]
+        return [{"command": self._command(job, i), "env": self._own(job, i)} for i in range(job.replicas)]
 
     def start(self, job: Job, replica: int, attempt: int) -> None:
         log = self._folder(job) / f"replica-{replica}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                self._command(job, replica),
-                env={**os.environ, **self._own(job)},
+                [sys.executable, "-c", MORTAL, *job.words(replica)],  # it dies with this launcher
+                env={**os.environ, **self._own(job, replica), PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -70,9 +71,13 @@ class LocalExecutor:
     def _command(self, job: Job, replica: int) -> list[str]:
         return [sys.executable, "-m", "earnest.cli", *job.words(replica)]
 
-    def _own(self, job: Job) -> dict[str, str]:
+    def _own(self, job: Job, replica: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // job.replicas)
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **job.env}
+        return {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            **gpu_variables(job, replica),
+            **job.env,
+        }
 
     def _folder(self, job: Job) -> Path:
         if self._logs is None:

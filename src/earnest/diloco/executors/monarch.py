@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import ExecutorError, Exit, Job
+from earnest.diloco.executors.base import ExecutorError, Exit, Job, gpu_variables
 from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
 from earnest.errors import MissingExtra
 
@@ -53,13 +53,16 @@ class MonarchExecutor:
             return without_folder(job)
         return job
 
+    def _env(self, job: Job, replica: int) -> dict[str, str]:
+        return {**({} if self.hosts else gpu_variables(job, replica)), **job.env}
+
     def _place(self, replica: int) -> str:
         return self.hosts[replica % len(self.hosts)] if self.hosts else "this host"
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
         job = self._job(job)
         return [
-            {"host": self._place(i), "procs": 1, "command": job.command(i), "env": dict(job.env)}
+            {"host": self._place(i), "procs": 1, "command": job.command(i), "env": self._env(job, i)}
             for i in range(job.replicas)
         ]
 
@@ -73,7 +76,7 @@ class MonarchExecutor:
         procs = host.spawn_procs(per_host={"procs": 1}, name=f"replica_{replica}_{attempt}")
         actor = procs.spawn(f"worker_{replica}_{attempt}", worker)
         try:
-            _one(actor.begin.call_one(job.words(replica), dict(job.env)))
+            _one(actor.begin.call_one(job.words(replica), self._env(job, replica)))
         except Exception as error:  # ActorError, SupervisionError, a timeout: all mean that nothing runs
             raise ExecutorError(
                 f"--on monarch: replica {replica} was not started on {self._place(replica)}: {error}"

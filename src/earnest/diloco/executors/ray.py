@@ -19,7 +19,7 @@ from earnest.sync.cluster import ClusterError, connect, first_line
 LOST = -9
 """The exit code of a replica whose actor is gone."""
 WAIT = 60.0
-OPTIONS = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
+OPTIONS: dict[str, float] = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
 """Of an actor. No restarts by Ray: ``supervise`` starts replicas again, the same way everywhere."""
 
 
@@ -54,7 +54,7 @@ class RayExecutor:
         room = max(_actors(job) + 1, os.cpu_count() or 1)
         init = {"address": self.address} if self.address else {"address": "local", "num_cpus": room}
         return [
-            {"ray.init": init, "actor": OPTIONS, "command": job.command(i), "env": dict(job.env)}
+            {"ray.init": init, "actor": _options(job), "command": job.command(i), "env": dict(job.env)}
             for i in range(job.replicas)
         ]
 
@@ -65,7 +65,7 @@ class RayExecutor:
                 self._ray, self._own = connect(self.address, _actors(job))
             except ClusterError as error:
                 raise ExecutorError(f"--on ray: {error} --on local needs no cluster.") from None
-        actor = self._ray.remote(RayRunner).options(**OPTIONS).remote()
+        actor = self._ray.remote(RayRunner).options(**_options(job)).remote()
         try:
             self._ray.get(actor.start.remote(job.words(replica), dict(job.env)), timeout=WAIT)
         except self._ray.exceptions.RayError as error:
@@ -108,6 +108,10 @@ class RayExecutor:
     def processes(self) -> dict[int, int]:
         """Replica → process id of its actor, for tests that kill one."""
         return {r: self._ray.get(actor.pid.remote()) for r, (_, actor) in self._actors.items()}
+
+
+def _options(job: Job) -> dict[str, float]:
+    return {**OPTIONS, "num_gpus": 1} if job.gpu else OPTIONS
 
 
 def _actors(job: Job) -> int:

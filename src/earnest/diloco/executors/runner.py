@@ -15,6 +15,8 @@ from pathlib import Path
 
 TAIL = 400
 GRACE = 20.0
+PARENT = "EARNEST_RUNNER"
+"""The environment variable with the process id of whoever started a worker."""
 MORTAL = """
 import ctypes, os, signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, [])  # an actor's runtime may block signals, and children inherit that
@@ -22,7 +24,7 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != int(os.environ["EARNEST_RUNNER"]):
-        sys.exit("the actor that started this worker is gone")
+        sys.exit("the process that started this worker is gone")
 from earnest.cli import main
 main(sys.argv[1:])
 """
@@ -41,7 +43,7 @@ class Runner:
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", MORTAL, *words],
-                env={**os.environ, **env, "EARNEST_RUNNER": str(os.getpid())},
+                env={**os.environ, **env, PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
