@@ -26,6 +26,8 @@ from earnest.errors import EarnestError, MissingExtra
 T = TypeVar("T")
 Keys = list[str]  # inside classes, `list` is a method
 FORMAT = 1
+METADATA = "169.254.169.254"
+"""The address from which machines in a cloud get their keys."""
 MARK = b"# "  # so that config.yaml is YAML, header and all
 
 
@@ -282,12 +284,24 @@ class ObjectStore:
         except self._refused as error:
             if "RequestTimeTooSkewed" in str(error):
                 raise StoreError(
-                    f"{self._url} refuses us: this machine's clock is wrong ({time.strftime('%F %T %z')}), by more "
+                    f"{self._url} refuses access: this machine's clock is wrong ({time.strftime('%F %T %z')}), by more "
                     "than the minutes that a store allows. Set it (`timedatectl set-ntp true`) and start again."
                 ) from None
-            raise StoreError(f"{self._url} refuses us: {error}. Set the store's keys in the environment.") from None
+            raise StoreError(
+                f"{self._url} refuses access: {_plain(error)}. Set the store's keys in the environment."
+            ) from None
         except self._failures as error:
-            raise Unavailable(" ".join(str(error).split())[:300]) from None
+            if METADATA in str(error):  # where a machine in the cloud would have keys; nowhere else
+                raise StoreError(
+                    f"{self._url}: no keys are set, and this machine has none of its own. Set AWS_ACCESS_KEY_ID and "
+                    "AWS_SECRET_ACCESS_KEY (or GOOGLE_…, AZURE_…) in the environment."
+                ) from None
+            raise Unavailable(_plain(error)) from None
+
+
+def _plain(error: BaseException) -> str:
+    """An error of obstore on one line, without the debug output that follows it."""
+    return " ".join(str(error).partition("Debug source:")[0].split())[:300]
 
 
 def open_store(url: str) -> Store:

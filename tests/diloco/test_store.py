@@ -338,3 +338,34 @@ def test_keys_of_other_programs_are_passed_over() -> None:
         bucket.store.create(f"{place}.DS_Store", b"x")
     assert ledger.states() == [0] and ledger.claim() == 1 and ledger.present(0) == ([], [1])
     assert ledger.told(0) == [] and ledger.clean(1) == 2 and ledger.states() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            "The operation lacked privileges: InvalidAccessKeyId\n\nDebug source:\nRetry { a: 1 }",
+            r"InvalidAccessKeyId\. S",
+        ),
+        (
+            "error sending request for url (http://169.254.169.254/latest/api/token)",
+            "no keys are set, and this machine",
+        ),
+    ],
+)
+def test_wrong_and_missing_keys_are_one_sentence_at_once(
+    error: str, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """obstore appends pages of debug output to a refusal, and asks the cloud's metadata address where no keys are."""
+    from obstore import exceptions
+
+    bucket = Bucket.open(f"file://{tmp_path}/store")
+    kind = exceptions.PermissionDeniedError if "privileges" in error else exceptions.GenericError
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise kind(error)
+
+    monkeypatch.setattr(bucket.store, "_api", type("Api", (), {"get": staticmethod(refuse)}))
+    with pytest.raises(StoreError, match=sentence) as found:
+        bucket.get("a")
+    assert "Debug" not in str(found.value) and bucket.traffic.retries == 0

@@ -273,3 +273,35 @@ def test_bands_put_the_steep_point_at_the_threshold() -> None:
     for threshold in (0.5, 0.7, 0.8, 0.9):
         bands, rows = lsh_bands(threshold, 256)
         assert bands * rows <= 256 and (1 / bands) ** (1 / rows) == pytest.approx(threshold, abs=0.04)
+
+
+def test_a_held_out_question_inside_a_longer_conversation_is_found() -> None:
+    """Of the conversation's own n-grams few are held out; of the question's, all are."""
+    question = "How many digits of 9041 are larger than the digit before them"
+    held = Leakage.of([question, "sort 3 1 2", "hello"], n=6, max_share=0.5)
+    long = f"{STORY} {OTHER} By the way: {question}? {STORY}"
+    assert held.share(long) == 1.0 and held.share(f"{STORY} {OTHER}") == 0.0
+    assert held.share(f"{STORY} Please sort 3 1 2. {OTHER}") == 1.0, "a text shorter than n, as a whole"
+    assert held.share(f"{STORY} Please sort 3 1 4. {OTHER}") == 0.0
+    assert held.share(f"hello {STORY}") == 0.0, "a single word is no question"
+
+
+def test_the_default_filters_keep_answers_that_are_numbers() -> None:
+    import yaml
+
+    from earnest import replay
+
+    default = yaml.safe_load((Path(str(replay.__file__)).parent / "default.yaml").read_text())
+    ops = [Op(f.pop("op"), f.pop("field"), f) for f in default["clean"]]
+    answers = ["42", "3.14", "1 2 3 5", "x = -7", "12:30"]
+    pairs = [pair(answer, "no idea", f"question {i}", trace=f"t{i}") for i, answer in enumerate(answers)]
+    assert len(clean(pairs, ops).pairs) == len(answers)
+
+
+def test_a_held_out_file_is_read_by_lines_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "held.jsonl"
+    path.write_text(json.dumps({"text": "one\u2028line"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert heldout_texts(str(path)) == ["one\u2028line"]
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(CleaningError, match="is not UTF-8"):
+        heldout_texts(str(path))

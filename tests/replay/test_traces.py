@@ -169,3 +169,13 @@ def test_pairs_of_others_and_files_that_are_none(tmp_path: Path) -> None:
     files.write(path, [], {})
     with pytest.raises(EarnestError, match="holds no pair"):
         files.read(path)
+
+
+def test_a_byte_that_is_not_utf8_spoils_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    good = [json.dumps(trace(user("hi"), said("ho")) | {"id": name}).encode() for name in ("a", "b")]
+    path.write_bytes(b"\n".join([good[0], good[0].replace(b"hi", b"h\xff"), good[1]]) + b"\n")
+    with pytest.raises(TraceError, match="line 2: it is not JSON in UTF-8"):
+        read(path)
+    found = read(path, drop_bad=True)
+    assert [t.id for t in found.traces] == ["a", "b"] and [b.line for b in found.bad] == [2]

@@ -1,12 +1,17 @@
-"""Whether a record's prompt stands in a held-out set already: the share of its word n-grams that the set has.
+"""Whether a record's prompt has a held-out text in it. The larger of two shares decides:
 
-A prompt shorter than n words is compared as a whole. Words are in lower case, without punctuation around them.
+    the share of the prompt's word n-grams that the held-out set has, and
+    the largest share of one held-out text's n-grams that the prompt has (a question inside a longer conversation).
+
+A text shorter than n words is compared as a whole; inside a longer one it is looked for from ``LEAST`` words on.
+Words are in lower case, without punctuation around them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,27 +20,45 @@ from earnest.replay.errors import CleaningError
 
 HELDOUT_PROMPTS = 1_000
 SEED = 20_240
+LEAST = 3
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """Held-out texts as sets of n-grams; a text leaks where more than ``max_share`` of its own n-grams are in there."""
+    """Held-out texts as n-grams; a text leaks where a share (see above) is more than ``max_share``.
+
+    ``owners``: n-gram → the numbers of the texts that have it. ``sizes``: distinct n-grams of each text.
+    """
 
     n: int
     max_share: float
-    grams: frozenset[tuple[str, ...]]
-    texts: int
+    owners: Mapping[tuple[str, ...], frozenset[int]]
+    sizes: tuple[int, ...]
+
+    @property
+    def texts(self) -> int:
+        return len(self.sizes)
 
     @classmethod
     def of(cls, texts: Iterable[str], n: int = 8, max_share: float = 0.5) -> Leakage:
         held = list(texts)
         if not held:
             raise CleaningError("leakage: the held-out set has no text, so nothing could be found in it.")
-        return cls(n, max_share, frozenset(gram for text in held for gram in _grams(text, n)), len(held))
+        sets = [set(_grams(text, n)) for text in held]
+        owners: dict[tuple[str, ...], set[int]] = {}
+        for number, grams in enumerate(sets):
+            for gram in grams:
+                owners.setdefault(gram, set()).add(number)
+        return cls(n, max_share, {g: frozenset(o) for g, o in owners.items()}, tuple(len(s) for s in sets))
 
     def share(self, text: str) -> float:
         own = _grams(text, self.n)
-        return sum(gram in self.grams for gram in own) / len(own)
+        inside = set(own)
+        for length in sorted({len(gram) for gram in self.owners if LEAST <= len(gram) < self.n}):
+            inside |= set(_grams(text, length))
+        found = Counter(number for gram in inside for number in self.owners.get(gram, ()))
+        contained = max((count / self.sizes[number] for number, count in found.items()), default=0.0)
+        return max(sum(gram in self.owners for gram in own) / len(own), contained)
 
 
 def _grams(text: str, n: int) -> list[tuple[str, ...]]:
@@ -55,7 +78,10 @@ def heldout_texts(source: str) -> list[str]:
     path = Path(source)
     if not path.is_file():
         raise CleaningError(f"leakage: heldout={source} is neither a file nor task:NAME.")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:  # not splitlines(): a JSON text may hold U+2028
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except UnicodeDecodeError as error:
+        raise CleaningError(f"leakage: heldout={source} is not UTF-8 ({error}); save it as UTF-8.") from None
     return lines if path.suffix != ".jsonl" else [_of_line(source, i, line) for i, line in enumerate(lines, 1)]
 
 

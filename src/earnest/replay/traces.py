@@ -1,10 +1,10 @@
-"""Agent traces: OpenAI-style messages with tool calls, one trace a line of JSON.
+"""Agent traces: OpenAI-style messages with tool calls, one trace per line of JSON.
 
     {"id": "a1", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 A line may also carry ``tools``, ``reward``, ``feedback`` and ``meta``; what `earnest serve` exports has
-``completion_id``, ``model`` and ``version`` as well. A *turn* is a place where the assistant spoke: the state is every
-message before it, and what the user said next is its hindsight.
+``completion_id``, ``model`` and ``version`` as well. A *turn* is a message of the assistant: its state is every
+message before it, and the user's next message is its hindsight.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Trace:
     unread: tuple[str, ...] = ()
 
     def turns(self) -> list[Turn]:
-        """Every place where the assistant spoke."""
+        """Every message of the assistant."""
         places = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         return [Turn(self, number, place, place == places[-1]) for number, place in enumerate(places)]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The ``number``-th thing that the assistant said in a trace: ``messages[place]``."""
+    """The assistant's message number ``number`` in a trace: ``messages[place]``."""
 
     trace: Trace
     number: int
@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def said(self) -> str | None:
-        """The user's next words; behind the last turn the feedback on the trace. None: nobody said anything."""
+        """The user's next message; after the last turn the feedback on the trace. None: there is neither."""
         for message in self.trace.messages[self.place + 1 :]:
             if message["role"] == "user":
                 return str(message["content"])
@@ -75,7 +75,7 @@ class Turn:
 
 
 def plain_text(message: Message) -> str:
-    """What a message says to a reader: its text, then its calls."""
+    """A message as a reader sees it: its text, then its calls."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     return "\n".join([part for part in (message.get("content") or "", *calls) if part])
 
@@ -92,7 +92,7 @@ def _sorted(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except ValueError:
-        return arguments  # a policy may write what is no JSON: then it is compared as it stands
+        return arguments  # a policy may write what is not JSON: then it is compared as it is
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -135,14 +135,15 @@ def read(path: Path, *, drop_bad: bool = False) -> Traces:
     bad: list[BadLine] = []
     seen: dict[str, int] = {}
     base = served.database(path)
-    lines = _lines(path) if base is None else enumerate(map(json.dumps, served.lines(base)), 1)
+    lines = _lines(path) if base is None else iter(enumerate(map(json.dumps, served.lines(base)), 1))
     for number, text in lines:
         try:
-            trace = parse(json.loads(text))
+            trace = parse(json.loads(text.decode() if isinstance(text, bytes) else text))
             if trace.id in seen:
                 raise ValueError(f"the id {trace.id!r} was on line {seen[trace.id]} already; ids are unique")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"it is not JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
+            unreadable = (json.JSONDecodeError, UnicodeDecodeError)
+            why = f"it is not JSON in UTF-8 ({error})" if isinstance(error, unreadable) else str(error)
             if not drop_bad:
                 raise TraceError(
                     f"{path}, line {number}: {why}. Mend it, or count and leave out such lines with bad_lines=drop."
@@ -156,15 +157,15 @@ def read(path: Path, *, drop_bad: bool = False) -> Traces:
     return Traces(tuple(found), tuple(bad))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Iterator[tuple[int, str | bytes]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:  # decoded line by line: one bad byte spoils one line
             for number, text in enumerate(file, 1):
                 if text.strip():
                     yield number, text
     except FileNotFoundError:
         raise TraceError(f"there is no file {path}; give a .jsonl file of traces.") from None
-    except (IsADirectoryError, UnicodeDecodeError) as error:
+    except IsADirectoryError as error:
         raise TraceError(f"{path} cannot be read as JSON lines: {error}.") from None
 
 
