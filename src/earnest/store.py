@@ -109,7 +109,7 @@ class Bucket:
         return cls(open_store(url), url, label, patience)
 
     def create(self, key: str, kind: str, payload: bytes = b"", meta: Mapping[str, Any] | None = None) -> bool:
-        """Write ``key`` if nobody did. True: what is there now is this very object (also where an answer was lost)."""
+        """Write ``key`` if it is free. True: this very object is there now (also where an answer was lost)."""
         data = seal(kind, self.writer, payload, meta or {})
 
         def attempt() -> bool:
@@ -245,7 +245,7 @@ class ObjectStore:
             from datetime import timedelta
 
             options["client_options"] = {"allow_http": True, "timeout": timedelta(seconds=60)}
-            # Bucket retries, and counts; obstore's own would hide a silent store for minutes.
+            # Bucket retries, and counts; obstore's own would hide a store that does not answer for minutes.
             options["retry_config"] = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
         try:
             self._store = from_url(url, **options)
@@ -259,7 +259,7 @@ class ObjectStore:
         except self._taken:
             raise AlreadyThere(key) from None
         except self._absent:
-            raise StoreError(f"{self._url}: there is no such bucket; make it first, or mend the URL.") from None
+            raise StoreError(f"{self._url}: there is no such bucket; create it first, or correct the URL.") from None
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -305,7 +305,7 @@ def _plain(error: BaseException) -> str:
 
 
 def open_store(url: str) -> Store:
-    """The store of a URL; a typo in it is said here."""
+    """The store of a URL; an unknown scheme is refused."""
     scheme = urlparse(url).scheme
     if scheme not in ("s3", "s3a", "gs", "az", "abfs", "abfss", "file", "memory"):
         raise StoreError(

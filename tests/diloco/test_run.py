@@ -287,7 +287,7 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     first, second = (line["metrics"] for line in steps(tmp_path / "run"))
     assert first["outer/bytes a round"] is first["outer/bytes a replica"] is None and first["outer/tokens"] > 0
     assert second["outer/bytes a round"] == second["outer/bytes a replica"] > 0
-    assert [line for line in events(tmp_path / "run") if "round 0: 1 of 1 members' words are gone" in line]
+    assert [line for line in events(tmp_path / "run") if "round 0: 1 of 1 members' reports are gone" in line]
     folder.close()
     built.close()
 
@@ -331,7 +331,7 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
         (["replicas=2", "sync.quorum=3"], "can never come"),
         (["replicas=2", "sync.density=0.1"], "only wire topk has a density"),
         (["replicas=2", "sync.algorithm=local_sgd", "sync.wire=int8"], "averages weights"),
-        (["replicas=2", "sync.algorithm=local_sgd", "sync.lr=1.0"], "no meaning with algorithm: local_sgd"),
+        (["replicas=2", "sync.algorithm=local_sgd", "sync.lr=0.5"], "no meaning with algorithm: local_sgd"),
         (["replicas=2", "sync.lighthouse=http://x:1", "sync.grace=1"], "no meaning with lighthouse"),
         (["sync.wire=int8"], "no meaning for one replica"),
         (["replicas=2", "engine.kind=tinker"], "trains in one place"),

@@ -181,7 +181,7 @@ def test_a_budget_is_refused_where_replies_do_not_say_what_they_cost(
         return replace(good(body), usage=told)
 
     with serving(silent) as server:
-        says = r"max_cost is \$1, but 1 of 1 replies of endpoint did not say their tokens .* leave max_cost out"
+        says = r"max_cost is \$1, but 1 of 1 replies of endpoint came without their token count .* leave max_cost out"
         with pytest.raises(ReplayError, match=says):
             replay(traces, settings(server.url, tmp_path, max_cost=1.0, concurrency=1))
         assert len(server.bodies) == 1

@@ -1,4 +1,4 @@
-"""What can go wrong between replicas: errors for the user, and three states that a replica mends by itself."""
+"""What can go wrong between replicas: errors for the user, and states from which a replica recovers by itself."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ class Globals:
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def outcome(self, mean: Vector) -> str:
-        """The fingerprint after a round with this average; nothing moves. ``advance`` by the same is then at hand."""
+        """The fingerprint after a round with this average; nothing moves. ``advance`` with the same
+        average then reuses the result."""
         ahead = copy.deepcopy(self.current)
         ahead.apply(mean)
         digests = list(self._digests)
@@ -170,8 +171,8 @@ class Globals:
             except Damaged as error:
                 if max(ledger.states(), default=-1) <= self.round:
                     raise RoundStuck(
-                        f"round {self.round} is committed, but cannot be replayed ({error}), and nobody has written a "
-                        "later state. Restore that object, or start one of the replicas that had finished the round."
+                        f"round {self.round} is committed, but cannot be replayed ({error}), and there is no later "
+                        "state. Restore that object, or start one of the replicas that had finished the round."
                     ) from None
 
     def _replay(self, ledger: Ledger, commit: Commit) -> None:

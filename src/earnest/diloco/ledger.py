@@ -4,7 +4,7 @@ config.yaml                     the run's settings
 workers/{i}                     replica number i is taken
 outer/{k}/hello/{i}             replica i began round k: worth waiting for
 outer/{k}/delta/{i}             start of round k minus the weights of replica i after its inner steps
-outer/{k}/told/{i}              what replica i says of round k where it was averaged on the network, not here
+outer/{k}/told/{i}              replica i's report on round k where it was averaged on the network, not here
 outer/{k}/commit                who is averaged, in which order, with which tokens; and the hashes before and after
 state/{k}                       the weights at the start of round k, with the outer optimizer's state
 versions/{n}                    weights for samplers
@@ -29,8 +29,8 @@ PARALLEL = 8
 
 @dataclass(frozen=True)
 class Commit:
-    """The decision on a round: ``members`` are averaged in this order, weighted by ``tokens``; ``attempts`` says which
-    of a member's deltas is meant.
+    """The decision on a round: ``members`` are averaged in this order, weighted by ``tokens``; ``attempts`` are
+    the numbers of the members' deltas.
 
     ``start`` and ``result`` are fingerprints of the global state before and after: commits form a chain from state 0.
     """
@@ -63,7 +63,7 @@ class Ledger:
         return self.bucket.create(f"workers/{number:05d}", "worker", meta={"replica": number})
 
     def claim(self) -> int:
-        """The smallest replica number that nobody has."""
+        """Take the smallest free replica number."""
         taken = set(_numbers(self.bucket.list("workers/")))
         number = 0
         while number in taken or not self.reserve(number):
@@ -114,11 +114,11 @@ class Ledger:
         return sorted(deltas), hellos
 
     def tell(self, k: int, replica: int, meta: Mapping[str, Any]) -> None:
-        """Say how a round went that was averaged elsewhere, for who watches the run."""
+        """Report on a round that was averaged elsewhere, for the launcher."""
         self.bucket.create(f"outer/{k:08d}/told/{replica:05d}", "told", meta=meta)
 
     def told(self, k: int) -> list[Object]:
-        """What was told of round ``k``, by replica."""
+        """The reports on round ``k``, by replica."""
         found = (self.bucket.get(key) for key in self.bucket.list(f"outer/{k:08d}/told/") if _MEMBER.search(key))
         return [one for one in found if one is not None]
 
@@ -134,7 +134,7 @@ class Ledger:
         return Commit(**data)
 
     def put_commit(self, commit: Commit) -> Commit:
-        """The decision that holds: this one, or that of whoever was first."""
+        """The decision that holds: this one, or the one that was written first."""
         payload = json.dumps(asdict(commit)).encode()
         if self.bucket.create(f"outer/{commit.round:08d}/commit", "commit", payload):
             return commit
@@ -171,8 +171,8 @@ class Ledger:
         Were its commit gone, it would decide the round a second time.
         """
         keys = self.bucket.list("outer/")
-        rounds = [(key, _ROUND.match(key)) for key in keys]
-        old = [key for key, k in rounds if k and int(k[1]) < before and not key.endswith("/commit")]
+        rounds = [(key, _ROUND.match(key)) for key in keys if _MEMBER.search(key)]
+        old = [key for key, k in rounds if k and int(k[1]) < before]
         old += [f"state/{k:08d}" for k in self.states() if k < before]
         self.bucket.delete(old)
         return len(old)

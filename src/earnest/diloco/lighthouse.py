@@ -1,7 +1,7 @@
 """The same algorithm where machines see each other: torchft's own Manager and Lighthouse, gloo all-reduce in fp32.
 
-The bucket then holds the settings, some words on each round and, now and then, a whole state for who watches; rounds
-are agreed on the network, and a replica that comes late is healed by torchft from a living one. torchft's average has
+The bucket then holds the settings, a report on each round and, now and then, a whole state for the launcher; rounds
+are agreed on the network, and torchft brings a late replica to the state of a running one. torchft's average has
 no weights: every replica counts the same, however many tokens it trained on.
 """
 
@@ -65,8 +65,8 @@ class LighthouseOuter(ReplicaProgress):
         return int(self.manager.current_step())
 
     def join(self, engine: Any) -> bool:
-        """Begin with the newest state in the bucket (the first replica puts its own there), as of its round: who is
-        behind the living ones is healed by them, and who comes after the end is at the end."""
+        """Begin with the newest state in the bucket (the first replica puts its own there), as of its round. A
+        replica that is late gets the state from a running one; one that joins after the end is at the end."""
         if not self.ledger.states():
             self._snapshot()
         held = self.agreed()
@@ -89,7 +89,7 @@ class LighthouseOuter(ReplicaProgress):
         self.inner += 1
         interval, last = self.schedule.interval, self.inner == self.schedule.interval
         if self.inner == interval - self.schedule.delay and self.rounds in self.ledger.states():
-            self.join(engine)  # the others came to the end without this one: nobody is left to meet
+            self.join(engine)  # the others have finished: there is no round to join
             self.inner = 0
             return {"healed": 1.0, "round": float(self.round)}
         if self.inner == interval - self.schedule.delay or last:
@@ -112,7 +112,7 @@ class LighthouseOuter(ReplicaProgress):
         self.ledger.tell(done, self.replica, {**self.meta, "members": members, "tokens": tokens, "bytes": size})
         turn = self.round // self.snapshot_every % members == self.manager.participating_rank()
         ended = self.round >= self.rounds
-        # The end is written by whoever finds it missing: the one whose turn it is may have died.
+        # Any replica that finds the last state missing writes it: the one whose turn it is may have died.
         if (turn and self.round % self.snapshot_every == 0) or (ended and self.round not in self.ledger.states()):
             self._snapshot()
         return {"round": float(done), "members": float(members), "bytes_delta": float(size), "failed": 0.0}
@@ -186,6 +186,6 @@ def _manager(address: str, replica: int, quorum: int, timeout: float, load: Any,
             raise
         raise Unreachable(
             f"sync.lighthouse={address} does not answer: start it (`torchft_lighthouse --min_replicas {quorum}`), "
-            f"mend the address (http://host:port), or leave it out to meet in the bucket. torchft says: {error}"
+            f"correct the address (http://host:port), or leave it out to meet in the bucket. torchft's message: {error}"
         ) from None
     return manager, store

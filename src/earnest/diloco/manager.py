@@ -1,4 +1,4 @@
-"""The Manager that torchft's DiLoCo and LocalSGD ask to average, meeting in a bucket instead of a process group.
+"""The Manager that averages for torchft's DiLoCo and LocalSGD, through a bucket instead of a process group.
 
 It offers the eight members that they use (docs/diloco.md lists them). Tensors given to ``allreduce`` are gathered; the
 first ``wait`` sends them as one vector and fills them with the round's average.
@@ -47,7 +47,7 @@ class BucketManager:
     tokens: int = 0
     """Tokens that the delta was trained on: this replica's weight in the average."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Goes with the next delta, for who watches the run."""
+    """Written with the next delta, for the launcher."""
     residual: dict[int, Vector] = field(default_factory=dict)
     """By fragment: what a lossy wire has not sent yet."""
     last: dict[str, float] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class BucketManager:
         return sent is not None and torch.equal(sent, decode(self._payload, sent.numel()))
 
     def reset(self) -> None:
-        """Forget what was gathered and who holds the weights: the algorithm is about to be built anew."""
+        """Forget what was gathered and the registered states: the algorithm is about to be built again."""
         self.start_quorum()
         self._states.clear()
 

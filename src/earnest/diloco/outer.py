@@ -148,11 +148,11 @@ class ReplicaProgress(ABC):
     @property
     @abstractmethod
     def round(self) -> int:
-        """Rounds that are behind this replica."""
+        """Rounds that this replica has passed."""
 
     @property
     def updates(self) -> int:
-        """Updates that are behind it, counting those of rounds that it skipped."""
+        """Updates that it has passed, counting those of rounds that it skipped."""
         return self.round * self.schedule.interval + self.inner
 
     @property
@@ -171,8 +171,8 @@ class ReplicaProgress(ABC):
 class ReplicaOuter(ReplicaProgress):
     """One replica's outer hook over a bucket.
 
-    ``rounds``: after so many the run is over. ``snapshot_every`` rounds one of the members writes the whole state, from
-    which others join, and removes what nobody needs any more.
+    The run ends after ``rounds``. Every ``snapshot_every`` rounds one of the members writes the whole state, from
+    which others join, and removes what is no longer needed.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ReplicaOuter(ReplicaProgress):
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Goes with the next delta, for who watches the run."""
+        """Written with the next delta, for the launcher."""
         return self.manager.meta
 
     @property
@@ -234,7 +234,7 @@ class ReplicaOuter(ReplicaProgress):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, engine: Any) -> bool:
-        """Enter the run: with what this replica has (a checkpoint, or its birth) where it is the start of the present
+        """Enter the run: with what this replica has (a checkpoint, or its initialization) where it is the start of the present
         round or of the one before (that one is then trained again, to the same bits), else with the newest committed
         state. True: what it had is kept."""
         if not self.ledger.states():
@@ -337,7 +337,7 @@ class ReplicaOuter(ReplicaProgress):
     def state_dict(self) -> dict[str, Tensor]:
         """The agreed state and what is not sent yet; only between rounds."""
         if not self.between:
-            raise CheckpointError(f"a checkpoint inside a round ({self.inner} updates in) would lose its meeting.")
+            raise CheckpointError(f"a checkpoint inside a round ({self.inner} updates in) would lose its round.")
         state = {f"global.{k}": v.clone() for k, v in self.globals.tensors().items()}
         state |= {f"residual.{k}": v.clone() for k, v in self.manager.residual.items()}
         return state | {"round": torch.tensor(self.round), "trained": torch.tensor(self._trained)}
@@ -371,7 +371,7 @@ def _share_out(sizes: Sequence[int], fragments: int) -> list[int]:
     for i, size in enumerate(sizes):
         wanted = min(fragments - 1, (seen + size // 2) * fragments // max(total, 1))
         floor = owner[-1] if owner else 0
-        rest = len(sizes) - i  # so many are left to fill the fragments that are still empty
+        rest = len(sizes) - i  # tensors that are left for the fragments that are still empty
         owner.append(max(floor, min(wanted, floor + 1), fragments - rest))
         seen += size
     return owner

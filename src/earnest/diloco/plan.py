@@ -41,15 +41,15 @@ class ReplicaPlan:
         from earnest.diloco.protocol import Rules
 
         sync = self.config.sync
-        return Rules(self.config.replicas, self.quorum, sync.grace, sync.timeout, sync.max_norm)
+        return Rules(self.config.replicas, self.quorum, sync.grace, sync.timeout, max_norm=sync.max_norm)
 
     def steps_at(self, rounds: int) -> int:
-        """Steps of a replica that are behind it after so many rounds."""
+        """Steps that a replica has passed after ``rounds``."""
         return rounds * self.interval // self.config.updates_per_batch
 
 
 def plan(config: RunConfig) -> ReplicaPlan:
-    """Check the numbers against each other; every refusal says which to change."""
+    """Check the numbers against each other; every refusal names the one to change."""
     sync, updates = config.sync, config.updates_per_batch
     if config.engine.kind != "local":
         raise ConfigError(f"replicas: {config.engine.kind} trains in one place; use engine.kind=local, or replicas=1")

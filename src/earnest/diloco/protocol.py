@@ -1,13 +1,13 @@
 """One outer round among replicas that share only a bucket.
 
     1. write one's delta (create: it counts once, also if its writer dies now)
-    2. look: once a quorum of valid deltas is there, and everybody who is expected came or the grace window is over,
+    2. look: once a quorum of valid deltas is there, and every expected replica came or the grace window is over,
        write the commit = the member list (create: the first one decides)
     3. read the members' deltas, average them in list order, weighted by tokens: the same bits everywhere
 
 A delta is valid where its hash is right, its numbers are finite, and it starts from the state that the last commit ends
-in. Expected are the members of the last round and everybody who said hello in this one; so a dead replica costs one
-grace window, not one a round. No clock is compared with another machine's.
+in. Expected are the members of the last round and every replica that announced itself in this one; so a dead replica costs
+one grace window, not one per round. No clock is compared with another machine's.
 
 Invariants (tests/diloco/test_schedules.py checks them under random schedules, kills, lost answers and damage):
     agreement     all who finish round k have the same state, and it is the fingerprint in commit k
@@ -45,19 +45,19 @@ class Rules:
     quorum: int
     grace: float = 30.0
     timeout: float = 3600.0
-    max_norm: float | None = None
-    """See ``limited``."""
     poll: float = 0.1
     slowest: float = 2.0
     """Seconds between two looks, at first and at most."""
+    max_norm: float | None = None
+    """See ``limited``."""
 
     def pause(self, waited: float) -> float:
-        """Until the next look, after ``waited`` seconds: a tenth of them. So nobody waits more than a tenth longer than
-        it had to, and a thousand replicas that wait half a minute do not ask ten times a second."""
+        """Seconds until the next look, after ``waited`` seconds: a tenth of them. No replica waits more than a tenth
+        longer than it must, and a thousand waiting replicas do not send ten requests per second each."""
         return min(max(self.poll, 0.1 * waited), self.slowest)
 
     def looks(self, waited: float) -> int:
-        """How often a replica looks in so many seconds."""
+        """How often a replica looks in ``waited`` seconds."""
         count, at = 1, 0.0
         while at < waited:
             at += self.pause(at)

@@ -162,7 +162,7 @@ class Launcher(Loop):
         self.executor, self.job = executor, job_of(config, url, self.run.path)
         self.ledger, self.plan = Ledger(Bucket.open(url, writer="launcher")), plan(config)
         for number in range(config.replicas):
-            self.ledger.reserve(number)  # whoever joins without a number becomes one more
+            self.ledger.reserve(number)  # a worker that joins without a number becomes one more
         self.mirror = Mirror(self.setup.engine, config.sync.fragments)
         self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer, config.sync.max_norm)
         known = self.run.metrics.read()
@@ -219,7 +219,7 @@ class Launcher(Loop):
             if not (told and len(told) >= members) and not ended and not self.ledger.told(self.seen + 1):
                 return
             if not told:
-                self._say(f"round {self.seen} was averaged, but whoever was in it ended before telling of it")
+                self._say(f"round {self.seen} was averaged, but its members ended before they reported it")
                 self.seen += 1
                 continue
             self._record(self.seen, members, sum(int(one.meta["tokens"]) for one in told), told)
@@ -228,9 +228,9 @@ class Launcher(Loop):
     def _record(self, k: int, members: int, tokens: int, deltas: Sequence[Object]) -> None:
         self.seen = k + 1
         self.step = self.plan.steps_at(self.seen)
-        if len(deltas) < members:  # cleaned up, damaged, or its writer ended before telling of it
+        if len(deltas) < members:  # cleaned up, damaged, or its writer ended before its report
             self._say(
-                f"round {k}: {members - len(deltas)} of {members} members' words are gone; its bytes are not known"
+                f"round {k}: {members - len(deltas)} of {members} members' reports are gone; its bytes are not known"
             )
         sizes = [int(d.meta.get("bytes", d.size)) for d in deltas]
         n, total, squares = (sum(d.meta["rewards"][i] for d in deltas) for i in range(3))
@@ -305,7 +305,7 @@ def falling(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the replicas said of a step each: means of their numbers, the first one's words."""
+    """The replicas' lines on one step as one line: means of their numbers, the first one's texts."""
     nothing: dict[str, Any] = {"loss": None, "terms": {}, "skipped": [], "idle": {}, "passes": None}
     merged = nothing | {"grad_norm": None, "update_norm": None, "lr": None} | (dict(lines[0]) if lines else {})
     for name in ("loss", "grad_norm", "update_norm"):

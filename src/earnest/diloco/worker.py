@@ -67,7 +67,7 @@ def read_config(ledger: Ledger) -> tuple[str, RunConfig]:
 
 
 def own_seed(config: RunConfig, replica: int) -> RunConfig:
-    """The same run with this replica's own prompts and samples; the adapter was born with the run's seed."""
+    """The same run with this replica's own prompts and samples; the adapter was initialized with the run's seed."""
     return config.model_copy(update={"seed": derive(config.seed, "replica", replica) % 2**31})
 
 
@@ -178,7 +178,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
 
 
 def meetings(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> Outer:
-    """The outer hook that the settings ask for."""
+    """The outer hook of these settings."""
     sync, rounds = planned.config.sync, planned.rounds
     schedule = planned.schedule()
     if sync.lighthouse is not None:

@@ -45,7 +45,7 @@ class Filtered:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The pairs that are left, and the story of the others."""
+    """The pairs that are left, and what each filter did."""
 
     pairs: tuple[Pair, ...]
     steps: tuple[Filtered, ...]
@@ -96,7 +96,7 @@ def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[Verdict]:
         raise
     except Exception as error:  # foreign code: whatever it raises, its records are neither kept nor dropped unseen
         raise CleaningError(
-            f"{op.op} ({backend.name}) raised {type(error).__name__}: {error}. Nothing was dropped; mend it or leave "
+            f"{op.op} ({backend.name}) raised {type(error).__name__}: {error}. Nothing was dropped; correct it or leave "
             "it out."
         ) from error
     if len(verdicts) != len(texts):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Account:
-    """One speaker's. ``unknown`` are replies that did not say how many tokens they took: they are in no sum."""
+    """The costs of one model. ``unknown`` counts replies without a token count: they are in no sum."""
 
     replies: int = 0
     tries: int = 0
@@ -68,8 +68,8 @@ class Ledger:
         for name, account in self.accounts.items():
             if account.unknown and account.dollars is not None:
                 raise ReplayError(
-                    f"max_cost is ${limit:g}, but {account.unknown} of {account.replies} replies of {name} did not say "
-                    "their tokens (usage), so nobody knows what they cost. Let the endpoint report usage, or leave "
+                    f"max_cost is ${limit:g}, but {account.unknown} of {account.replies} replies of {name} came without "
+                    "their token count (usage), so their cost is unknown. Let the endpoint report usage, or leave "
                     "max_cost out; what was answered is kept."
                 )
         if self.dollars >= limit:

@@ -1,4 +1,4 @@
-"""What was asked and answered, a line each, as it arrives: a stopped replay goes on from here, asking nothing twice."""
+"""Requests with their answers, one line each, as they arrive: a stopped replay continues here and repeats none."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Who says which of two answers is better, and by how much. A margin above 0 is for the teacher's answer.
+"""Which of two answers is better, and by how much. A margin above 0 is for the teacher's answer.
 
 likelihood   mean log-prob of the teacher's answer minus that of the trace's, under a policy with hindsight
-endpoint     an LLM is asked twice, with the answers in both orders: +1, -1, or 0 where it contradicts itself
+endpoint     an LLM compares twice, with the answers in both orders: +1, -1, or 0 where it contradicts itself
 task         the grader's reward of the teacher's answer minus that of the trace's
-teacher      +1: nobody is asked
+teacher      +1, without a comparison
 """
 
 from __future__ import annotations

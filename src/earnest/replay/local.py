@@ -1,6 +1,6 @@
 """A policy on this machine as teacher and as judge.
 
-A judge with hindsight scores an answer by its mean log-prob behind a prompt that says what the user said afterwards.
+A judge with hindsight scores an answer by its mean log-prob after a prompt that contains the user's next message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Answered:
 
 
 def told(turn: Turn) -> list[dict[str, Any]]:
-    """The state with what the user said afterwards."""
+    """The state with the user's next message as a hint."""
     if turn.said is None or not turn.said.strip():
         raise Unusable("nobody said anything afterwards")
     if turn.state[-1]["role"] != "user":
@@ -56,7 +56,7 @@ class LocalPolicy:
         self.context = self.policy.positions or 2**31
 
     def prompt(self, turn: Turn, with_hindsight: bool, room: int) -> list[int]:
-        """The turn's state in tokens, with ``room`` left behind it."""
+        """The turn's state in tokens, with ``room`` left after it."""
         messages = told(turn) if with_hindsight else list(turn.state)
         try:
             ids = self.policy.render(messages, tools=turn.trace.tools or None)
@@ -111,7 +111,7 @@ class LocalPolicy:
             raise Unusable(f"the chat template refuses the answer: {error}") from error
 
     def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
-        """The mean log-prob of each completion behind its prompt."""
+        """The mean log-prob of each completion after its prompt."""
         import torch
 
         from earnest.engines.scoring import at_ids

@@ -1,6 +1,6 @@
 """Preference pairs on disk: a parquet file, a row a pair, with where it came from.
 
-Messages are JSON texts, so that a call with any arguments survives the trip; the file's metadata say what made it.
+Messages are JSON texts, so that a call with any arguments survives the trip; the file's metadata describe how it was made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = "earnest preference pairs 1"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one state. ``winner`` says who gave the chosen one; ``margin`` is the judge's, above 0."""
+    """Two answers to one state. ``winner`` is the author of the chosen one; ``margin`` is the judge's, above 0."""
 
     trace: str
     turn: int
@@ -103,7 +103,7 @@ def read(path: Path) -> list[Pair]:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """What the file says about how it was made."""
+    """The file's record of how it was made."""
     _, pq = _pyarrow()
     metadata = pq.read_schema(path).metadata or {}
     return json.loads(metadata.get(b"earnest", b"{}"))

@@ -24,7 +24,7 @@ SHOWN = 400
 
 
 def summary(found: Replayed) -> dict[str, Any]:
-    """Everything that there is to say, JSON-able. Each answer asked for is a pair or has a reason."""
+    """The whole result, JSON-able. Each requested answer is a pair or has a reason why not."""
     kept = found.cleaned.pairs
     return {
         "pairs": str(found.path),

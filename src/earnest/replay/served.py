@@ -1,4 +1,4 @@
-"""What `earnest serve` keeps, as traces: every chat completion with its messages and what its user said about it.
+"""The database of `earnest serve` as traces: every chat completion with its messages and its user's feedback.
 
 The database is opened read-only, so the server may go on meanwhile. A completion's id and version are its provenance;
 the user's words are its feedback, thumbs its reward, and an answer that the user typed instead is ``meta["better"]``.

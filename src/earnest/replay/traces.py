@@ -170,7 +170,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str | bytes]]:
 
 
 def parse(data: Any) -> Trace:
-    """A line's data as a trace; ``ValueError`` says what is wrong."""
+    """A line's data as a trace; raises ``ValueError`` with what is wrong."""
     if not isinstance(data, dict):
         raise ValueError(f"a trace is an object with messages, got {type(data).__name__}")
     name = data.get("id") or data.get("completion_id")

@@ -1,7 +1,7 @@
 """The probe: a sampler's log-probs of fixed tokens, against the trainer's own.
 
     off    = mean_t |lp_sampler(t) - lp_trainer(t)|  ≤ tolerance
-    stale  : the sampler is nearer to the weights that it had before than to these, where the two can be told apart
+    stale  : the sampler is nearer to the weights that it had before than to these, where the two differ measurably
 
 A sampler with other base weights, a stale or torn adapter, or another precision is found before its first rollout.
 The second condition also finds a lost push whose update moved the probe by less than the tolerance.
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 COARSE = 0.1
 """Nats per token in 16 bits, where products of other shapes round differently."""
 APART = 4.0
-"""Two sets of weights can be told apart where the probe moved by this multiple of the rounding seen so far."""
+"""Two sets of weights differ measurably where the probe moved by this multiple of the rounding seen so far."""
 Logprobs = Float[Tensor, " N"]
 
 
@@ -68,9 +68,9 @@ class Link:
         before = target.base if self.before is None else self.before
         theirs = torch.tensor(self.sampler.score(target.rows), dtype=torch.float64)
         off, moved, old = apart(theirs, target.own), apart(target.own, before), apart(theirs, before)
-        told_apart = moved > APART * self.noise
+        distinct = moved > APART * self.noise
         version, place = target.weights.version, self.sampler.place
-        if told_apart and old < off:
+        if distinct and old < off:
             raise SamplingError(
                 f"{place} still runs old weights: after the push of version {version} its log-probs of the probe are "
                 f"{off:.3g} nats per token from that version and {old:.3g} from the one before. It accepted the push "
@@ -83,8 +83,8 @@ class Link:
                 f"{target.tolerance:g}); it runs other weights. Does it run {target.weights.policy.name}, in {dtype}?"
             )
         self.noise = max(self.noise, off)
-        if told_apart or self.before is None:
-            self.before = target.own if told_apart else before
+        if distinct or self.before is None:
+            self.before = target.own if distinct else before
         self.off, self.moved = off, moved
 
 

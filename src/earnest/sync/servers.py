@@ -200,7 +200,7 @@ class ServerSampler:
         found = self._call("POST", "/v1/completions", body)
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or len(choices) != n:
-            raise SamplingError(f"sampler: {self.url} was asked for {n} completions and gave another number.")
+            raise SamplingError(f"sampler: {self.url} gave another number of completions than the {n} requested.")
         return sorted(choices, key=lambda c: c.get("index", 0))
 
     # --- requests -----------------------------------------------------------------------------------------------------

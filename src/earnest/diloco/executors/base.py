@@ -1,8 +1,8 @@
 """What starts replicas, and nothing else: N × ``earnest worker RUN_URL --replica i``.
 
 A replica meets the others in the bucket only, so an executor needs no addresses, no ranks and no rendezvous. It starts
-a command, says which of its commands ended and how, and starts one again when told to; ``supervise`` does the telling,
-the same way for every executor.
+a command, reports which of its commands ended and how, and starts one again when ``supervise`` calls it, which works the
+same way for every executor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Exit:
-    """A replica's command ended. ``code`` 0: the run is over; below 0: minus the signal; ``detail``: its last words."""
+    """A replica's command ended. ``code`` 0: the run is over; below 0: minus the signal; ``detail``: the end of its log."""
 
     replica: int
     attempt: int
@@ -76,8 +76,8 @@ def gpu_variables(job: Job, replica: int) -> dict[str, str]:
 
 class Executor(Protocol):
     """``start`` begins attempt number ``attempt`` of one replica and returns; ``poll`` gives what ended since the last
-    call; ``stop`` ends everything that still runs. ``dry_run`` says what would be submitted, as JSON-able data, and
-    submits nothing."""
+    call; ``stop`` ends everything that still runs. ``dry_run`` returns what would be submitted, as JSON-able data,
+    and submits nothing."""
 
     name: ClassVar[str]
 
@@ -121,7 +121,7 @@ def supervise(
 ) -> list[Exit]:
     """Start all replicas, start dead ones again, and return every exit once no replica runs any more.
 
-    ``tick`` is called between looks; ``finished`` says whether the run itself is over: then nobody is started again.
+    ``tick`` is called between looks; ``finished`` returns whether the run itself is over: then no replica is started again.
     """
     attempts = dict.fromkeys(range(job.replicas), 1)
     exits: list[Exit] = []
@@ -150,7 +150,7 @@ def supervise(
         executor.stop()
     if not finished():
         last = exits[-1] if exits else None
-        words = f" The last words of replica {last.replica}: {last.detail}" if last and last.detail else ""
+        words = f" The end of replica {last.replica}'s log: {last.detail}" if last and last.detail else ""
         raise ExecutorError(
             f"every replica ended before the run did ({len(exits)} exits, {job.max_restarts} restarts allowed each)."
             f"{words}\nWhat is committed is safe in {job.url}: resume the run, or start `earnest worker {job.url}`."

@@ -39,7 +39,7 @@ class LocalExecutor:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is the launcher's to handle: it tells the workers with SIGTERM
+                start_new_session=True,  # the launcher handles Ctrl-C and sends the workers SIGTERM
             )
         self._running[replica] = (attempt, process, log)
 

@@ -1,7 +1,7 @@
 """One ``earnest worker`` as a process of the machine that this runs on; what Ray's and Monarch's actors hold.
 
 The process dies with its actor (Linux's parent-death signal), so an actor that is lost with its node or its driver
-leaves no worker behind that nobody watches.
+leaves no worker running unwatched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 TAIL = 400
 GRACE = 20.0
 PARENT = "EARNEST_RUNNER"
-"""The environment variable with the process id of whoever started a worker."""
+"""The environment variable with the process id of the worker's parent."""
 MORTAL = """
 import ctypes, os, signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, [])  # an actor's runtime may block signals, and children inherit that
@@ -55,7 +55,7 @@ class Runner:
         return os.getpid()
 
     def poll(self) -> tuple[int, str] | None:
-        """(exit code, last words) once it has ended."""
+        """(exit code, the end of its log) once it has ended."""
         assert self._process is not None, "start comes first"
         code = self._process.poll()
         return None if code is None else (code, self.tail())
