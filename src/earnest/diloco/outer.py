@@ -234,9 +234,9 @@ class ReplicaOuter(ReplicaProgress):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, engine: Any) -> bool:
-        """Enter the run: with what this replica has (a checkpoint, or its initialization) where it is the start of the present
-        round or of the one before (that one is then trained again, to the same bits), else with the newest committed
-        state. True: what it had is kept."""
+        """Enter the run. A replica keeps what it has (a checkpoint, or its initialization) where that is the start of the
+        present round or of the one before (which is then trained again, to the same bits); else it takes the newest
+        committed state. True: what it had is kept."""
         if not self.ledger.states():
             first = Globals(self.mirror.tensors(), self.schedule.outer)
             self.ledger.put_state(0, first.pack(), first.fingerprint())

@@ -6,8 +6,8 @@
     3. read the members' deltas, average them in list order, weighted by tokens: the same bits everywhere
 
 A delta is valid where its hash is right, its numbers are finite, and it starts from the state that the last commit ends
-in. Expected are the members of the last round and every replica that announced itself in this one; so a dead replica costs
-one grace window, not one per round. No clock is compared with another machine's.
+in. Expected are the members of the last round and every replica that announced itself in this one; so a dead replica
+costs one grace window, not one per round. No clock is compared with another machine's.
 
 Invariants (tests/diloco/test_schedules.py checks them under random schedules, kills, lost answers and damage):
     agreement     all who finish round k have the same state, and it is the fingerprint in commit k

@@ -96,8 +96,8 @@ def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[Verdict]:
         raise
     except Exception as error:  # foreign code: whatever it raises, its records are neither kept nor dropped unseen
         raise CleaningError(
-            f"{op.op} ({backend.name}) raised {type(error).__name__}: {error}. Nothing was dropped; correct it or leave "
-            "it out."
+            f"{op.op} ({backend.name}) raised {type(error).__name__}: {error}. Nothing was dropped; correct it or "
+            "leave it out."
         ) from error
     if len(verdicts) != len(texts):
         raise CleaningError(f"{op.op} ({backend.name}) gave {len(verdicts)} verdicts on {len(texts)} texts.")

@@ -1,6 +1,6 @@
 """Preference pairs on disk: a parquet file, a row a pair, with where it came from.
 
-Messages are JSON texts, so that a call with any arguments survives the trip; the file's metadata describe how it was made.
+Messages are JSON texts, so that a call with any arguments is kept exactly; the file's metadata describe how it was made.
 """
 
 from __future__ import annotations

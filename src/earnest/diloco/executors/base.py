@@ -1,8 +1,8 @@
 """What starts replicas, and nothing else: N × ``earnest worker RUN_URL --replica i``.
 
 A replica meets the others in the bucket only, so an executor needs no addresses, no ranks and no rendezvous. It starts
-a command, reports which of its commands ended and how, and starts one again when ``supervise`` calls it, which works the
-same way for every executor.
+a command and reports which of its commands ended and how; ``supervise`` starts replicas again, the same way for every
+executor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Exit:
-    """A replica's command ended. ``code`` 0: the run is over; below 0: minus the signal; ``detail``: the end of its log."""
+    """A replica's command ended. ``code`` 0: the run is over; below 0: minus the signal; ``detail``: its log's end."""
 
     replica: int
     attempt: int
@@ -121,7 +121,7 @@ def supervise(
 ) -> list[Exit]:
     """Start all replicas, start dead ones again, and return every exit once no replica runs any more.
 
-    ``tick`` is called between looks; ``finished`` returns whether the run itself is over: then no replica is started again.
+    ``tick`` is called between looks; where ``finished`` returns True, no replica is started again.
     """
     attempts = dict.fromkeys(range(job.replicas), 1)
     exits: list[Exit] = []
