@@ -234,7 +234,7 @@ class ReplicaOuter(ReplicaProgress):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, engine: Any) -> bool:
-        """Enter the run. A replica keeps what it has (a checkpoint, or its initialization) where that is the start of the
+        """Enter the run. A replica keeps what it has (a checkpoint, or its initialization) where that starts the
         present round or of the one before (which is then trained again, to the same bits); else it takes the newest
         committed state. True: what it had is kept."""
         if not self.ledger.states():

@@ -259,7 +259,7 @@ class Launcher(Loop):
         super()._evaluate(phase)
         found = falling(self.run.metrics.read())
         if found is not None:
-            sync = self.setup.config.sync
+            sync = self.plan.config.sync
             gain = sync.lr / (1 - sync.momentum)
             self._say(
                 f"{found}. The outer step moves the weights by sync.lr / (1 - sync.momentum) = {gain:.3g} times the "

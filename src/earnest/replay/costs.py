@@ -69,8 +69,8 @@ class Ledger:
             if account.unknown and account.dollars is not None:
                 raise ReplayError(
                     f"max_cost is ${limit:g}, but {account.unknown} of {account.replies} replies of {name} came "
-                    "without their token count (usage), so their cost is unknown. Let the endpoint report usage, or leave "
-                    "max_cost out; what was answered is kept."
+                    "without their token count (usage), so their cost is unknown. Let the endpoint report usage, or "
+                    "leave max_cost out; what was answered is kept."
                 )
         if self.dollars >= limit:
             raise ReplayError(

@@ -1,6 +1,6 @@
-"""Preference pairs on disk: a parquet file, a row a pair, with where it came from.
+"""Preference pairs on disk: a parquet file, one row per pair, with its origin.
 
-Messages are JSON texts, so that a call with any arguments is kept exactly; the file's metadata describe how it was made.
+Messages are JSON texts, so that a call with any arguments is kept exactly; the file's metadata record how it was made.
 """
 
 from __future__ import annotations
