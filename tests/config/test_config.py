@@ -59,7 +59,7 @@ MISTAKES = {
     # empty and contradictory
     "objective=[]": "objective: is empty; give at least 1.",
     "model=''": "model: is empty; give at least 1.",
-    "sampler=ftp://gpu": "sampler.url: must match ^https?://",
+    "sampler=ftp://gpu": "sampler.url: must match ^((https?|s3|gs|az)://",
     "objective.0={weight: 1}": "objective.0.kind: is required",
     "objective=[{kind: grpo}, {kind: grpo}]": "two terms are called 'grpo'; give one of them a name",
     "objective.1.clip=1": "objective is a list and has the place 0 only, not '1'",
