@@ -1,4 +1,4 @@
-"""A recipe's words, checked: YAML and ``key=value`` into a ``RunConfig``. The only package that imports pydantic."""
+"""A recipe's words, checked: YAML and ``key=value`` into a ``RunConfig``."""
 
 from __future__ import annotations
 
