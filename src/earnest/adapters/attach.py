@@ -42,9 +42,12 @@ def attach(
 ) -> Adapter:
     """Put ``variant`` on the target layers; the base is frozen, and bit-exactly what it was.
 
-    targets:     names (a path or its tail), "all-linear", "re:<regex>"; None: the variant's default for the model
-    family. layers:      block numbers (negative from the end); None: all. calibration: batches (dicts for the model,
-    or tensors of token ids) for variants that read data at birth.
+    targets       names (a path or its tail), "all-linear" or "re:<regex>"; None: the variant's default
+    layers        block numbers (negative from the end); None: all
+    calibration   batches (dicts for the model, or tensors of token ids), for variants that read data
+                  at initialization
+    seed          of the initial values
+    name          of the adapter, unique on its model; None: "default", then "adapter1", …
     """
     model = model_of(model_or_policy)
     _check_variant(variant, calibration)

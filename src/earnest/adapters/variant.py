@@ -143,8 +143,7 @@ class Variant(Checked):
         """Why there is no portable export, for the error message."""
         return f"{self.name} changes the weight at full rank"
 
-    # -- PEFT's own format for this variant, where PEFT has one
-    # ---------------------------------------------------------
+    # -- PEFT's own format for this variant, where PEFT has one ------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
         """PEFT's config fields (peft_type and the method's own), or None: then it is written as a LoRA, where exact."""
         return None

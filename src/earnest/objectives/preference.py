@@ -1,11 +1,13 @@
-"""Preferences: the chosen answer of each pair should beat the rejected one.
+"""Preferences: the chosen answer of each pair should be more likely than the rejected one.
 
     DPO     h = [lp_c - lp₀_c] - [lp_r - lp₀_r],  lp summed over the completion
-            sigmoid  -logσ(βh)       ipo  (h̄ - 1/2β)², h̄ from means a token       hinge  relu(1 - βh) robust
-            [-(1-ε)logσ(βh) + ε·logσ(-βh)] / (1-2ε)                       smoothing ε: -(1-ε)logσ(βh) - ε·logσ(-βh)
+            sigmoid     -logσ(βh);  with smoothing ε: -(1-ε)·logσ(βh) - ε·logσ(-βh)
+            ipo         (h̄ - 1/2β)²,  h̄ from the means over the tokens
+            hinge       relu(1 - βh)
+            robust      [-(1-ε)·logσ(βh) + ε·logσ(-βh)] / (1-2ε)
     SimPO   -logσ(β(mean lp_c - mean lp_r) - γ),  no reference
 
-A pair's two rows are told by ``Batch.pair``, never by their order. logσ is one function, never log(sigmoid).
+``Batch.pair`` says which two rows are a pair, never their order. logσ is one function, never log(sigmoid).
 """
 
 from __future__ import annotations

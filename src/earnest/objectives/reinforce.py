@@ -1,4 +1,4 @@
-"""Policy gradients without a ratio: right for one update a rollout, and named for what they are.
+"""Policy gradients without a ratio: correct for one update per rollout.
 
 reinforce   ℓ = -A·lp, each token alone
 rloo        ℓ = -A·Σ_t lp, the completion as one action, A = r_i - mean_{j≠i} r_j

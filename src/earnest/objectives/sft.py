@@ -22,7 +22,7 @@ from earnest.signals.batch import Batch, Role
 class SFT(Term):
     """Weighted negative log-likelihood of demonstrations, over the whole batch's weights.
 
-    Takes K targets a position too.
+    Also takes K targets per position.
     """
 
     kind: ClassVar[str] = "sft"
