@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from earnest.engines import AtIdsWanted, HiddenWanted, LocalEngine, LogitsWanted, LogProbsWanted, TopKWanted
+from earnest.engines import AdamW, AtIdsWanted, HiddenWanted, LocalEngine, LogitsWanted, LogProbsWanted, TopKWanted
 from earnest.engines.optimizer_state import flatten_optimizer
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
 from earnest.models.sampling import SampleSpec
@@ -352,3 +352,8 @@ def test_a_step_in_every_dtype_follows_float64(make_engine: Make, batch: Batch, 
     engine.step(batch, GRPO(clip=0.9))
     assert {p.dtype for p in engine.parameters} == {torch.float32}
     assert all(not torch.equal(p, q) for p, q in zip(engine.parameters, before, strict=True))
+
+
+def test_a_learning_rate_that_is_a_text_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"AdamW\.lr: must be a finite number at least 0, got '1e-3'"):
+        AdamW(lr="1e-3")  # type: ignore[arg-type]
