@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from earnest.adapters.conformance import ConformanceRow
     from earnest.objectives.registry import TermInfo
     from earnest.settings import FieldInfo
 
@@ -95,10 +94,15 @@ def adapters() -> Table:
     return table
 
 
-def checked_adapters(rows: Iterable[ConformanceRow]) -> tuple[Table, list[str]]:
-    """The results of the conformance checks, and a line for each failure."""
+def checked_adapters(compile: bool) -> tuple[Table, list[str]]:
+    """Run the conformance checks with a bar on stderr: their results, and a line for each failure."""
+    from rich.progress import track
+
     from earnest.adapters import conformance
 
+    subjects = list(conformance.SUBJECTS)
+    found = conformance.run(subjects, compile=compile)
+    rows = track(found, "checking", len(subjects), console=Console(stderr=True), transient=True)
     table = _table("every adapter on every model and precision", *conformance.COLUMNS)
     failures: list[str] = []
     for row in rows:

@@ -113,7 +113,7 @@ def test_eval_on_another_task_with_other_sizes(
     [
         (["prompt=3"], "prompt: unknown key; did you mean 'prompts'?"),
         (["task=srot"], "task 'srot' is unknown"),
-        (["--rounds", "2"], "--rounds is for feedback loops"),
+        (["--rounds", "2"], "options of `feedback loops against a server` have no meaning for a run folder"),
     ],
 )
 def test_mistakes_in_eval(words: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

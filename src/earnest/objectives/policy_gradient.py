@@ -129,7 +129,7 @@ class Clipped(RatioGradient):
     clip_high: float | None = setting(None, "ε_high: the ratio is clipped above at 1+ε_high; none: ε", above=0.0)
     dual_clip: float | None = setting(None, "δ: bound on the ratio where the advantage is negative", above=1.0)
 
-    over: ClassVar[str]
+    over: ClassVar[str] = "its own"
     """What the sum of the tokens' losses is divided by."""
 
     def described(self) -> str:
