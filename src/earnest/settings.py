@@ -68,6 +68,8 @@ class Setting:
         if typing.get_origin(kind) is tuple:
             items = typing.get_args(kind)
             return self._words(items[0], "a list of" if items[-1] is ... else f"a list of {len(items)}")
+        if typing.get_origin(kind) is dict:
+            return "a mapping of texts to texts"
         if kind is bool:
             return "true or false"
         if kind is str:
@@ -92,6 +94,8 @@ class Setting:
             if not isinstance(value, tuple) or (items[-1] is not ... and len(value) != len(items)):
                 return False
             return all(self._fits(item, items[0]) for item in value)
+        if typing.get_origin(kind) is dict:
+            return isinstance(value, dict) and all(isinstance(t, str) and t for t in (*value, *value.values()))
         if self.choices:
             return value in self.choices
         if kind is bool:
