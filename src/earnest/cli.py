@@ -114,6 +114,46 @@ def run(
 
 
 @app.command()
+def data(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="A data file, a folder of shards, or hf:ID.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Keys of data: in a recipe, e.g. columns.prompt=question heldout=0.1."
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose chat template and tokenizer; no weights are loaded.")] = "nano",
+    rows: Annotated[int, typer.Option(min=0, help="How many rows of each side to show.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the same to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts and problems as JSON.")] = False,
+) -> None:
+    """Show what would be trained on: layout, trained tokens, lengths, duplicates, leakage, problems by line."""
+    from rich.console import Console
+
+    from earnest.config import data_settings
+    from earnest.data.dataset import Dataset
+    from earnest.models.loading import load_text
+    from earnest.report import data_page
+    from earnest.runs.progress import note_on
+
+    progress = note_on(Console(stderr=True))
+    policy = load_text(model, progress)
+    settings = data_settings({"train": source}, overrides or [])
+    found = Dataset.scan(settings, policy, policy.positions or 2**31, lambda n: progress(f"{n:,} rows read"))
+    if html is not None:
+        from earnest.disk import write_text
+
+        write_text(html, data_page.page(found, max(rows, 20)))
+    if as_json:
+        print(data_page.as_json(found))
+    else:
+        _print(data_page.terminal(found, rows))
+    if html is not None:
+        _print_line("page", html)
+    raise typer.Exit(1 if found.problems or found.leaks else 0)
+
+
+@app.command()
 def worker(
     run_url: Annotated[str, typer.Argument(help="The address that `earnest run … replicas=N` printed.")],
     replica: Annotated[int | None, typer.Option(min=0, help="Which replica to be; none: the first free one.")] = None,

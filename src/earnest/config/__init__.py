@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from earnest.config.load import changed_keys as changed_keys
+from earnest.config.load import data_settings as data_settings
 from earnest.config.load import dump as dump
 from earnest.config.load import from_mapping as from_mapping
 from earnest.config.load import load as load

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ValidationError
 from earnest.config import recipes, text
 from earnest.config.explain import sentence
 from earnest.config.schema import LoopConfig, RunConfig
+from earnest.data.dataset import DataSettings
 from earnest.errors import ConfigError
+from earnest.settings import make
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -46,6 +48,14 @@ def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[s
         return model.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(sentence(error, model)) from None
+
+
+def data_settings(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> DataSettings:
+    """The settings of a data file, from the mapping under ``data:`` or the command line."""
+    merged = copy.deepcopy(dict(data))
+    for override in overrides:
+        _apply(merged, override)
+    return make(DataSettings, merged)
 
 
 def dump(config: LoopConfig) -> str:

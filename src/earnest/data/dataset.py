@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
+import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
 from earnest.data import reading
 from earnest.data.layouts import Example, Layout, RowError, recognise, renamed
@@ -35,9 +37,7 @@ class DataSettings(Checked):
 
     train: str = setting(doc="a file, a folder of shards, a folder of `datasets`, or hf:ID")
     heldout: float | str = setting(0.05, "the share of prompts that is held out, or a file of held-out rows")
-    columns: dict[str, str] | None = setting(
-        None, "other names of columns, as {ours: theirs}, such as {prompt: question}"
-    )
+    columns: dict[str, str] | None = setting(None, "other names of columns: {ours: theirs}, as in {prompt: question}")
     on_error: str = setting("stop", "what a bad row does: stop the run, or skip the row", choices=("stop", "skip"))
     too_long: str = setting(
         "error",
@@ -45,10 +45,9 @@ class DataSettings(Checked):
         choices=("error", "skip", "truncate_left", "truncate_right"),
     )
     max_tokens: int | None = setting(None, "the longest row in tokens; none: the model's context", at_least=2)
-    loss_on: str = setting(
+    loss_on: LossOn = setting(
         "assistant",
-        "which tokens are trained: every answer, the last one, or all",
-        choices=("assistant", "last", "all"),
+        "which tokens are trained: those of every answer, of the last answer, or all",
     )
     allow_leakage: bool = setting(False, "train although held-out prompts are among the training prompts")
 
@@ -89,7 +88,7 @@ class Dataset:
     def load(
         cls, settings: DataSettings, policy: Renderer, context: int, progress: Callable[[int], None] | None = None
     ) -> Dataset:
-        """Read and check every row; raises where a row is bad (unless skipped), held out and trained, or none is left."""
+        """Read and check every row; raises where rows are bad and not skipped, or leaked, or where none is left."""
         made = cls.scan(settings, policy, context, progress)
         made.require_usable()
         return made
@@ -189,7 +188,7 @@ class Dataset:
             self.counts.leaked += 1
             self.leaks.append((other[1], place) if other[0] == "heldout" else (place, other[1]))
 
-    def _example(self, values: dict[str, object]) -> Example:
+    def _example(self, values: dict[str, Any]) -> Example:
         assert self.layout is not None, "rows are read before they are used"
         return self.layout.read(renamed(values, self.settings.columns or {}))
 
@@ -197,10 +196,9 @@ class Dataset:
         if example.kind == "question":
             return []
         if example.kind == "demonstration" or example.kind == "text":
-            loss_on: LossOn = self.settings.loss_on  # type: ignore[assignment]  # one of the setting's choices
-            return demonstration(self.policy, example, loss_on)
-        replies: Sequence[tuple[object, ...]] = [example.reply, *([example.rejected] if example.rejected else [])]
-        return [answer(self.policy, example.prompt, r, example.tools) for r in replies]  # type: ignore[arg-type]
+            return demonstration(self.policy, example, self.settings.loss_on)
+        replies = [example.reply, *([example.rejected] if example.rejected else [])]
+        return [answer(self.policy, example.prompt, reply, example.tools) for reply in replies]
 
     def _fit(self, row: Rendered) -> Rendered | None:
         excess = len(row) - self.limit
@@ -212,14 +210,14 @@ class Dataset:
 
 
 class _Rows:
-    """Places of rows on disk: bytes offsets into files of JSON lines. Other formats are copied into one such file."""
+    """Places of rows on disk: byte offsets into files of JSON lines. Other formats are copied into one such file."""
 
     def __init__(self) -> None:
         self._files: list[Path] = []
         self._numbers: dict[str, int] = {}
         self._file, self._offset = array("I"), array("Q")
-        self._copy: IO[bytes] | None = None
-        self._open: dict[int, IO[bytes]] = {}
+        self._copy: Path | None = None
+        self._end = 0
 
     def __len__(self) -> int:
         return len(self._offset)
@@ -229,10 +227,15 @@ class _Rows:
             self._put(row.place.file, row.offset)
             return
         if self._copy is None:
-            self._copy = tempfile.NamedTemporaryFile(prefix="earnest-rows-", suffix=".jsonl")  # noqa: SIM115 (lives on)
-        offset = self._copy.tell()
-        self._copy.write(json.dumps(_plain_row(row.values), ensure_ascii=False).encode() + b"\n")
-        self._put(self._copy.name, offset)
+            handle, name = tempfile.mkstemp(prefix="earnest-rows-", suffix=".jsonl")
+            os.close(handle)
+            self._copy = Path(name)
+            weakref.finalize(self, self._copy.unlink, missing_ok=True)
+        line = json.dumps(_plain_row(row.values), ensure_ascii=False).encode() + b"\n"
+        with self._copy.open("ab") as copy:
+            copy.write(line)
+        self._put(str(self._copy), self._end)
+        self._end += len(line)
 
     def _put(self, file: str, offset: int) -> None:
         if file not in self._numbers:
@@ -241,21 +244,16 @@ class _Rows:
         self._file.append(self._numbers[file])
         self._offset.append(offset)
 
-    def read(self, index: int) -> dict[str, object]:
-        number = self._file[index]
-        if number not in self._open:
-            self._open[number] = self._files[number].open("rb")
-        if self._copy is not None:
-            self._copy.flush()
-        file = self._open[number]
-        file.seek(self._offset[index])
-        found: dict[str, object] = json.loads(file.readline())
-        return found
+    def read(self, index: int) -> dict[str, Any]:
+        with self._files[self._file[index]].open("rb") as file:
+            file.seek(self._offset[index])
+            found: dict[str, Any] = json.loads(file.readline())
+            return found
 
 
-def _plain_row(values: dict[str, object]) -> dict[str, object]:
+def _plain_row(values: dict[str, Any]) -> dict[str, Any]:
     """The row as JSON can hold it: dates and the like become texts."""
-    plain: dict[str, object] = json.loads(json.dumps(values, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
 

@@ -14,7 +14,6 @@ and reading goes on with the next one.
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -213,11 +212,12 @@ def _arrow(file: Path) -> Iterator[Row | Problem]:
 def _batches(ipc: Any, file: Path) -> Iterator[Any]:
     """`datasets` writes the streaming form, others the file form."""
     with file.open("rb") as opened:
-        if opened.read(6) == b"ARROW1":
-            table = ipc.open_file(io.FileIO(file))
+        whole = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        if whole:
+            table = ipc.open_file(opened)
             yield from (table.get_batch(i) for i in range(table.num_record_batches))
         else:
-            opened.seek(0)
             yield from ipc.open_stream(opened)
 
 

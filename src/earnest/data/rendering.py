@@ -31,6 +31,7 @@ class Renderer(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def eos_ids(self) -> Collection[int]: ...
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,8 @@ def _marked(
     policy: Renderer, prompt: Sequence[Message], reply: Sequence[Message], tools: Sequence[Any]
 ) -> Rendered | None:
     """The row with the template's mark; None where the marked runs are not one for each assistant message."""
-    found = policy.tokenizer.apply_chat_template(
-        [dict(m) for m in (*prompt, *reply)],
-        tools=list(tools) or None,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+    found = _applied(
+        policy, (*prompt, *reply), tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     tokens, mask = list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
     runs = _runs(mask)
@@ -172,8 +169,8 @@ def _turn(policy: Renderer, message: Message, text: str) -> list[int]:
     content = message.get("content")
     if isinstance(content, str) and _squeezed(content) not in _squeezed(policy.tokenizer.decode(ids[:end])):
         raise RowError(
-            f"the tokens of the answer {content[:40]!r} do not give it back: the chat template of {policy.name} changes "
-            "it, it has a token that ends a turn in it, or the tokenizer cannot write it."
+            f"the tokens of the answer {content[:40]!r} do not give it back: the chat template of {policy.name} "
+            "changes it, it has a token that ends a turn in it, or the tokenizer cannot write it."
         )
     return ids[:end]
 
@@ -207,14 +204,17 @@ def _text(
 ) -> str:
     if not messages:
         return ""
-    return str(
-        policy.tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-        )
-    )
+    return str(_applied(policy, messages, tools, tokenize=False, add_generation_prompt=generation_prompt))
+
+
+def _applied(policy: Renderer, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> Any:
+    """The chat template on these messages; what it refuses is the row's problem."""
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return policy.tokenizer.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, **options)
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise RowError(f"the chat template of {policy.name} refuses the messages: {error}") from None
 
 
 def _ids(policy: Renderer, text: str) -> list[int]:

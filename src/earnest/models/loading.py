@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +17,9 @@ from earnest.errors import EarnestError, UnknownModel, UnusableModel, nearest
 from earnest.models import hub, places, smollm2
 from earnest.models.catalog import BUILT_IN
 from earnest.models.device import choose_device, choose_dtype
-from earnest.models.policy import Policy
+from earnest.models.policy import Policy, eos_ids
 from earnest.models.quiet import quiet
+from earnest.models.speech import Speech
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,34 @@ def load(
     precision = choose_dtype(dtype, where)
     folder, label, version, notes = _find(os.fspath(name), say or _log.info)
     return _open(folder, label, version, (why, *notes), where, precision)
+
+
+@dataclass(frozen=True)
+class TextPolicy(Speech):
+    """The tokenizer of a model, its end tokens and its context length in tokens, without the weights."""
+
+    name: str
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    positions: int | None
+
+
+def load_text(name: str | os.PathLike[str], say: Callable[[str], None] | None = None) -> TextPolicy:
+    """What of ``load(name)`` turns messages into tokens."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder, label, _, _ = _find(os.fspath(name), say or _log.info)
+    raw = places.read_config(folder)
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise UnusableModel(f"The tokenizer in {folder} cannot be loaded: {_sentence(error)}") from error
+    _require_tokenizer(tokenizer, folder)
+    ends = eos_ids(tokenizer, generation or None)
+    limit = raw.get("max_position_embeddings") or raw.get("n_positions")
+    return TextPolicy(label, tokenizer, ends, int(limit) if limit else None)
 
 
 def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[str, ...]]:
@@ -143,12 +173,16 @@ def _require_whole(info: dict[str, Any], folder: Path) -> tuple[str, ...]:
     return (f"{len(unused)} tensors of the file are unused (first: {unused[0]})",) if unused else ()
 
 
-def _require_fit(model: Any, tokenizer: Any, folder: Path) -> None:
+def _require_tokenizer(tokenizer: Any, folder: Path) -> None:
     if not tokenizer.encode("a", add_special_tokens=False):
         raise UnusableModel(
             f"{folder} has no usable tokenizer: it turns text into no tokens. Copy the tokenizer's files "
             "(tokenizer.json, tokenizer_config.json) into the folder, or save the tokenizer there with save_pretrained."
         )
+
+
+def _require_fit(model: Any, tokenizer: Any, folder: Path) -> None:
+    _require_tokenizer(tokenizer, folder)
     rows = model.get_input_embeddings().weight.shape[0]
     top = max(tokenizer.get_vocab().values(), default=-1)
     if top >= rows:

@@ -67,11 +67,7 @@ class Policy(Speech):
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Every id that ends a turn: the tokenizer's eos and the generation config's."""
-        config = getattr(self.model, "generation_config", None)
-        found = getattr(config, "eos_token_id", None)
-        ids = list(found) if isinstance(found, (list, tuple)) else [found]
-        return frozenset(int(i) for i in [self.tokenizer.eos_token_id, *ids] if i is not None)
+        return eos_ids(self.tokenizer, getattr(self.model, "generation_config", None))
 
     @cached_property
     def pad_id(self) -> int:
@@ -152,6 +148,13 @@ class Policy(Speech):
         dtype = str(self.dtype).removeprefix("torch.")
         line = f"{self.name} ({self.version}): {type(self.model).__name__}, {size} parameters, {dtype} on {self.device}"
         return "; ".join([line, *self.notes])
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerBase, generation: object) -> frozenset[int]:
+    """Every id that ends a turn: the tokenizer's eos and the generation config's."""
+    found = getattr(generation, "eos_token_id", None)
+    ids = list(found) if isinstance(found, (list, tuple)) else [found]
+    return frozenset(int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None)
 
 
 def _digest(state: Mapping[str, Tensor], names: Iterable[str]) -> str:
