@@ -31,7 +31,7 @@ from earnest.config import RunConfig
 from earnest.objectives import KLBarrier
 from earnest.objectives.needs import Divergence
 from earnest.rollouts import Attempt
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import evaluate
 from earnest.runs.setup import Setup, build
 from earnest.signals import Batch, with_reference
@@ -103,7 +103,7 @@ def drift(setup: Setup, attempts: Sequence[Attempt]) -> float:
 def run(arm: str, seed: int, args: argparse.Namespace, tick: Any) -> Result:
     started = time.perf_counter()
     setup = build(config_of(ARMS[arm], seed, args), lambda _: None)
-    source = Source(setup)
+    source = BatchSource(setup)
     first = evaluate(setup, 0)
     curve = [(0, first.reward)]
     beyond: list[float] = []

@@ -336,11 +336,11 @@ def replay(
 
     from earnest.config.replay import read
     from earnest.replay import report as pages
-    from earnest.replay.progress import Bars
+    from earnest.replay.progress import StageBars
     from earnest.replay.run import replay as make_pairs
 
     out = Console()
-    with Bars(out) as bars:
+    with StageBars(out) as bars:
         found = make_pairs(traces, read(config, overrides or []), bars)
     data, page = pages.write(found)
     pages.show(data, out)

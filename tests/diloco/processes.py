@@ -54,7 +54,7 @@ def die(point: str, times: int) -> None:
     """Let this process kill itself the ``times``-th time that it comes to ``point``."""
     from earnest.diloco.ledger import Ledger
     from earnest.runs import checkpoints
-    from earnest.runs.loop import Loop
+    from earnest.runs.loop import TrainingLoop
 
     left = [times]
 
@@ -86,7 +86,7 @@ def die(point: str, times: int) -> None:
         "before a snapshot": (Ledger, "put_state", True),
         "after a snapshot": (Ledger, "put_state", False),
         "after hello": (Ledger, "hello", False),
-        "in the middle of training": (Loop, "_one_step", False),
+        "in the middle of training": (TrainingLoop, "_one_step", False),
     }
     if point == "during a download":
         _in_a_download(now)

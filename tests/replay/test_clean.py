@@ -19,8 +19,8 @@ from earnest.replay.clean import backend_of, clean
 from earnest.replay.errors import CleaningError
 from earnest.replay.filters import (
     BuiltIn,
+    FilterResult,
     Op,
-    Verdict,
     character_repetition,
     jaccard,
     near_duplicates,
@@ -148,7 +148,7 @@ def test_near_duplicates_by_hand() -> None:
     assert jaccard(shingles("abcd", 2), shingles("abce", 2)) == pytest.approx(2 / 4)
     assert [v.keep for v in near_duplicates(["abcd", "abce", "wxyz"], 2, 0.5)] == [True, False, True]
     assert [v.keep for v in near_duplicates(["abcd", "abce", "wxyz"], 2, 0.51)] == [True, True, True]
-    assert near_duplicates(["abcd", "abce"], 2, 0.5)[1] == Verdict(False, 0.5, 0)
+    assert near_duplicates(["abcd", "abce"], 2, 0.5)[1] == FilterResult(False, 0.5, 0)
 
 
 short = st.text(alphabet="abc ", min_size=0, max_size=12)
@@ -205,13 +205,13 @@ def test_an_op_that_raises_stops_the_job() -> None:
     class Broken:
         name = "broken"
 
-        def judge(self, op: Op, texts: Sequence[str]) -> list[Verdict]:
+        def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]:
             raise RuntimeError("no memory")
 
     class Short:
         name = "short"
 
-        def judge(self, op: Op, texts: Sequence[str]) -> list[Verdict]:
+        def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]:
             return []
 
     op = Op("words", settings={"min": 1})

@@ -14,7 +14,7 @@ from earnest.config import from_mapping
 from earnest.errors import SignalError
 from earnest.objectives import OBJECTIVES, Objective
 from earnest.objectives.policy_gradient import PolicyGradient
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.setup import build
 from earnest.seeds import derive
 from earnest.signals.advantages import Estimator
@@ -90,7 +90,7 @@ def test_a_run_collects_what_collect_collects() -> None:
         "steps": 1,
     }
     setup = build(from_mapping(settings), lambda _: None)
-    own = Source(setup).next(1)
+    own = BatchSource(setup).next(1)
     prompts = PromptStream(setup.task, derive(0, "train") % 2**31).next(3)
     spec = en.SampleSpec(max_new_tokens=8, seed=derive(0, "train sampling", 1))
     other = en.collect(setup.engine, setup.task, prompts, 4, spec, objective=setup.objective)

@@ -13,7 +13,7 @@ from earnest.config import from_mapping, load_file
 from earnest.errors import ConfigError
 from earnest.rollouts import teacher_prompts
 from earnest.runs import resume, start
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.setup import build
 from earnest.signals import with_teacher
 from tests.runs.tiny import recipe, tiny_folder
@@ -61,7 +61,7 @@ def test_a_teacher_is_told_what_the_grader_said_of_this_very_attempt() -> None:
     }
     sampling = {"prompts_per_step": 3, "completions_per_prompt": 4, "max_new_tokens": 16, "temperature": 1.5}
     setup = build(from_mapping({**settings, "sampling": sampling}), lambda _: None)
-    collected = Source(setup).next(0)
+    collected = BatchSource(setup).next(0)
     alone = [replace(a, grade=replace(a.grade, correct=False)) for a in collected.attempts]
     failed = [i for i, a in enumerate(alone) if a.grade.feedback]
     prompts = teacher_prompts(setup.policy, alone, len(collected.batch))  # no attempt succeeded

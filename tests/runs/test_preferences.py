@@ -14,7 +14,7 @@ from earnest.errors import CheckpointError, ConfigError
 from earnest.replay import pairs as files
 from earnest.rollouts import PairTokens
 from earnest.runs import resume, start
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.preferences import Preferences, held_out
 from earnest.runs.setup import Setup, build
 from tests.replay.records import call, pair
@@ -38,7 +38,7 @@ def made(make_config: Make, data: Path, *more: str) -> Setup:
 
 def test_a_step_has_the_files_rows_chosen_before_rejected(make_config: Make, data: Path) -> None:
     setup = made(make_config, data)
-    found = Source(setup).next(1)
+    found = BatchSource(setup).next(1)
     batch = found.batch
     assert found.attempts == () and batch.behaviour is None, "nothing is sampled for pairs of a file"
     assert batch.role == ("chosen", "rejected") * 2 and batch.pair.tolist() == [0, 0, 1, 1]
@@ -141,7 +141,7 @@ def test_tool_calls_are_rendered_and_pairs_beside_rollouts_work(make_config: Mak
 
 def test_rollouts_and_pairs_of_a_file_share_a_batch(make_config: Make, data: Path) -> None:
     setup = build(make_config("objective=[{kind: grpo}, {kind: dpo}]", f"data={data}"), lambda _: None)
-    found = Source(setup).next(1)
+    found = BatchSource(setup).next(1)
     assert found.batch.role == ("rollout",) * 8 + ("chosen", "rejected") * 2 and len(found.attempts) == 8
     assert found.batch.behaviour is not None and found.batch.advantages is not None
 

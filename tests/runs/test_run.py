@@ -20,7 +20,7 @@ from earnest.errors import CheckpointError, EarnestError
 from earnest.proving import prove
 from earnest.rollouts import demonstrate
 from earnest.runs import check, start
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.errors import RunStopped
 from earnest.runs.evaluate import evaluate, gain, standard_error
 from earnest.runs.loop import probe_batch
@@ -300,7 +300,7 @@ def test_demonstrations_end_their_turn(make_config: Make) -> None:
     assert setup.policy.decode(answer) == prompt.data["answer"]
     assert answer[-1] in setup.policy.eos_ids and not set(answer[:-1]) & setup.policy.eos_ids
     assert asked == setup.policy.render(prompt.messages)
-    batch = Source(setup).next(1).batch
+    batch = BatchSource(setup).next(1).batch
     assert set(batch.role) == {"demonstration"} and batch.behaviour is None and batch.advantages is None
 
 
@@ -323,7 +323,7 @@ def test_sft_learns_its_demonstrations(tmp_path: Path, make_config: Make, quiet:
 def test_rollouts_and_demonstrations_share_a_step(tmp_path: Path, make_config: Make, quiet: Console) -> None:
     objective = "objective=[{kind: grpo}, {kind: sft, weight: 0.1}]"
     setup = build(make_config("task=sort", objective), say_nothing)
-    batch = Source(setup).next(1).batch
+    batch = BatchSource(setup).next(1).batch
     assert [batch.role.count(r) for r in ("rollout", "demonstration")] == [8, 2]
     assert bool((batch.advantages[batch.has_role(("demonstration",))[batch.row]] == 0).all())
     report_ = setup.engine.step(batch, setup.objective)
@@ -361,7 +361,9 @@ def test_evaluation_numbers_by_hand(make_config: Make, monkeypatch: pytest.Monke
 def test_held_out_prompts_are_held_out(make_config: Make) -> None:
     setup = build(make_config("eval.prompts=50"), say_nothing)
     held = {p.id for p in setup.task.prompts("heldout", 50, 20_240)}
-    trained = {p.id for p in Source(setup).stream.next(500)} | {p.id for p in Source(setup, "check").stream.next(100)}
+    trained = {p.id for p in BatchSource(setup).stream.next(500)} | {
+        p.id for p in BatchSource(setup, "check").stream.next(100)
+    }
     assert not held & trained
 
 

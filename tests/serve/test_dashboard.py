@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from earnest.serve.keys import new_key
-from earnest.serve.store import Completion
+from earnest.serve.store import StoredCompletion
 from tests.report import folders
 from tests.report.browser import PATIENCE, Watched, chromium
 from tests.serve.conftest import Live, serving
@@ -120,7 +120,7 @@ def test_what_people_and_models_say_is_text(browser: Browser, live: Live, adapte
     """Markup in a question, an answer and a feedback shows as what it is; the page's policy is the second lock."""
     name = adapter("page/hostile")
     row = live.state.store.adapter(name)
-    said = Completion(
+    said = StoredCompletion(
         "chatcmpl-hostile", 0, name, 0, "chat", [{"role": "user", "content": HOSTILE}], (1, 2), (3,), (-1.0,), 1.0,
         HOSTILE, "stop", row.id,
     )  # fmt: skip

@@ -113,7 +113,7 @@ def test_joining_late_changes_nothing(host: Host) -> None:
 
 def test_trim_cuts_what_everybody_pads(host: Host) -> None:
     """After a very long prompt has left, the rest goes on without its columns, and as if it had never been there."""
-    from earnest.serve.decode import Batch, Flight
+    from earnest.serve.decode import DecodeBatch, Flight
 
     tiny = tuple(host.policy.render([{"role": "user", "content": PROMPTS[0]}]))
     huge = tuple(host.policy.render([{"role": "user", "content": "Tell me about the fox. " * 30}]))
@@ -123,7 +123,7 @@ def test_trim_cuts_what_everybody_pads(host: Host) -> None:
     )
     small = Flight(Request(tiny, SampleSpec(max_new_tokens=60, seed=seed)))
     with host.turn("learn"):
-        batch = Batch(host)
+        batch = DecodeBatch(host)
         batch.admit([small, Flight(Request(huge, SampleSpec(max_new_tokens=2)))])
         wide = batch.groups[0].sequences.used
         while len(batch):

@@ -13,7 +13,7 @@ from earnest.errors import ConfigError
 from earnest.serve.eval import preferences
 from earnest.serve.eval.client import EvalClient, EvalError
 from earnest.serve.eval.loop import Round, evaluate, summarise, table
-from earnest.serve.eval.preferences import EvalConfig
+from earnest.serve.eval.preferences import FeedbackEvalConfig
 from earnest.serve.eval.run import run
 from earnest.serve.eval.verifiers import Verifier
 from tests.serve.conftest import Live
@@ -86,7 +86,7 @@ def test_capability_counts_right_answers(live: Live, tmp_path: Path) -> None:
     question = {"prompt": "Answer yes or no. Is 87 larger than 60?", "allowed": ["yes", "zebra no no"], "answer": "yes"}
     data = preferences.read(None, {"rounds": 1, "per_round": 1}).model_dump(mode="python")
     data |= {"preferences": data["preferences"][:1], "capability": [question, {**question, "answer": "zebra no no"}]}
-    rounds = evaluate(EvalClient(live.url), EvalConfig.model_validate(data), tmp_path, lambda _: None)
+    rounds = evaluate(EvalClient(live.url), FeedbackEvalConfig.model_validate(data), tmp_path, lambda _: None)
     assert rounds[0].capability == 0.5
 
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from earnest.engines import checkpoint
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 
 LEARN = """
 adapter: {kind: lora, rank: 2}
@@ -123,7 +123,7 @@ def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
     last.end()
     assert last.process.returncode in (0, -signal.SIGTERM)
 
-    store = Store(folder / "data")
+    store = ServerStore(folder / "data")
     try:
         row = store.adapter("assistant")
         versions = store.versions(row.id)
@@ -181,7 +181,7 @@ def test_a_peaceful_end(tmp_path: Path) -> None:
     server.end()
     assert server.process.returncode in (0, -signal.SIGTERM)
     assert sorted(ended) == ["/v1/events True", "data: [DONE]", "data: [DONE]", "data: [DONE]"]
-    store = Store(tmp_path / "data")
+    store = ServerStore(tmp_path / "data")
     try:
         assert sum(store.counts(1).values()) == 1
         assert len(store.db.read("SELECT * FROM completions")) == 1 + 3 * 4

@@ -17,19 +17,19 @@ from earnest.errors import ConfigError, EarnestError
 from earnest.serve import versions
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
-from earnest.serve.store import Completion, Said, Store, check_name
+from earnest.serve.store import Said, ServerStore, StoredCompletion, check_name
 
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 
 
 @pytest.fixture
 def store(tmp_path: Path):
-    found = Store(tmp_path)
+    found = ServerStore(tmp_path)
     yield found
     found.close()
 
 
-def _given(store: Store, name: str = "c1", **more) -> Completion:
+def _given(store: ServerStore, name: str = "c1", **more) -> StoredCompletion:
     fields = {
         "choice": 0,
         "model": "assistant",
@@ -43,7 +43,7 @@ def _given(store: Store, name: str = "c1", **more) -> Completion:
         "text": "x",
         "finish": "stop",
     }
-    made = Completion(id=name, **{**fields, **more})
+    made = StoredCompletion(id=name, **{**fields, **more})
     store.add_completions([made]).result()
     return made
 
@@ -54,7 +54,7 @@ def _given(store: Store, name: str = "c1", **more) -> Completion:
     st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
 )
 def test_completions_come_back_exactly(tmp_path_factory, tokens, text: str) -> None:
-    store = Store(tmp_path_factory.mktemp("store"))
+    store = ServerStore(tmp_path_factory.mktemp("store"))
     try:
         ids, values = zip(*tokens, strict=True)
         made = _given(store, tokens=ids, logprobs=values, text=text, messages=[{"role": "user", "content": text}])
@@ -63,7 +63,7 @@ def test_completions_come_back_exactly(tmp_path_factory, tokens, text: str) -> N
         store.close()
 
 
-def test_settings_of_the_file(store: Store) -> None:
+def test_settings_of_the_file(store: ServerStore) -> None:
     """A commit is on the disk when it returns: WAL, and synchronous FULL (2) on the connection that writes."""
     assert store.db.read("PRAGMA journal_mode")[0][0] == "wal"
     assert store.db.write(lambda c: c.execute("PRAGMA synchronous").fetchone()[0]) == 2
@@ -86,7 +86,7 @@ def test_a_failing_write_takes_only_itself_back(tmp_path: Path) -> None:
         db.write(lambda c: None)
 
 
-def test_the_queue_has_a_limit(store: Store) -> None:
+def test_the_queue_has_a_limit(store: ServerStore) -> None:
     row = store.create("a", {})
     _given(store)
     said = [(Said("c1", text=str(i), id=f"f{i}"), row) for i in range(3)]
@@ -99,7 +99,7 @@ def test_the_queue_has_a_limit(store: Store) -> None:
         store.add_feedback([(Said("c1", text="other", id="f1"), row)], "", 9)
 
 
-def test_applied_twice_is_impossible(store: Store) -> None:
+def test_applied_twice_is_impossible(store: ServerStore) -> None:
     row = store.create("a", {})
     _given(store)
     ((f, _),) = store.add_feedback([(Said("c1", text="x"), row)], "", 9)
@@ -110,7 +110,7 @@ def test_applied_twice_is_impossible(store: Store) -> None:
     assert [v.number for v in store.versions(row.id)] == [1] and store.adapter("a").live == 1
 
 
-def test_a_version_made_from_a_past_one_is_a_candidate(store: Store) -> None:
+def test_a_version_made_from_a_past_one_is_a_candidate(store: ServerStore) -> None:
     row = store.create("a", {})
     assert store.add_version(row.id, 1, 0, {}, (), {}, "") == "promoted"
     store.set_live(row.id, 0)
@@ -122,7 +122,7 @@ def test_a_version_made_from_a_past_one_is_a_candidate(store: Store) -> None:
         store.adapter("a")
 
 
-def test_what_is_live_is_there(store: Store) -> None:
+def test_what_is_live_is_there(store: ServerStore) -> None:
     """Checks and changes are one transaction: a version is live or deleted, never both; a refusal changes nothing."""
     row = store.create("a", {})
     for number, parent in ((1, 0), (2, 1), (3, 1)):
@@ -249,7 +249,7 @@ def test_a_fork_that_was_killed_is_swept(monkeypatch, tmp_path: Path) -> None:
         again.close()
 
 
-def test_unknown_things(store: Store) -> None:
+def test_unknown_things(store: ServerStore) -> None:
     with pytest.raises(NotFound, match="gave no completion"):
         store.completion("nothing")
     with pytest.raises(NotFound):
@@ -271,7 +271,7 @@ def test_names(name: str) -> None:
     assert name.count("/") <= 1 and not set(name) & set("\\%?#:@ \t\n\0")
 
 
-def test_another_model_is_refused(store: Store) -> None:
+def test_another_model_is_refused(store: ServerStore) -> None:
     store.bind("nano", "aaaa")
     store.bind("elsewhere/nano", "aaaa")  # the same weights under another name
     with pytest.raises(EarnestError, match="belong to the model nano"):
@@ -308,7 +308,7 @@ class Queue(RuleBasedStateMachine):
         import tempfile
 
         self.folder = tempfile.TemporaryDirectory()
-        self.store = Store(Path(self.folder.name))
+        self.store = ServerStore(Path(self.folder.name))
         self.row = self.store.create("a", {})
         _given(self.store)
         self.waiting: list[str] = []
@@ -338,7 +338,7 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.store.close()
-        self.store = Store(Path(self.folder.name))
+        self.store = ServerStore(Path(self.folder.name))
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earnest.steering import Filter, Starved, SteeringError, walk_down
-from earnest.steering.filter import Sample
+from earnest.steering.filter import SteeredSample
 
 LIMITS = Filter(tail_perplexity=10.0)
 
 
-def samples(dose: float, count: int = 20) -> list[Sample]:
+def samples(dose: float, count: int = 20) -> list[SteeredSample]:
     """The share of sane answers is 1 − dose."""
     sane = round(count * max(0.0, 1 - dose))
-    return [Sample((1,), (2,), "A fox.", 2.0 if i < sane else 99.0) for i in range(count)]
+    return [SteeredSample((1,), (2,), "A fox.", 2.0 if i < sane else 99.0) for i in range(count)]
 
 
 @settings(max_examples=25)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import earnest as en
 from earnest.steering import Filter, SteeringError, read, separation
-from earnest.steering.filter import Sample, tail_perplexity
+from earnest.steering.filter import SteeredSample, tail_perplexity
 from earnest.steering.text import NARRATION, REFUSAL, char_repetition, says, word_repetition
 
 
-def made(text: str, tail: float = 3.0) -> Sample:
-    return Sample((1,), (2,), text, tail)
+def made(text: str, tail: float = 3.0) -> SteeredSample:
+    return SteeredSample((1,), (2,), text, tail)
 
 
 def test_word_repetition_by_hand() -> None:

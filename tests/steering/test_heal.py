@@ -12,7 +12,7 @@ from earnest.objectives import KLBarrier, Objective
 from earnest.objectives.trust import AGGREGATES
 from earnest.signals import with_reference
 from earnest.steering import Healing, SteeringError, equal_firing, heal, observer
-from earnest.steering.filter import Sample, read
+from earnest.steering.filter import SteeredSample, read
 from earnest.steering.heal import demonstrations
 
 LORA = en.LoRA(rank=4)
@@ -20,7 +20,7 @@ TARGETS = ("q_proj", "v_proj")
 
 
 @pytest.fixture
-def survivors(nano: en.Policy) -> list[Sample]:
+def survivors(nano: en.Policy) -> list[SteeredSample]:
     prompts = [
         nano.render([{"role": "user", "content": f"Describe the {t}."}]) for t in ("fox", "lake", "lamp", "road")
     ]
@@ -28,7 +28,7 @@ def survivors(nano: en.Policy) -> list[Sample]:
     return read(nano, prompts, [nano.encode(t) for t in texts])
 
 
-def test_a_round_trains_only_its_own_adapter(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_a_round_trains_only_its_own_adapter(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     how = Healing(steps=4, rows=3, pressure_every=2, tau=0.01)
     first = heal(nano, survivors, LORA, how=how, targets=TARGETS, seed=1)
     kept = first.adapter.state_dict()
@@ -47,7 +47,7 @@ def test_a_round_trains_only_its_own_adapter(nano: en.Policy, survivors: list[Sa
         first.adapter.detach()
 
 
-def test_the_same_seed_is_the_same_round_bit_for_bit(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_the_same_seed_is_the_same_round_bit_for_bit(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     states = []
     for _ in range(2):
         done = heal(nano, survivors, LORA, how=Healing(steps=3, rows=2), targets=TARGETS, seed=7)
@@ -57,7 +57,9 @@ def test_the_same_seed_is_the_same_round_bit_for_bit(nano: en.Policy, survivors:
 
 
 @pytest.mark.parametrize("reference", ["base", "previous"])
-def test_a_barrier_holds_what_training_would_leave(nano: en.Policy, survivors: list[Sample], reference: str) -> None:
+def test_a_barrier_holds_what_training_would_leave(
+    nano: en.Policy, survivors: list[SteeredSample], reference: str
+) -> None:
     """A strong barrier ends nearer to its reference than a barrier that never acts, from the same start."""
     ends = {}
     for tau in (0.05, 1e6):
@@ -68,7 +70,7 @@ def test_a_barrier_holds_what_training_would_leave(nano: en.Policy, survivors: l
     assert ends[0.05] < 0.5 * ends[1e6]
 
 
-def test_lambda_grows_with_the_round(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_lambda_grows_with_the_round(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     for number, growth, expected in ((0, 1.0, 2.0), (2, 1.0, 6.0), (3, -0.5, 1.0)):
         how = Healing(steps=1, rows=2, weight=2.0, growth=growth)
         done = heal(nano, survivors, LORA, how=how, targets=TARGETS, round_number=number)
@@ -76,7 +78,7 @@ def test_lambda_grows_with_the_round(nano: en.Policy, survivors: list[Sample]) -
         assert done.summary()["strength"] == pytest.approx(expected)
 
 
-def test_the_spectral_cap_is_part_of_the_objective(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_the_spectral_cap_is_part_of_the_objective(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     sizes = {}
     for cap in (0.0, None):
         how = Healing(steps=8, rows=4, tau=1e6, cap=cap, cap_weight=5.0)
@@ -87,7 +89,7 @@ def test_the_spectral_cap_is_part_of_the_objective(nano: en.Policy, survivors: l
     assert sizes[0.0] < 0.7 * sizes[None]
 
 
-def test_a_failed_round_leaves_no_adapter(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_a_failed_round_leaves_no_adapter(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     with pytest.raises(ValueError, match="kl_barrier"):
         heal(nano, survivors, LORA, objective=Objective.of(KLBarrier()) + KLBarrier(), targets=TARGETS)
     with pytest.raises(ValueError, match="rollout"):
@@ -120,7 +122,7 @@ def test_equal_firing_refuses_no_rate() -> None:
             equal_firing({"mean": [1.0]}, rate)
 
 
-def test_the_observer_measures_and_never_acts(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_the_observer_measures_and_never_acts(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     """Four readings a step of one path; the path is that of SFT alone (up to the rounding of a wider pass)."""
     how = Healing(steps=4, rows=3)
     watched = heal(nano, survivors, LORA, how=how, objective=observer(), targets=TARGETS, seed=5)
@@ -177,12 +179,12 @@ def test_a_loop_of_four_tokens_in_sixty_passes_under_the_mean_and_not_under_the_
         adapter.detach()
 
 
-def test_demonstrations_are_rows_to_imitate(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_demonstrations_are_rows_to_imitate(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     batch = demonstrations(nano, survivors)
     assert set(batch.role) == {"demonstration"} and batch.active.shape[0] == sum(len(s.tokens) for s in survivors)
 
 
-def test_the_step_obeys_the_laws_of_the_audit(nano: en.Policy, survivors: list[Sample]) -> None:
+def test_the_step_obeys_the_laws_of_the_audit(nano: en.Policy, survivors: list[SteeredSample]) -> None:
     """SFT + barrier against the previous round, on frozen history: proven like any other training step."""
     history = heal(nano, survivors, LORA, how=Healing(steps=2, rows=4), targets=TARGETS, seed=1).adapter
     top = en.attach(nano, LORA, TARGETS, seed=2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 from earnest.serve.tinker import checkpoints
 from earnest.serve.tinker.checkpoints import CheckpointStore
 from earnest.serve.tinker.errors import NotThere, WireError
@@ -27,7 +27,7 @@ KILLED = """
 import os, shutil, sys
 from pathlib import Path
 from earnest.serve.database import Database
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 from earnest.serve.tinker import checkpoints
 from tests.tinker.test_checkpoints import NAME, full
 
@@ -52,9 +52,9 @@ for k in range(100):
     if not (child := os.fork()):
         if sys.argv[2] == "import":
             left = k
-            checkpoints.CheckpointStore(Store(root))
+            checkpoints.CheckpointStore(ServerStore(root))
         else:
-            kept, left = checkpoints.CheckpointStore(Store(root)), k
+            kept, left = checkpoints.CheckpointStore(ServerStore(root)), k
             kept.save(NAME, full("new"), overwrite=True)
         os._exit(0)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
@@ -83,7 +83,7 @@ def full(text: str) -> Any:
 
 @contextmanager
 def opened(root: Path) -> Iterator[CheckpointStore]:
-    store = Store(root)
+    store = ServerStore(root)
     try:
         yield CheckpointStore(store)
     finally:

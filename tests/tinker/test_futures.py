@@ -15,7 +15,7 @@ import torch
 from tinker import types
 
 from earnest.serve.tinker import futures
-from earnest.serve.tinker.data import Failed, PassOutput, Plain, SampleOutput, Sequence, Top
+from earnest.serve.tinker.data import Failed, JsonResult, PassOutput, SampleOutput, Sequence, Top
 from earnest.serve.tinker.errors import NotThere
 from earnest.serve.tinker.futures import Promise, Promises, RequestQueues
 from earnest.serve.tinker.routes import LazyService
@@ -38,10 +38,10 @@ def test_a_part_that_comes_early_waits_however_long_another_models_pass_took(mon
     promises = {name: Promise(name) for name in ("1", "2", "3", "5", "long", "other")}
 
     def put(line: str, seq: int | None, name: str, wait: bool = False) -> None:
-        def work() -> Plain:
+        def work() -> JsonResult:
             assert not wait or go.wait(30)
             done.append(name)
-            return Plain()
+            return JsonResult()
 
         queues.put(line, seq, promises[name], work)
 
@@ -57,7 +57,7 @@ def test_a_part_that_comes_early_waits_however_long_another_models_pass_took(mon
     assert promises["3"].result is None
     put("a", 2, "2")
     until(lambda: promises["3"].result is not None)
-    assert done == ["1", "long", "other", "2", "3"] and promises["3"].result == Plain()
+    assert done == ["1", "long", "other", "2", "3"] and promises["3"].result == JsonResult()
     put("a", 5, "5")
     clock[0] += 1.01 * futures.GAP
     until(lambda: promises["5"].result is not None)  # and one that never comes is still missed
@@ -88,7 +88,7 @@ def test_results_are_bound_by_their_bytes_and_fetched_ones_leave_first(monkeypat
     assert there() == ["a", "c", "d", "e"]
     kept.make("f")[0].set(PassOutput((torch.zeros(9000),), {}))  # more than all may have: it alone can be fetched
     assert there() == ["d", "f"] and waiting.result is None
-    waiting.set(Plain())
+    waiting.set(JsonResult())
     assert there() == ["d"]
 
 

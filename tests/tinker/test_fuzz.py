@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from earnest.serve.host import Host
 from earnest.serve.settings import ServeSettings
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 from earnest.serve.tinker.routes import router
 from tests.tinker.conftest import KEY, Served
 
 
 def _routes() -> list[tuple[str, str]]:
     with TemporaryDirectory() as folder:
-        store = Store(Path(folder))
+        store = ServerStore(Path(folder))
         found = router(Host(ServeSettings()), store).routes
         store.close()
     return sorted((method, route.path) for route in found if isinstance(route, APIRoute) for method in route.methods)

@@ -153,18 +153,18 @@ def test_checkpoints_survive_a_restart_and_live_models_say_that_they_do_not(tmp_
 def test_a_session_ends_once_or_when_its_client_falls_silent(served: Served, tmp_path: Path) -> None:
     import asyncio
 
-    from earnest.serve.store import Store
+    from earnest.serve.store import ServerStore
     from earnest.serve.tinker import service as module
-    from earnest.serve.tinker.data import Plain
+    from earnest.serve.tinker.data import JsonResult
 
     assert httpx.get(f"{served.url}/api/v1/healthz").json() == {"status": "ok"}
-    store = Store(tmp_path)
+    store = ServerStore(tmp_path)
     service = module.Service(served.host, store)
 
     def create(session: str) -> str:
         body = {"session_id": session, "model_seq_id": 0, "base_model": "earnest/nano", "lora_config": {"rank": 2}}
         result = asyncio.run(service.create_model(body).wait(60))
-        assert isinstance(result, Plain)
+        assert isinstance(result, JsonResult)
         return f"tinker {result.body['model_id']}"
 
     first, second, third = (service.create_session({})["session_id"] for _ in range(3))

@@ -16,7 +16,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, ModelInput, TensorData
 
 from earnest.serve.tinker import wire
-from earnest.serve.tinker.data import Cells, Failed, PassOutput, Plain, SampleOutput, Sequence, Top
+from earnest.serve.tinker.data import Cells, Failed, JsonResult, PassOutput, SampleOutput, Sequence, Top
 from earnest.serve.tinker.errors import WireError
 
 NUMBERS = st.floats(-100, 100, width=32)
@@ -82,7 +82,7 @@ def test_results_are_what_the_sdk_reads() -> None:
     assert sample.target_prompt_logprobs is not None
     assert sample.target_prompt_logprobs.to_torch().tolist() == [[0.0, 0.0, -3.0, 0.0]]
     assert json.loads(wire.write(Failed("no", "user"), protobuf=True)[0]) == {"error": "no", "category": "user"}
-    assert json.loads(wire.write(Plain({"a": 1}), protobuf=False)[0]) == {"a": 1}
+    assert json.loads(wire.write(JsonResult({"a": 1}), protobuf=False)[0]) == {"a": 1}
 
 
 def test_bytes_that_are_something_else_are_refused() -> None:

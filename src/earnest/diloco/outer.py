@@ -54,7 +54,7 @@ class SyncSchedule:
         return self.every // self.fragments
 
 
-class StepCounter(torch.optim.Optimizer):
+class CountingOptimizer(torch.optim.Optimizer):
     """An optimizer that moves nothing: its hooks are where torchft counts steps."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -115,13 +115,13 @@ class Mirror:
                 self.copies[index].copy_(weight)
 
 
-def algorithm(manager: Any, mirror: Mirror, schedule: SyncSchedule) -> tuple[Any, StepCounter]:
+def algorithm(manager: Any, mirror: Mirror, schedule: SyncSchedule) -> tuple[Any, CountingOptimizer]:
     """torchft's DiLoCo or LocalSGD on the copies, with any Manager: ours, or torchft's own with its Lighthouse."""
     try:
         from torchft.local_sgd import DiLoCo, LocalSGD
     except ImportError:
         raise MissingExtra("torchft", "diloco", "a run with replicas") from None
-    tick = StepCounter(mirror.copies)
+    tick = CountingOptimizer(mirror.copies)
     modules = mirror.modules()
     if schedule.outer is None:
         return LocalSGD(manager, nn.ModuleList(modules), tick, schedule.every), tick

@@ -25,7 +25,7 @@ from earnest.diloco.plan import ReplicaPlan, plan
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.learning import Learning
-from earnest.runs.loop import Loop
+from earnest.runs.loop import TrainingLoop
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.run import Finished, complete
@@ -147,7 +147,7 @@ def _go(launcher: Launcher, config: RunConfig, executor: Executor, url: str, con
         run.close()
 
 
-class Launcher(Loop):
+class Launcher(TrainingLoop):
     """A run whose steps are done elsewhere: each committed round is one line of metrics.jsonl."""
 
     ledger: Ledger

@@ -26,9 +26,9 @@ from earnest.disk import clean
 from earnest.errors import CheckpointError
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, environment
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.folder import RunFolder
-from earnest.runs.loop import Loop
+from earnest.runs.loop import TrainingLoop
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
@@ -71,7 +71,7 @@ def own_seed(config: RunConfig, replica: int) -> RunConfig:
     return config.model_copy(update={"seed": derive(config.seed, "replica", replica) % 2**31})
 
 
-class ReplicaLoop(Loop):
+class ReplicaLoop(TrainingLoop):
     """The training loop of one replica: no evaluation, checkpoints between rounds, steps that follow the rounds."""
 
     replica_plan: ReplicaPlan
@@ -133,7 +133,7 @@ class ReplicaLoop(Loop):
         wanted = self.outer.updates // config.updates_per_batch
         if wanted != self.step:
             self.run.event("info", f"from step {self.step} to step {wanted} with round {self.outer.round}")
-            self.source = Source(self.setup, position=wanted * config.sampling.prompts_per_step)
+            self.source = BatchSource(self.setup, position=wanted * config.sampling.prompts_per_step)
             self.step = wanted
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earnest.replay.errors import CleaningError
-from earnest.replay.filters import Backend, BuiltIn, Op, Verdict
+from earnest.replay.filters import Backend, BuiltIn, FilterResult, Op
 from earnest.replay.leakage import Leakage
 from earnest.replay.pairs import Pair
 
@@ -80,14 +80,14 @@ def clean(
         texts = [pair.text("prompt") for pair in left]
         judged = [i for i, text in enumerate(texts) if text.strip()]
         shares = [leakage.share(texts[i]) for i in judged]
-        verdicts = [Verdict(share <= leakage.max_share, share) for share in shares]
+        verdicts = [FilterResult(share <= leakage.max_share, share) for share in shares]
         settings = {"n": leakage.n, "max": leakage.max_share, "heldout": leakage.texts}
         left, step = _sift(left, texts, judged, verdicts, "leakage", "prompt", settings)
         steps.append(step)
     return Cleaned(tuple(left), tuple(steps), backend.name)
 
 
-def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[Verdict]:
+def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[FilterResult]:
     if not texts:
         return []
     try:
@@ -108,7 +108,7 @@ def _sift(
     pairs: list[Pair],
     texts: list[str],
     judged: list[int],
-    verdicts: list[Verdict],
+    verdicts: list[FilterResult],
     name: str,
     where: str,
     settings: Mapping[str, Any],

@@ -26,14 +26,14 @@ class Account:
 
 
 @dataclass
-class Ledger:
+class CostLedger:
     """Accounts by speaker; the judge's is called ``judge``."""
 
     prices: Mapping[str, PriceConfig | None]
     accounts: dict[str, Account] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: ReplayConfig, journal: Journal) -> Ledger:
+    def of(cls, config: ReplayConfig, journal: Journal) -> CostLedger:
         """With everything that the journal holds already."""
         made = cls({t.label: t.price for t in config.teachers} | {"judge": config.judge.price})
         for record in journal.records("answer"):

@@ -85,7 +85,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class FilterResult:
     """On one text: kept or not, the measured value, and for a duplicate the number of the text that it repeats."""
 
     keep: bool
@@ -99,7 +99,7 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def judge(self, op: Op, texts: Sequence[str]) -> list[Verdict]: ...
+    def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]: ...
 
 
 class BuiltIn:
@@ -107,13 +107,13 @@ class BuiltIn:
 
     name = "built-in"
 
-    def judge(self, op: Op, texts: Sequence[str]) -> list[Verdict]:
+    def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]:
         if op.op == "exact_duplicates":
             return _repeats([text.strip() for text in texts])
         if op.op == "near_duplicates":
             return near_duplicates(texts, op.n, op.threshold)
         values = [MEASURES[op.op](text, op.n) for text in texts]
-        return [Verdict(op.low <= value <= op.high, value) for value in values]
+        return [FilterResult(op.low <= value <= op.high, value) for value in values]
 
 
 # --- measures of one text ---------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ MEASURES: Mapping[str, Callable[[str, int], float]] = {
 # --- duplicates -------------------------------------------------------------------------------------------------------
 
 
-def _repeats(keys: Sequence[str]) -> list[Verdict]:
+def _repeats(keys: Sequence[str]) -> list[FilterResult]:
     first: dict[str, int] = {}
     return [
-        Verdict(first.setdefault(key, i) == i, twin=None if first[key] == i else first[key])
+        FilterResult(first.setdefault(key, i) == i, twin=None if first[key] == i else first[key])
         for i, key in enumerate(keys)
     ]
 
@@ -180,7 +180,7 @@ def shingles(text: str, n: int) -> frozenset[str]:
     return frozenset(low[i : i + n] for i in range(len(low) - n + 1)) or frozenset({low})
 
 
-def near_duplicates(texts: Sequence[str], n: int, threshold: float) -> list[Verdict]:
+def near_duplicates(texts: Sequence[str], n: int, threshold: float) -> list[FilterResult]:
     """A text leaves where it is similar to an earlier one, directly or through others: the first of a cluster stays."""
     sets = [shingles(text, n) for text in texts]
     rarity = Counter(gram for own in sets for gram in own)
@@ -198,7 +198,7 @@ def near_duplicates(texts: Sequence[str], n: int, threshold: float) -> list[Verd
         for gram in prefix:
             seen[gram].append(i)
     roots = [_root(first, i) for i in range(len(texts))]
-    return [Verdict(r == i, best.get(i), None if r == i else r) for i, r in enumerate(roots)]
+    return [FilterResult(r == i, best.get(i), None if r == i else r) for i, r in enumerate(roots)]
 
 
 def jaccard(a: frozenset[str], b: frozenset[str]) -> float:

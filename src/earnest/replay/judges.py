@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from earnest.replay.endpoint import Endpoint, Usage
-from earnest.replay.local import LocalPolicy, Unusable
-from earnest.replay.traces import Message, Turn, plain_text
+from earnest.replay.local import LocalPolicy, UnusableTurn
+from earnest.replay.traces import AssistantTurn, Message, plain_text
 from earnest.tasks import Prompt, get_task
 
 TOLD = "You compare two answers that an assistant could give next in a conversation. Judge by what helps the user."
@@ -31,14 +31,14 @@ WORTH = {"a": 1.0, "b": -1.0, "tie": 0.0}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswerComparison:
     """A teacher's answer beside what the trace has at this turn."""
 
-    turn: Turn
+    turn: AssistantTurn
     candidate: Message
 
 
-def by_likelihood(policy: LocalPolicy, asked: Sequence[Comparison]) -> list[float | str]:
+def by_likelihood(policy: LocalPolicy, asked: Sequence[AnswerComparison]) -> list[float | str]:
     """A margin for each, or why there is none."""
     rows: list[tuple[list[int], list[int]]] = []
     found: list[float | str] = []
@@ -46,7 +46,7 @@ def by_likelihood(policy: LocalPolicy, asked: Sequence[Comparison]) -> list[floa
         try:
             replies = [policy.reply(c.turn, answer) for answer in (c.candidate, c.turn.answer)]
             prompt = policy.prompt(c.turn, True, max(map(len, replies)))
-        except Unusable as reason:
+        except UnusableTurn as reason:
             found.append(str(reason))
             continue
         rows += [(prompt, reply) for reply in replies]
@@ -55,21 +55,21 @@ def by_likelihood(policy: LocalPolicy, asked: Sequence[Comparison]) -> list[floa
     return [value if isinstance(value, str) else next(scores) - next(scores) for value in found]
 
 
-def by_grader(comparison: Comparison, task: str | None) -> float:
+def by_grader(comparison: AnswerComparison, task: str | None) -> float:
     """Rewards by a task's grader; the trace's ``meta.data`` is what the grader knows of the question."""
     turn = comparison.turn
     name, data = task or turn.trace.meta.get("task"), turn.trace.meta.get("data")
     if not isinstance(name, str) or not isinstance(data, dict):
-        raise Unusable("the trace has no meta.task and meta.data, so no grader knows the question")
+        raise UnusableTurn("the trace has no meta.task and meta.data, so no grader knows the question")
     if not turn.last:
-        raise Unusable("a grader judges the last answer of a trace")
+        raise UnusableTurn("a grader judges the last answer of a trace")
     grader = get_task(name)
     prompt = Prompt(turn.trace.id, turn.state, data)
     better, worse = (grader.grade(prompt, plain_text(m)).reward for m in (comparison.candidate, turn.answer))
     return better - worse
 
 
-def by_endpoint(endpoint: Endpoint, comparison: Comparison, name: str) -> tuple[float | str, Usage]:
+def by_endpoint(endpoint: Endpoint, comparison: AnswerComparison, name: str) -> tuple[float | str, Usage]:
     """Two questions, the answers in either order; a word that is none of A, B and tie is no verdict."""
     turn = comparison.turn
     answers = plain_text(comparison.candidate), plain_text(turn.answer)

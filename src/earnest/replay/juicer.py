@@ -19,7 +19,7 @@ from typing import Any
 
 from earnest.errors import MissingExtra
 from earnest.replay.errors import CleaningError
-from earnest.replay.filters import Op, Verdict
+from earnest.replay.filters import FilterResult, Op
 
 OPERATORS = {
     "text_length": ("text_length_filter", "TextLengthFilter", "text_len", ("min_len", "max_len")),
@@ -56,14 +56,14 @@ class Juicer:
     def __init__(self) -> None:
         forbid_installs()
 
-    def judge(self, op: Op, texts: Sequence[str]) -> list[Verdict]:
+    def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]:
         if op.op == "exact_duplicates":
             return self._repeats(op, list(texts))
         if op.op == "near_duplicates":
             return self._repeats(op, list(texts))
         return self._measure(op, list(texts))
 
-    def _measure(self, op: Op, texts: list[str]) -> list[Verdict]:
+    def _measure(self, op: Op, texts: list[str]) -> list[FilterResult]:
         module, cls, key, bounds = OPERATORS[op.op]
         whole = op.op in ("text_length", "words")
         limits = {name: value for name, value in zip(bounds, (op.low, op.high), strict=True) if math.isfinite(value)}
@@ -78,9 +78,9 @@ class Juicer:
             raise CleaningError(
                 f"{op.op}: data-juicer answered {len(kept)} times on {len(texts)} texts; nothing was kept."
             )
-        return [Verdict(bool(keep), float(stat[key])) for keep, stat in zip(kept, stats, strict=True)]
+        return [FilterResult(bool(keep), float(stat[key])) for keep, stat in zip(kept, stats, strict=True)]
 
-    def _repeats(self, op: Op, texts: list[str]) -> list[Verdict]:
+    def _repeats(self, op: Op, texts: list[str]) -> list[FilterResult]:
         datasets: Any = import_module("datasets")
         datasets.disable_caching()
         datasets.disable_progress_bars()
@@ -95,11 +95,11 @@ class Juicer:
             mine = [i for i, text in enumerate(texts) if len(text) >= op.n]  # shorter ones would all look alike
         rows_in = [operator.compute_hash({"text": texts[i]}) | {"place": i} for i in mine]
         if not rows_in:
-            return [Verdict(True) for _ in texts]
+            return [FilterResult(True) for _ in texts]
         survivors, _ = operator.process(datasets.Dataset.from_list(rows_in))
         kept = set(survivors["place"])
         judged = set(mine)
-        return [Verdict(i not in judged or i in kept) for i in range(len(texts))]
+        return [FilterResult(i not in judged or i in kept) for i in range(len(texts))]
 
 
 def _operator(family: str, module: str, cls: str, settings: dict[str, Any]) -> Any:

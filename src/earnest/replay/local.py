@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from earnest.data import hindsight
-from earnest.replay.traces import Message, Turn
+from earnest.replay.traces import AssistantTurn, Message
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 CHUNK = 64
 """Prompts that are sampled together; a fixed cut of the plan, so that a resumed replay samples what it would have."""
 
 
-class Unusable(Exception):
+class UnusableTurn(Exception):
     """This turn cannot be put to this policy; the reason goes into the report."""
 
 
@@ -34,12 +34,12 @@ class Answered:
     completion_tokens: int
 
 
-def told(turn: Turn) -> list[dict[str, Any]]:
+def told(turn: AssistantTurn) -> list[dict[str, Any]]:
     """The state with the user's next message as a hint."""
     if turn.said is None or not turn.said.strip():
-        raise Unusable("nobody said anything afterwards")
+        raise UnusableTurn("nobody said anything afterwards")
     if turn.state[-1]["role"] != "user":
-        raise Unusable(
+        raise UnusableTurn(
             f"hindsight stands below a user's words, and the turn follows a {turn.state[-1]['role']} message"
         )
     return hindsight(turn.state, turn.said)
@@ -55,15 +55,15 @@ class LocalPolicy:
         self.policy = load(model) if adapter is None else load_trained(Path(adapter), model)[0]
         self.context = self.policy.positions or 2**31
 
-    def prompt(self, turn: Turn, with_hindsight: bool, room: int) -> list[int]:
+    def prompt(self, turn: AssistantTurn, with_hindsight: bool, room: int) -> list[int]:
         """The turn's state in tokens, with ``room`` left after it."""
         messages = told(turn) if with_hindsight else list(turn.state)
         try:
             ids = self.policy.render(messages, tools=turn.trace.tools or None)
         except Exception as error:  # a chat template is foreign code and raises what it likes
-            raise Unusable(f"the chat template refuses the state: {error}") from error
+            raise UnusableTurn(f"the chat template refuses the state: {error}") from error
         if len(ids) + room > self.context:
-            raise Unusable(f"longer than the policy's context of {self.context} tokens")
+            raise UnusableTurn(f"longer than the policy's context of {self.context} tokens")
         return ids
 
     def answer(
@@ -101,14 +101,14 @@ class LocalPolicy:
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
         return (message | {"tool_calls": calls} if calls else message), ""
 
-    def reply(self, turn: Turn, answer: Message) -> list[int]:
+    def reply(self, turn: AssistantTurn, answer: Message) -> list[int]:
         """An answer to the turn's state in tokens, its end of turn included."""
         from earnest.models.replies import message_tokens
 
         try:
             return message_tokens(self.policy, turn.state, answer, tools=turn.trace.tools or None)[1]
         except Exception as error:
-            raise Unusable(f"the chat template refuses the answer: {error}") from error
+            raise UnusableTurn(f"the chat template refuses the answer: {error}") from error
 
     def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
         """The mean log-prob of each completion after its prompt."""

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 
-class Bars:
+class StageBars:
     """Called with (stage, done, total) while the job runs; a context manager."""
 
     def __init__(self, out: Console) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 from earnest.config.replay import ReplayConfig, SpeakerConfig, TeacherEntry
 from earnest.replay import judges
 from earnest.replay.clean import Cleaned, backend_of, clean
-from earnest.replay.costs import Ledger
+from earnest.replay.costs import CostLedger
 from earnest.replay.endpoint import Endpoint, Exhausted, Usage
 from earnest.replay.errors import ReplayError
 from earnest.replay.journal import Journal, Kind
 from earnest.replay.leakage import Leakage, heldout_texts
-from earnest.replay.local import CHUNK, LocalPolicy, Unusable
+from earnest.replay.local import CHUNK, LocalPolicy, UnusableTurn
 from earnest.replay.pairs import Pair, write
-from earnest.replay.traces import Traces, Turn, meaning, parse, plain_text, read
+from earnest.replay.traces import AssistantTurn, Traces, meaning, parse, plain_text, read
 
 Progress = Callable[[str, int, int], None]
 SAME, TIE, FAILED = "the teacher said the same", "a tie for the judge", "the endpoint failed every time"
@@ -32,7 +32,7 @@ SAME, TIE, FAILED = "the teacher said the same", "a tie for the judge", "the end
 class Ask:
     """One answer that is wanted."""
 
-    turn: Turn
+    turn: AssistantTurn
     teacher: TeacherEntry
     sample: int
 
@@ -63,14 +63,14 @@ class Replayed:
     made: tuple[Pair, ...]
     drops: tuple[Drop, ...]
     cleaned: Cleaned
-    ledger: Ledger
+    ledger: CostLedger
 
 
 @dataclass
 class _Job:
     config: ReplayConfig
     journal: Journal
-    ledger: Ledger
+    ledger: CostLedger
     progress: Progress
     _policies: dict[tuple[str, str | None], LocalPolicy] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ def replay(traces: Path, config: ReplayConfig, progress: Progress = lambda *_: N
     out = Path(config.out)
     journal = Journal(out.with_name(f"{out.name}.journal.jsonl"), config.asking(), found.sha256)
     try:
-        ledger = Ledger.of(config, journal)
+        ledger = CostLedger.of(config, journal)
         job = _Job(config, journal, ledger, progress)
         for teacher in config.teachers:
             _teach(job, teacher, [ask for ask in asks if ask.teacher is teacher])
@@ -206,7 +206,7 @@ def _sample(job: _Job, teacher: TeacherEntry, policy: LocalPolicy, part: Sequenc
         try:
             prompts.append(policy.prompt(ask.turn, teacher.kind == "hindsight", teacher.max_tokens))
             usable.append(ask)
-        except Unusable as reason:
+        except UnusableTurn as reason:
             for sample in range(teacher.samples):
                 key = Ask(ask.turn, teacher, sample).key
                 job.journal.add("answer", key, message=None, why=str(reason))
@@ -227,7 +227,7 @@ def _sample(job: _Job, teacher: TeacherEntry, policy: LocalPolicy, part: Sequenc
 
 def _judge(job: _Job, asks: Sequence[Ask]) -> None:
     judge = job.config.judge
-    compared = {ask.key: judges.Comparison(ask.turn, _message(job.journal, ask) or {}) for ask in asks}
+    compared = {ask.key: judges.AnswerComparison(ask.turn, _message(job.journal, ask) or {}) for ask in asks}
     if judge.kind == "endpoint":
         endpoint = job.endpoint(judge)
 
@@ -247,7 +247,7 @@ def _judge(job: _Job, asks: Sequence[Ask]) -> None:
         job.progress("verdicts", start + len(part), len(todo))
 
 
-def _verdicts(job: _Job, asked: Sequence[judges.Comparison]) -> list[float | str]:
+def _verdicts(job: _Job, asked: Sequence[judges.AnswerComparison]) -> list[float | str]:
     judge = job.config.judge
     if judge.kind == "likelihood":
         return judges.by_likelihood(job.policy(judge), asked)
@@ -257,7 +257,7 @@ def _verdicts(job: _Job, asked: Sequence[judges.Comparison]) -> list[float | str
     for comparison in asked:
         try:
             found.append(judges.by_grader(comparison, judge.task))
-        except Unusable as reason:
+        except UnusableTurn as reason:
             found.append(str(reason))
     return found
 

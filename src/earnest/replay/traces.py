@@ -38,14 +38,14 @@ class Trace:
     meta: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[AssistantTurn]:
         """Every message of the assistant."""
         places = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return [Turn(self, number, place, place == places[-1]) for number, place in enumerate(places)]
+        return [AssistantTurn(self, number, place, place == places[-1]) for number, place in enumerate(places)]
 
 
 @dataclass(frozen=True)
-class Turn:
+class AssistantTurn:
     """The assistant's message number ``number`` in a trace: ``messages[place]``."""
 
     trace: Trace

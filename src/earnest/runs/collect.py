@@ -20,7 +20,7 @@ def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int) -> list[
     return graded(setup.sample, setup.policy, setup.task, prompts, n, spec, setup.config.max_grader_errors)
 
 
-class Source:
+class BatchSource:
     """A step's batch, in an order that the seed alone decides; ``purpose`` keeps the check out of training's order."""
 
     def __init__(self, setup: Setup, purpose: str = "train", position: int = 0) -> None:

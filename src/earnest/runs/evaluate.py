@@ -26,7 +26,7 @@ HELDOUT_SEED = 20_240
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldOutEvaluation:
     """One measurement; ``means`` are each prompt's mean reward, in the order of the held-out prompts."""
 
     step: int
@@ -41,7 +41,7 @@ class Evaluation:
     @classmethod
     def of(
         cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, pairs: Mapping[str, float] | None = None
-    ) -> Evaluation:
+    ) -> HeldOutEvaluation:
         """Of graded completions, as many for every prompt."""
         rewards: dict[int, list[float]] = defaultdict(list)
         for a in attempts:
@@ -83,13 +83,13 @@ def heldout(setup: Setup) -> list[Prompt]:
     return prompts
 
 
-def evaluate(setup: Setup, step: int) -> Evaluation:
+def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
     """Measure the policy that would be deployed: the live one, without a guard's quarantine."""
     wanted, prompts = setup.config.eval, heldout(setup)
     with setup.deployed():
         attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
         pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
-    return Evaluation.of(attempts, step, setup.engine.version, pairs)
+    return HeldOutEvaluation.of(attempts, step, setup.engine.version, pairs)
 
 
 def standard_error(values: Sequence[float]) -> float | None:

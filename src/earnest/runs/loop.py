@@ -21,7 +21,7 @@ from earnest.errors import EarnestError, NothingToTrain
 from earnest.proving import prove
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, verdicts
-from earnest.runs.collect import Source, sample_record
+from earnest.runs.collect import BatchSource, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import evaluate
 from earnest.runs.folder import RunFolder
@@ -39,7 +39,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions.
 
     ``evaluations`` are the lines of all held-out evaluations so far; those of earlier sessions are read by ``restore``.
@@ -53,7 +53,7 @@ class Loop:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.source = Source(self.setup)
+        self.source = BatchSource(self.setup)
         self.saved_at = -1
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ class Loop:
         folder, state = found
         self.run.cut(state["lengths"])
         self.setup.engine.load(folder / checkpoints.ENGINE)
-        self.source = Source(self.setup, position=state["stream"]["position"])
+        self.source = BatchSource(self.setup, position=state["stream"]["position"])
         self.step = self.saved_at = int(state["step"])
         self.seconds = float(state["seconds"])
         earlier = self.run.metrics.read()
@@ -248,7 +248,7 @@ def probe_batch(setup: Setup) -> Batch:
     Where all completions of a prompt are worth the same, no policy gradient is alive, and that says nothing about the
     step: such rows are left out, and a batch that has no others is drawn again.
     """
-    source = Source(setup, "check")
+    source = BatchSource(setup, "check")
     for attempt in range(PROBE_TRIES):
         batch = source.next(attempt).batch
         if batch.advantages is not None:

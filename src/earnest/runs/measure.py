@@ -22,7 +22,7 @@ from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
 from earnest.rollouts.attempts import attempt
-from earnest.runs.evaluate import HELDOUT_SEED, Comparison, Evaluation, compared
+from earnest.runs.evaluate import HELDOUT_SEED, Comparison, HeldOutEvaluation, compared
 from earnest.runs.folder import read_json
 
 
@@ -67,7 +67,7 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
     prompts = task.prompts("heldout", count, HELDOUT_SEED)
 
     def evaluated() -> dict[str, Any]:
-        return Evaluation.of(attempt(engine.sample, policy, task, prompts, samples, spec)).record(0.0)
+        return HeldOutEvaluation.of(attempt(engine.sample, policy, task, prompts, samples, spec)).record(0.0)
 
     say(f"sampling {count} prompts with {policy.name}")
     with adapter.off():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from earnest.errors import ConfigError
 from earnest.rollouts import demonstrate
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import heldout
 from earnest.runs.loggers import require_installed
 from earnest.runs.setup import Setup
@@ -18,7 +18,7 @@ def preflight(setup: Setup) -> None:
     the objective demonstrates them, and for the loggers' packages."""
     config, policy, task = setup.config, setup.policy, setup.task
     require_installed(config.loggers)
-    source = Source(setup)
+    source = BatchSource(setup)
     training = source.stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
     context = policy.positions
     longest = config.sampling.max_new_tokens

@@ -22,7 +22,7 @@ from earnest.runs import environment, verdicts
 from earnest.runs.evaluate import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
-from earnest.runs.loop import Loop, probe_batch
+from earnest.runs.loop import TrainingLoop, probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
@@ -112,7 +112,7 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
 def go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
     """Train in this folder, from its beginning or from its newest checkpoint; then close both."""
     try:
-        loop = Loop(setup, run, reporter_on(console), [])
+        loop = TrainingLoop(setup, run, reporter_on(console), [])
         if resumed:
             loop.restore()
         described = f"{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}"
@@ -122,7 +122,7 @@ def go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finishe
         run.close()
 
 
-def complete(loop: Loop, console: Console, introduction: Sequence[str]) -> Finished:
+def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) -> Finished:
     """Train the steps that are left, then save the adapter, write the report and return the result."""
     setup, run, config = loop.setup, loop.run, loop.setup.config
     for line in introduction:

@@ -13,33 +13,33 @@ from earnest.serve.errors import BadRequest, Conflict, Forbidden, damaged
 from earnest.serve.keys import Caller, Right, Who
 from earnest.serve.state import State
 from earnest.serve.store import AdapterRow, VersionRow, check_name
-from earnest.serve.wire import ERRORS, Wire
+from earnest.serve.wire import ERRORS, StrictBody
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class NewAdapter(Wire):
+class NewAdapter(StrictBody):
     """POST /v1/adapters"""
 
     name: Name
     learn: dict[str, Any] = Field(default_factory=dict, description="what differs from the server's own settings")
 
 
-class Fork(Wire):
+class Fork(StrictBody):
     """A new adapter that starts from a version of this one."""
 
     name: Name
     version: Number | None = Field(None, description="none: the live one")
 
 
-class Purge(Wire):
+class Purge(StrictBody):
     """POST /v1/adapters/NAME/purge"""
 
     before: float = Field(description="seconds since 1970; later conversations stay")
 
 
-class Which(Wire):
+class Which(StrictBody):
     """A version."""
 
     version: Number | None = None

@@ -39,7 +39,7 @@ class Full(EarnestError):
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodedToken:
     """One decoded token: its log-prob under what was sampled from, and on request the most probable ones beside it."""
 
     token: int
@@ -82,7 +82,7 @@ class Request:
     n: int = 1
     top: int = 0
     shaping: Shaping = Shaping()
-    on_step: Callable[[int, Step], None] | None = None
+    on_step: Callable[[int, DecodedToken], None] | None = None
 
 
 class Flight:
@@ -107,7 +107,7 @@ class Flight:
         if all(d is not None for d in self.done) and not self.future.done():
             self.future.set_result([d for d in self.done if d is not None])
 
-    def report(self, index: int, number: int, step: Step) -> None:
+    def report(self, index: int, number: int, step: DecodedToken) -> None:
         """Hand a step to ``on_step``, once: a request that is decoded again repeats its steps."""
         if number > self.reported[index]:
             self.reported[index] = number
@@ -124,7 +124,7 @@ class _Row:
     flight: Flight
     index: int
     numbers: list[float]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DecodedToken] = field(default_factory=list)
     matcher: Matcher | None = None
 
     @property
@@ -177,7 +177,7 @@ def positions(policy: Policy) -> int | None:
     return policy.positions
 
 
-class Batch:
+class DecodeBatch:
     """The sequences that are decoded together. Every call is one unit of work, inside somebody's turn."""
 
     def __init__(self, host: Host) -> None:
@@ -272,7 +272,7 @@ class Batch:
             token, logprob = pick(own, u, rows[0].spec)
             tops = _tops(own, rows)
             for row, t, lp, top in zip(rows, token.tolist(), logprob.tolist(), tops, strict=True):
-                step = Step(t, lp, top[: row.flight.request.top])
+                step = DecodedToken(t, lp, top[: row.flight.request.top])
                 row.steps.append(step)
                 if row.matcher is not None:
                     row.matcher.accept(t)
@@ -331,7 +331,7 @@ class Decoder:
 
     def __init__(self, host: Host, max_rows: int, max_waiting: int) -> None:
         self.host, self.max_rows, self.max_waiting = host, max_rows, max_waiting
-        self.batch = Batch(host)
+        self.batch = DecodeBatch(host)
         self.tokens = 0
         self._waiting: deque[Flight] = deque()
         self._wake = threading.Condition()
@@ -397,7 +397,7 @@ class Decoder:
     def _alone(self, flight: Flight, turn: Turn) -> None:
         """Decode one request from its start, so that its failure is its own. Its tokens are the same: they are a
         function of the weights, the prompt and the seed."""
-        batch = Batch(self.host)
+        batch = DecodeBatch(self.host)
         try:
             batch.admit([flight])
             while len(batch):

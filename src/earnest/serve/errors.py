@@ -92,15 +92,15 @@ class TooSlow(ServeError):
     status, code = 408, "request_timeout"
 
 
-class Damaged(ServeError):
+class DamagedVersion(ServeError):
     """Files of a version are missing or changed."""
 
     status, type, code = 500, "server_error", "damaged_version"
 
 
-def damaged(adapter: str, number: int) -> Damaged:
+def damaged(adapter: str, number: int) -> DamagedVersion:
     """The error for a version of an adapter whose files are damaged."""
-    return Damaged(
+    return DamagedVersion(
         f"the files of version {number} of {adapter} are damaged or missing; roll back to another version, or restore "
         "them from a copy.",
         "model",

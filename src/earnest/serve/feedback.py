@@ -11,13 +11,13 @@ from earnest.serve.errors import BadRequest, Conflict, NotFound, no_completion
 from earnest.serve.keys import Caller, Who
 from earnest.serve.state import State
 from earnest.serve.store import PUSHED, AdapterRow, Said
-from earnest.serve.wire import ERRORS, Wire
+from earnest.serve.wire import ERRORS, StrictBody
 
 MOST = 256
 Words = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
-class FeedbackItem(Wire):
+class FeedbackItem(StrictBody):
     """At least one of ``text``, ``thumbs`` and ``better``."""
 
     completion_id: Annotated[str, Field(min_length=1, max_length=100)]
@@ -39,7 +39,7 @@ class FeedbackItem(Wire):
         return self
 
 
-class FeedbackBatch(Wire):
+class FeedbackBatch(StrictBody):
     """Several at once: all are accepted or none."""
 
     feedback: Annotated[list[FeedbackItem], Field(min_length=1, max_length=MOST)]

@@ -19,8 +19,7 @@ from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.engines import LocalEngine
 from earnest.models import SampleSpec
 from earnest.objectives.needs import Entropy, LogProb
-from earnest.serve.decode import Batch as Decoding
-from earnest.serve.decode import Flight, Request
+from earnest.serve.decode import DecodeBatch, Flight, Request
 from earnest.serve.learning import GateConfig
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
@@ -28,7 +27,7 @@ from earnest.signals import Batch
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeAnswers:
     """A model's answers to the probes, and what they are like."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -56,13 +55,13 @@ def self_similarity(texts: Sequence[Sequence[str]]) -> float:
 
 def probe(
     state: State, engine: LocalEngine, config: GateConfig, yield_turn: Callable[[], None], *, base: bool
-) -> Probe:
+) -> ProbeAnswers:
     """Sample the probes' answers (base: with the adapter's gate at 0) and look at them."""
     prompts = tuple(state.text.render([{"role": "user", "content": p}]) for p in config.prompts)
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, seed=1)
     adapter = None if base else engine.adapter
     flights = [Flight(Request(p, spec, adapter, config.samples)) for p in prompts]
-    decoding = Decoding(state.host)
+    decoding = DecodeBatch(state.host)
     for start in range(0, len(flights), 4):  # a few at a time: chat goes on in between
         decoding.admit(flights[start : start + 4])
         while len(decoding):
@@ -73,7 +72,7 @@ def probe(
     batch = _batch(state, prompts, answers)
     with state.host.only(adapter):
         entropy = engine.scalars(batch, [Entropy()])[Entropy()].values
-    return Probe(prompts, answers, float(entropy.mean()), self_similarity(texts))
+    return ProbeAnswers(prompts, answers, float(entropy.mean()), self_similarity(texts))
 
 
 def _batch(state: State, prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[tuple[int, ...]]]) -> Batch:
@@ -103,7 +102,7 @@ def judge(
     state: State,
     engine: LocalEngine,
     config: GateConfig,
-    base: Probe,
+    base: ProbeAnswers,
     before: float | None,
     yield_turn: Callable[[], None],
 ) -> tuple[Verdict, dict[str, float]]:

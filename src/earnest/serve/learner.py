@@ -31,8 +31,7 @@ from earnest.objectives.needs import LogProb
 from earnest.proving import prove
 from earnest.serve import gate, learning, lessons, versions
 from earnest.serve.attempts import REASON
-from earnest.serve.decode import Batch as Decoding
-from earnest.serve.decode import Flight, Request
+from earnest.serve.decode import DecodeBatch, Flight, Request
 from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
 from earnest.serve.store import AdapterRow
@@ -73,7 +72,7 @@ class Learner:
         self._served: dict[int, int] = {}  # adapter → the number of its latest turn
         self._running: int | None = None  # the adapter that learns now
         self._cancel = threading.Event()  # ends the update that runs
-        self._bases: dict[str, gate.Probe] = {}
+        self._bases: dict[str, gate.ProbeAnswers] = {}
         self._event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="earnest-learn", daemon=True)
 
@@ -329,7 +328,7 @@ class Learner:
         batch = with_reference(engine, batch, objective)
         return with_teacher(engine, batch, told, teacher) if "teacher" in objective.signals() else batch
 
-    def _base(self, engine: YieldingEngine, config: LearnConfig, turn: Turn) -> gate.Probe:
+    def _base(self, engine: YieldingEngine, config: LearnConfig, turn: Turn) -> gate.ProbeAnswers:
         """The base's answers to the probes; they never change, so they are sampled once."""
         key = config.gate.model_dump_json()
         if key not in self._bases:
@@ -349,7 +348,7 @@ class Learner:
             )
             for _, c in shown
         ]
-        decoding = Decoding(self.state.host)
+        decoding = DecodeBatch(self.state.host)
         decoding.admit(flights)
         while len(decoding):
             decoding.step()
@@ -372,7 +371,7 @@ class Learner:
         number: int,
         engine: YieldingEngine,
         record: Mapping[str, Any],
-        rows: Sequence[lessons.Row],
+        rows: Sequence[lessons.LessonRow],
     ) -> Finding:
         """The folder, whole; then law SV: what will be served is what was trained, to the last bit of a log-prob."""
         state = self.state

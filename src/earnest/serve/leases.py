@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from earnest.serve.errors import NoModel, damaged
 from earnest.serve.host import Host
-from earnest.serve.store import PUSHED, AdapterRow, Store
+from earnest.serve.store import PUSHED, AdapterRow, ServerStore
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
@@ -47,7 +47,7 @@ def split(model: str) -> tuple[str, int | None]:
 class Leases:
     """Finds the version that a model's name means, and keeps it attached while a request uses it."""
 
-    def __init__(self, host: Host, store: Store) -> None:
+    def __init__(self, host: Host, store: ServerStore) -> None:
         self.host, self.store = host, store
 
     def resolve(self, model: str) -> tuple[AdapterRow | None, int]:

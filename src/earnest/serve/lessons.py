@@ -19,14 +19,14 @@ from earnest.objectives import Objective
 from earnest.serve.decode import positions
 from earnest.serve.errors import ServeError
 from earnest.serve.learning import LearnConfig
-from earnest.serve.rows import Completion, FeedbackRow, Status
+from earnest.serve.rows import FeedbackRow, Status, StoredCompletion
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
 from earnest.signals import Batch, Role
 
 
 @dataclass(frozen=True)
-class Row:
+class LessonRow:
     """One row of a batch; ``told`` is the prompt of its teacher."""
 
     role: Role
@@ -45,15 +45,15 @@ class Row:
 class Lessons:
     """The rows of a version, the feedback they come from, and what became of the rest."""
 
-    rows: tuple[Row, ...]
-    taken: tuple[tuple[FeedbackRow, Completion], ...]
+    rows: tuple[LessonRow, ...]
+    taken: tuple[tuple[FeedbackRow, StoredCompletion], ...]
     others: Mapping[int, tuple[Status, str]] = field(default_factory=dict)
 
 
 def gather(state: State, config: LearnConfig, objective: Objective, feedback: Sequence[FeedbackRow]) -> Lessons:
     """Rows of each feedback, in order."""
-    rows: list[Row] = []
-    taken: list[tuple[FeedbackRow, Completion]] = []
+    rows: list[LessonRow] = []
+    taken: list[tuple[FeedbackRow, StoredCompletion]] = []
     others: dict[int, tuple[Status, str]] = {}
     held_out = {_plain(pair.prompt) for pair in config.gate.pairs}
     for f in feedback:
@@ -80,7 +80,7 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
     return Lessons(tuple(rows), tuple(taken), others)
 
 
-def _asked(state: State, given: Completion) -> set[str]:
+def _asked(state: State, given: StoredCompletion) -> set[str]:
     """Everything that a user said in a conversation; of a plain text, the text."""
     if given.kind == "chat":
         return {_plain(m["content"]) for m in given.messages if m["role"] == "user"}
@@ -93,37 +93,37 @@ def _plain(text: str) -> str:
 
 
 def _rows(
-    state: State, config: LearnConfig, objective: Objective, f: FeedbackRow, given: Completion, number: int
-) -> list[Row]:
+    state: State, config: LearnConfig, objective: Objective, f: FeedbackRow, given: StoredCompletion, number: int
+) -> list[LessonRow]:
     roles, wanted = objective.wants().roles, objective.signals()
     common = (given.temperature, given.version)
     better = _better(state, f.better, given) if f.better is not None else None
     silent = (0.0,) * len(better or ())  # nobody sampled it; no term reads its behaviour
-    found: list[Row] = []
+    found: list[LessonRow] = []
     rating = {"up": 1.0, "down": -1.0, None: 0.0}[f.thumbs]
     if "rollout" in roles and ("teacher" in wanted or rating):
         told = _told(state, config, f, given) if "teacher" in wanted else None
         found.append(
-            Row("rollout", given.prompt, given.tokens, given.logprobs, *common, told, rating, f.thumbs == "up")
+            LessonRow("rollout", given.prompt, given.tokens, given.logprobs, *common, told, rating, f.thumbs == "up")
         )
     if "demonstration" in roles and better is not None:
-        found.append(Row("demonstration", given.prompt, better, silent, *common, correct=True))
+        found.append(LessonRow("demonstration", given.prompt, better, silent, *common, correct=True))
     elif "demonstration" in roles and f.thumbs == "up":
-        found.append(Row("demonstration", given.prompt, given.tokens, given.logprobs, *common, correct=True))
+        found.append(LessonRow("demonstration", given.prompt, given.tokens, given.logprobs, *common, correct=True))
     if roles & {"chosen", "rejected"} and better is not None:
-        found.append(Row("chosen", given.prompt, better, silent, *common, correct=True, pair=number))
-        found.append(Row("rejected", given.prompt, given.tokens, given.logprobs, *common, pair=number))
+        found.append(LessonRow("chosen", given.prompt, better, silent, *common, correct=True, pair=number))
+        found.append(LessonRow("rejected", given.prompt, given.tokens, given.logprobs, *common, pair=number))
     return found
 
 
-def _better(state: State, better: str, given: Completion) -> tuple[int, ...]:
+def _better(state: State, better: str, given: StoredCompletion) -> tuple[int, ...]:
     """The better answer as the policy would have given it: a turn of the chat, or a continuation of the text."""
     if given.kind == "chat":
         return answer_tokens(state, given.messages, better)[1]
     return state.text.encode(better, special=False)
 
 
-def _told(state: State, config: LearnConfig, f: FeedbackRow, given: Completion) -> tuple[int, ...]:
+def _told(state: State, config: LearnConfig, f: FeedbackRow, given: StoredCompletion) -> tuple[int, ...]:
     """The prompt that the teacher reads. A text is continued where it ends, so what was said of it stands above it."""
     thumb = config.thumbs.up if f.thumbs == "up" else config.thumbs.down
     said = f.text if f.text is not None else thumb
@@ -139,7 +139,7 @@ def _told(state: State, config: LearnConfig, f: FeedbackRow, given: Completion) 
     return (*given.prompt[:shared], *state.text.encode(above, special=False), *given.prompt[shared:])
 
 
-def _fit(state: State, rows: Sequence[Row]) -> None:
+def _fit(state: State, rows: Sequence[LessonRow]) -> None:
     limit = positions(state.host.policy)
     for row in rows:
         size = max(len(row.prompt), len(row.told or ())) + len(row.tokens) - 1
@@ -150,9 +150,9 @@ def _fit(state: State, rows: Sequence[Row]) -> None:
             )
 
 
-def batches(state: State, rows: Sequence[Row]) -> list[tuple[Batch, list[tuple[int, ...] | None]]]:
+def batches(state: State, rows: Sequence[LessonRow]) -> list[tuple[Batch, list[tuple[int, ...] | None]]]:
     """A batch for each sampling temperature (a batch has one), and the told prompts of its rows."""
-    by_temperature: dict[float, list[Row]] = {}
+    by_temperature: dict[float, list[LessonRow]] = {}
     for row in rows:
         by_temperature.setdefault(row.temperature, []).append(row)
     policy = state.host.policy

@@ -28,12 +28,12 @@ from earnest.serve.errors import BadRequest, Busy, Conflict, TooLong, error_resp
 from earnest.serve.keys import Caller, Who
 from earnest.serve.leases import Lease
 from earnest.serve.state import State
-from earnest.serve.store import Completion
+from earnest.serve.store import StoredCompletion
 from earnest.serve.text import Unfolding, cut
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
 if TYPE_CHECKING:
-    from earnest.serve.decode import Done, Flight, Shaping, Step
+    from earnest.serve.decode import DecodedToken, Done, Flight, Shaping
 
 
 def router(state: State) -> APIRouter:
@@ -173,10 +173,10 @@ class Work:
         grammar = None if schema is None else self.state.host.grammars.json(schema)
         self.shaping = Shaping(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, body.min_p, grammar)
 
-    def record(self, prompt: int, index: int, done: Done) -> Completion:
+    def record(self, prompt: int, index: int, done: Done) -> StoredCompletion:
         spec = self.body.spec(1)
         tokens = self.prompts[prompt]
-        return Completion(
+        return StoredCompletion(
             id=self.id,
             choice=prompt * self.n + index,
             model=self.lease.model,
@@ -232,7 +232,7 @@ async def _answer(work: Work, request: Request, prompts: Sequence[Any]) -> Any:
     stack = ExitStack()
     try:
         await run_in_threadpool(_begin, work, prompts, stack)
-        events: asyncio.Queue[tuple[int, int, Step] | None] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, int, DecodedToken] | None] = asyncio.Queue()
         flights = _submit(work, events if work.body.stream else None)
     except BaseException:
         stack.close()
@@ -262,7 +262,7 @@ def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
         raise BadRequest(str(error), "response_format") from None
 
 
-def _submit(work: Work, events: asyncio.Queue[tuple[int, int, Step] | None] | None) -> list[Flight]:
+def _submit(work: Work, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None) -> list[Flight]:
     from earnest.serve.decode import Full
     from earnest.serve.decode import Request as Wanted
 
@@ -273,7 +273,7 @@ def _submit(work: Work, events: asyncio.Queue[tuple[int, int, Step] | None] | No
     try:
         for place, prompt in enumerate(work.prompts):
 
-            def told(index: int, step: Step, place: int = place) -> None:
+            def told(index: int, step: DecodedToken, place: int = place) -> None:
                 loop.call_soon_threadsafe(events.put_nowait, (place, index, step))  # type: ignore[union-attr]
 
             spec = work.body.spec(work.room(prompt))
@@ -385,7 +385,7 @@ async def _stream(
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**work.head('.chunk'), 'choices': choices, **more})}\n\n"
 
-    def piece(place: int, index: int, text: str, step: Step | None) -> str:
+    def piece(place: int, index: int, text: str, step: DecodedToken | None) -> str:
         choice: dict[str, Any] = {"index": place * work.n + index, "finish_reason": None, "logprobs": None}
         if step is not None and work.body.return_token_ids:
             choice["token_ids"] = [step.token]

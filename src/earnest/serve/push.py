@@ -25,7 +25,7 @@ from earnest.serve.errors import BadRequest, Conflict, ServeError, TooLarge
 from earnest.serve.keys import Caller, Who
 from earnest.serve.state import State
 from earnest.serve.store import PUSHED, check_name
-from earnest.serve.wire import ERRORS, Wire
+from earnest.serve.wire import ERRORS, StrictBody
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.json", "earnest_adapter.safetensors")
@@ -35,7 +35,7 @@ UPLOAD = "/v1/upload_lora_adapter"
 SAID: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-class Load(Wire):
+class Load(StrictBody):
     """POST /v1/load_lora_adapter"""
 
     lora_name: Name
@@ -43,7 +43,7 @@ class Load(Wire):
     load_inplace: bool = Field(False, description="replace a pushed adapter of this name; needs the right to delete")
 
 
-class Unload(Wire):
+class Unload(StrictBody):
     """POST /v1/unload_lora_adapter"""
 
     lora_name: Name

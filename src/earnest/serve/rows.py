@@ -32,7 +32,7 @@ class AdapterRow:
 
 
 @dataclass(frozen=True)
-class Completion:
+class StoredCompletion:
     """An answer that was given, exactly: its tokens and the log-probs that they were sampled with."""
 
     id: str
@@ -116,7 +116,7 @@ def to_feedback(row: sqlite3.Row) -> FeedbackRow:
     return FeedbackRow(**dict(row))
 
 
-def to_completion(row: sqlite3.Row) -> Completion:
+def to_completion(row: sqlite3.Row) -> StoredCompletion:
     values = dict(row)
     for name, code in (("prompt", "i"), ("tokens", "i"), ("logprobs", "d")):
         numbers = array.array(code)
@@ -124,4 +124,4 @@ def to_completion(row: sqlite3.Row) -> Completion:
         values[name] = tuple(numbers)
     for name in ("messages", "sampling"):
         values[name] = json.loads(values[name])
-    return Completion(**values)
+    return StoredCompletion(**values)

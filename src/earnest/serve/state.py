@@ -23,7 +23,7 @@ from earnest.serve.host import Host, NotReady
 from earnest.serve.keys import Keys
 from earnest.serve.leases import Leases
 from earnest.serve.settings import ServeSettings
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 from earnest.serve.text import Text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class State:
         try:
             settings.data.mkdir(0o700, parents=True, exist_ok=True)
             self._lock = _lock(settings)
-            self.store = Store(settings.data)
+            self.store = ServerStore(settings.data)
             (settings.data / "adapters").mkdir(0o700, exist_ok=True)
             (settings.data / "adapters").chmod(0o700)
         except sqlite3.Error as error:

@@ -24,10 +24,10 @@ from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound, 
 from earnest.serve.rows import (
     STATUSES,
     AdapterRow,
-    Completion,
     FeedbackRow,
     Said,
     Status,
+    StoredCompletion,
     VersionRow,
     to_adapter,
     to_completion,
@@ -35,7 +35,7 @@ from earnest.serve.rows import (
     to_version,
 )
 
-__all__ = ["PUSHED", "AdapterRow", "Completion", "FeedbackRow", "Said", "Store", "VersionRow", "check_name"]
+__all__ = ["PUSHED", "AdapterRow", "FeedbackRow", "Said", "ServerStore", "StoredCompletion", "VersionRow", "check_name"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -88,7 +88,7 @@ def check_name(name: str) -> str:
     return name
 
 
-class Store:
+class ServerStore:
     """The tables, and the few questions that are asked of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -311,7 +311,7 @@ class Store:
 
     # --- completions --------------------------------------------------------------------------------------------------
 
-    def add_completions(self, completions: Sequence[Completion]) -> Future[None]:
+    def add_completions(self, completions: Sequence[StoredCompletion]) -> Future[None]:
         rows = [
             (
                 c.id,
@@ -339,7 +339,7 @@ class Store:
 
         return self.db.submit(work)
 
-    def completion(self, name: str, choice: int = 0) -> Completion:
+    def completion(self, name: str, choice: int = 0) -> StoredCompletion:
         row = self.db.one("SELECT * FROM completions WHERE id = ? AND choice = ?", (name, choice))
         if row is None:
             raise no_completion(name, choice)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.disk import sync
 from earnest.serve.errors import Conflict, damaged
-from earnest.serve.store import AdapterRow, Store
+from earnest.serve.store import AdapterRow, ServerStore
 
 if TYPE_CHECKING:
     from earnest.serve.state import State
@@ -52,7 +52,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(dying, ignore_errors=True)
 
 
-def sweep(store: Store) -> None:
+def sweep(store: ServerStore) -> None:
     """At the start: folders that no adapter owns. A process died after it wrote one and before the commit, or after the
     commit that deleted its adapter. A number that this database never gave out is not touched: it may be another's."""
     place = store.folder / "adapters"

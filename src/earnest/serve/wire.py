@@ -33,20 +33,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Wire(BaseModel):
+class StrictBody(BaseModel):
     """A body whose keys are all known."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(Wire):
+class TextPart(StrictBody):
     """A part of a message; text only."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Wire):
+class Message(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -66,11 +66,11 @@ class Message(Wire):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class StreamOptions(Wire):
+class StreamOptions(StrictBody):
     include_usage: bool = False
 
 
-class JsonSchema(Wire):
+class JsonSchema(StrictBody):
     """A schema with a name, in OpenAI's form."""
 
     name: str | None = None
@@ -79,7 +79,7 @@ class JsonSchema(Wire):
     strict: bool | None = None
 
 
-class ResponseFormat(Wire):
+class ResponseFormat(StrictBody):
     """`text`, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -98,7 +98,7 @@ class ResponseFormat(Wire):
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
-class Sampling(Wire):
+class Sampling(StrictBody):
     """What both kinds of completion have in common."""
 
     model: Annotated[str, Field(min_length=1, max_length=200, description="`base`, an adapter, or ADAPTER@VERSION")]
@@ -193,7 +193,7 @@ class TextRequest(Sampling):
         return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
-class ScoreRequest(Wire):
+class ScoreRequest(StrictBody):
     """POST /v1/score: what a model thinks of an answer."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]

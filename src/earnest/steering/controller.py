@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from earnest.steering.errors import Starved, SteeringError
-from earnest.steering.filter import Filter, Sample
+from earnest.steering.filter import Filter, SteeredSample
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Harvest:
     """The survivors at the first dose that gave enough, and every dose on the way."""
 
     dose: float
-    survivors: list[Sample]
+    survivors: list[SteeredSample]
     tries: tuple[Try, ...]
 
 
 def walk_down(
-    sample: Callable[[float], Sequence[Sample]],
+    sample: Callable[[float], Sequence[SteeredSample]],
     limits: Filter,
     dose: float,
     enough: int,

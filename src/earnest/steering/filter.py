@@ -34,7 +34,7 @@ TAIL_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Sample:
+class SteeredSample:
     """A prompt, an answer to it, and how the base finds the answer's tail."""
 
     prompt: tuple[int, ...]
@@ -46,9 +46,9 @@ class Sample:
 @torch.no_grad()
 def read(
     policy: Policy, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, rows: int = 64
-) -> list[Sample]:
+) -> list[SteeredSample]:
     """The answers with their tail perplexity under the base: no adapter, no vector (call it outside ``applied``)."""
-    found: list[Sample] = []
+    found: list[SteeredSample] = []
     for start in range(0, len(prompts), rows):
         part = slice(start, start + rows)
         batch = Batch.from_rows(prompts[part], answers[part], pad=policy.pad_id).to(policy.device)
@@ -56,7 +56,7 @@ def read(
             lp = scalars(states(policy, batch), policy.head, batch, [LogProb()])[LogProb()].values
         for r, (prompt, answer) in enumerate(zip(prompts[part], answers[part], strict=True)):
             tail = tail_perplexity(lp[batch.row == r])
-            found.append(Sample(tuple(prompt), tuple(answer), policy.decode(answer), tail))
+            found.append(SteeredSample(tuple(prompt), tuple(answer), policy.decode(answer), tail))
     return found
 
 
@@ -86,7 +86,7 @@ class Filter(Checked):
     narration: tuple[str, ...] = setting(NARRATION, "phrases of an answer that talks about answering")
     refusal: tuple[str, ...] = setting(REFUSAL, "phrases of an answer that refuses")
 
-    def reasons(self, sample: Sample) -> list[str]:
+    def reasons(self, sample: SteeredSample) -> list[str]:
         """Why the sample is refused; empty where it survives."""
         if self.tail_perplexity is None:
             raise SteeringError("the filter has no limit for the tail perplexity; give one, or use calibrated(good).")
@@ -105,14 +105,14 @@ class Filter(Checked):
             found.append("refusal")
         return found
 
-    def survivors(self, samples: Sequence[Sample]) -> list[Sample]:
+    def survivors(self, samples: Sequence[SteeredSample]) -> list[SteeredSample]:
         return [s for s in samples if not self.reasons(s)]
 
-    def counts(self, samples: Sequence[Sample]) -> dict[str, int]:
+    def counts(self, samples: Sequence[SteeredSample]) -> dict[str, int]:
         """How many samples each reason refuses (one sample may have several)."""
         return dict(Counter(reason for s in samples for reason in self.reasons(s)))
 
-    def calibrated(self, good: Sequence[Sample], share: float = 0.95, margin: float = 1.5) -> Self:
+    def calibrated(self, good: Sequence[SteeredSample], share: float = 0.95, margin: float = 1.5) -> Self:
         """With the perplexity limit at ``margin`` × the ``share`` quantile of answers that are known to be good."""
         if not good:
             raise SteeringError("there is no good sample to calibrate the filter on.")
@@ -145,7 +145,7 @@ class Separation:
         )
 
 
-def separation(limits: Filter, good: Sequence[Sample], broken: Sequence[Sample]) -> Separation:
+def separation(limits: Filter, good: Sequence[SteeredSample], broken: Sequence[SteeredSample]) -> Separation:
     """The report of a filter on known cases."""
     if not good or not broken:
         raise SteeringError(f"the report needs both kinds, got {len(good)} good and {len(broken)} broken answers.")

@@ -27,7 +27,7 @@ from earnest.objectives.trust import AGGREGATES
 from earnest.settings import Checked, setting
 from earnest.signals import Batch, with_reference
 from earnest.steering.errors import SteeringError
-from earnest.steering.filter import Sample
+from earnest.steering.filter import SteeredSample
 
 NEVER = 1e9
 """A τ that no divergence reaches: the barrier only measures."""
@@ -97,7 +97,7 @@ class Healed:
         } | ({"sigma_max": caps[-1]} if caps else {})
 
 
-def demonstrations(policy: Policy, samples: Sequence[Sample]) -> Batch:
+def demonstrations(policy: Policy, samples: Sequence[SteeredSample]) -> Batch:
     """The survivors as rows to imitate."""
     return Batch.from_rows(
         [s.prompt for s in samples], [s.tokens for s in samples], role="demonstration", pad=policy.pad_id
@@ -115,7 +115,7 @@ class Ward:
 
 def admit(
     policy: Policy,
-    samples: Sequence[Sample],
+    samples: Sequence[SteeredSample],
     variant: Variant,
     optimizer: Optimizer | None = None,
     *,
@@ -140,7 +140,7 @@ def admit(
 
 def heal(
     policy: Policy,
-    samples: Sequence[Sample],
+    samples: Sequence[SteeredSample],
     variant: Variant,
     optimizer: Optimizer | None = None,
     *,

@@ -28,7 +28,7 @@ from earnest.steering.controller import Harvest, walk_down
 from earnest.steering.dose import Dose, calibrate_dose, states
 from earnest.steering.errors import Collapsed, SteeringError, SteeringWarning
 from earnest.steering.evaluate import TraitEvaluation, Yardstick
-from earnest.steering.filter import Filter, Sample, Separation, read, separation
+from earnest.steering.filter import Filter, Separation, SteeredSample, read, separation
 from earnest.steering.heal import Healing, demonstrations, heal
 from earnest.steering.records import finished_rounds
 from earnest.steering.vectors import Vector, mean_difference, principal, weight_space
@@ -129,7 +129,7 @@ class Loop:
         self.vectors: list[Vector] = []
         self.records: list[dict[str, Any]] = []
         self._base = policy.fingerprint()
-        self._limits: tuple[Filter, list[Sample]] | None = None
+        self._limits: tuple[Filter, list[SteeredSample]] | None = None
         for number, record in finished_rounds(folder):
             adapter = load_adapter(policy, folder / f"round-{number}" / "adapter")
             adapter.freeze()
@@ -232,7 +232,7 @@ class Loop:
         with self._merged():
             dose = calibrate_dose(self.policy, vector, answers, how.nats, base=home)
 
-        def steered(coefficient: float) -> list[Sample]:
+        def steered(coefficient: float) -> list[SteeredSample]:
             return self._sample(prompts, "steered", number, lambda: self._acting(vector, coefficient))
 
         harvest = walk_down(steered, limits, dose.coefficient, how.enough, factor=how.factor, tries=how.tries)
@@ -263,7 +263,7 @@ class Loop:
         first, previous = (self.vectors[0], self.vectors[-1]) if self.vectors else (vector, vector)
         return {"cosine_first": vector.cosine(first), "cosine_previous": vector.cosine(previous)}
 
-    def _filter(self) -> tuple[Filter, list[Sample]]:
+    def _filter(self) -> tuple[Filter, list[SteeredSample]]:
         """The limits, with the perplexity's from the base's own answers; and those answers."""
         if self._limits is None:
             questions = self.task.prompts("train", self.steering.contexts, derive(self.seed, "good", 0))
@@ -293,7 +293,7 @@ class Loop:
         purpose: str,
         number: int,
         acting: Callable[[], Any] | None = None,
-    ) -> list[Sample]:
+    ) -> list[SteeredSample]:
         """One answer a prompt, by the student or within the given block, each read by the base."""
         how = self.steering
         seed = derive(self.seed, purpose, number) % 2**31

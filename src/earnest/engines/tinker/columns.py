@@ -30,7 +30,7 @@ Estimator = Literal["exact", "sampled"]
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class DivergenceSource:
     """A divergence's source: its top-K at the compared ids (None: only the sampled token is read), what it covers,
     and where its ids stand among the columns."""
 
@@ -48,7 +48,7 @@ class Columns:
     needs: tuple[Need, ...]
     targets: Int[Tensor, "N C"]
     own: int
-    sources: dict[Divergence, Source]
+    sources: dict[Divergence, DivergenceSource]
     estimator: Estimator
 
     def fields(self, lp: Float[Tensor, "N C"]) -> dict[Need, Field]:
@@ -148,7 +148,7 @@ def _source(
     estimator: Estimator,
     student_top: Callable[[int], TopK],
     start: int,
-) -> tuple[Source, Int[Tensor, "N K"] | None]:
+) -> tuple[DivergenceSource, Int[Tensor, "N K"] | None]:
     distribution, at, token = _signal(need, batch)
     if isinstance(distribution, FullLogits):
         logp = distribution.logits.log_softmax(-1)
@@ -163,7 +163,7 @@ def _source(
                 f"{need}: in its sampled form it needs the source's exact log-probs of the sampled tokens "
                 "(Teacher.logprobs)."
             )
-        return Source(None, token, at, start), None
+        return DivergenceSource(None, token, at, start), None
     if not isinstance(distribution, TopK):
         raise ObjectiveError(
             f"{need}: a remote engine has log-probs of named tokens only, not {type(distribution).__name__}; take "
@@ -176,7 +176,7 @@ def _source(
     if at is not None:
         ids = torch.zeros(batch.active.shape[0], top.ids.shape[1], dtype=torch.long)
         ids[at] = top.ids
-    return Source(top, token, at, start), ids
+    return DivergenceSource(top, token, at, start), ids
 
 
 def _cut_full(

@@ -23,7 +23,7 @@ from earnest.signals.distributions import ScoredAt, TopK
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
+class ServiceSample:
     """What both kinds have. ``logprobs`` are the exact ones it was sampled with, ``teacher`` the teacher's own."""
 
     prompt: tuple[int, ...]
@@ -36,12 +36,12 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ScalarSample(Completion):
+class ScalarSample(ServiceSample):
     kind: Literal["scalar"] = "scalar"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TopKSample(Completion):
+class TopKSample(ServiceSample):
     """``ids`` are the K most probable tokens of the side that ``support`` names. The sampled token need not be among
     them: its exact log-probs are fields of their own."""
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary import formulas, sampled
-from earnest.engines.vocabulary.support import Comparison, compare, cut_to, name_of
+from earnest.engines.vocabulary.support import VocabularyComparison, compare, cut_to, name_of
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.needs import Divergence
@@ -58,7 +58,7 @@ def tail_floor() -> float:
     return float(torch.tensor(LEAST_TAIL, dtype=torch.float64).log())
 
 
-def _compare(ours: TopK, theirs: TopK, need: Divergence) -> Comparison:
+def _compare(ours: TopK, theirs: TopK, need: Divergence) -> VocabularyComparison:
     """The one formula of the vocabulary pass, on a vocabulary of the K tokens and one that stands for all others."""
     K = ours.ids.shape[1]
     z = torch.cat([ours.logprobs, ours.tail[:, None]], -1)
@@ -113,7 +113,7 @@ def estimate(need: Divergence, logprob: Float[Tensor, " M"], sides: AtToken, at:
     return Field(values, at, f"sampled {said} [one advantage a token]", metrics, said, "sampled")
 
 
-def _metrics(found: Comparison) -> dict[str, Metric]:
+def _metrics(found: VocabularyComparison) -> dict[str, Metric]:
     if found.student_mass is None or found.teacher_mass is None:
         return {}
     return {"covered_mass": Mean.of(found.student_mass), "covered_mass_source": Mean.of(found.teacher_mass)}

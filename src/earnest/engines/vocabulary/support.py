@@ -25,7 +25,7 @@ from earnest.signals.distributions import TopK
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class VocabularyComparison:
     """A divergence on n tokens: its value, what ran, and (with ``slope``) its derivative by the compared categories'
     logits.
     """
@@ -64,7 +64,7 @@ def compare(
     *,
     slope: bool = False,
     out: Scratch = FRESH,
-) -> Comparison:
+) -> VocabularyComparison:
     """The divergence ``need`` between the student's logits, already divided by the temperature, and a source. Checked
     by ``plan``.
 
@@ -82,7 +82,7 @@ def compare(
         if need.support == "full" or need.top_k is None or need.top_k >= V:
             ls, lt = torch.log_softmax(z, -1, out=out(z)), torch.log_softmax(source, -1, out=out(source))
             value, slopes = formulas.gjs(ls, lt, need.alpha, normalised=need.normalised, slope=slope, out=out)
-            return Comparison(value, f"full_{name_of(need)}{_blend_said(need)}", slopes)
+            return VocabularyComparison(value, f"full_{name_of(need)}{_blend_said(need)}", slopes)
         ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
         teacher = _grouped(source, ids, out).log_softmax(-1)
     else:
@@ -99,7 +99,7 @@ def on_support(
     *,
     slope: bool,
     received: bool,
-) -> Comparison:
+) -> VocabularyComparison:
     """``need`` between the student's logits and the source's log-masses, of K tokens and their bucket; ``received``
     log-masses have not met the temperature.
     """
@@ -123,7 +123,7 @@ def on_support(
         name = name_of(need)
     tail_said = "" if need.tail == "unnormalised" else f", {need.tail}"
     ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_said}{said}"
-    return Comparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
+    return VocabularyComparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
 
 
 def _blend_said(need: Divergence) -> str:

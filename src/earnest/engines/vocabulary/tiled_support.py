@@ -23,7 +23,7 @@ from torch import Tensor
 
 from earnest.engines.vocabulary import tiled
 from earnest.engines.vocabulary.product import PlainHead
-from earnest.engines.vocabulary.support import Comparison, cut_to, on_support
+from earnest.engines.vocabulary.support import VocabularyComparison, cut_to, on_support
 from earnest.objectives.needs import Divergence
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
 
@@ -48,7 +48,7 @@ def divergence(
     *,
     slope: bool,
     budget_bytes: int,
-) -> tuple[Comparison, Float[Tensor, "M d"] | None]:
+) -> tuple[VocabularyComparison, Float[Tensor, "M d"] | None]:
     """The comparison on all rows; with ``slope`` its derivative by the states as well."""
     M = hidden.shape[0]
     rows, columns = tiled.sizes(hidden, head, budget_bytes)
@@ -73,7 +73,7 @@ def _rows(
     columns: int,
     *,
     slope: bool,
-) -> tuple[Comparison, Float[Tensor, "n d"] | None]:
+) -> tuple[VocabularyComparison, Float[Tensor, "n d"] | None]:
     if not states.shape[0]:  # nothing to compare; what ran is still said by what ran
         K = source.ids.shape[1] if isinstance(source, TopK) and need.top_k is None else need.top_k
         assert K is not None
@@ -267,11 +267,11 @@ def _cap(head: PlainHead, temperature: float) -> float | None:
     return None if head.softcap is None else head.softcap / temperature
 
 
-def _joined(parts: list[Comparison]) -> Comparison:
+def _joined(parts: list[VocabularyComparison]) -> VocabularyComparison:
     if len(parts) == 1:
         return parts[0]
     masses = [(p.student_mass, p.teacher_mass) for p in parts]
-    return Comparison(
+    return VocabularyComparison(
         torch.cat([p.value for p in parts]),
         parts[0].ran,
         student_mass=torch.cat([s for s, _ in masses if s is not None]),

@@ -17,7 +17,7 @@ from typing import Any
 
 from earnest.disk import write_json, write_text
 from earnest.serve.eval.client import EvalClient
-from earnest.serve.eval.preferences import EvalConfig, Preference, Question
+from earnest.serve.eval.preferences import FeedbackEvalConfig, Question, UserPreference
 
 COLLAPSE = ("entropy_ratio", "self_similarity", "drift")
 
@@ -40,7 +40,7 @@ class Round:
     answers: tuple[str, ...] = ()
 
 
-def evaluate(client: EvalClient, config: EvalConfig, out: Path, say: Callable[[str], None]) -> list[Round]:
+def evaluate(client: EvalClient, config: FeedbackEvalConfig, out: Path, say: Callable[[str], None]) -> list[Round]:
     """Every preference on an adapter of its own; ``steps.jsonl``, ``summary.json`` and ``summary.md`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     client.wait()
@@ -62,7 +62,9 @@ def evaluate(client: EvalClient, config: EvalConfig, out: Path, say: Callable[[s
     return found
 
 
-def _loop(client: EvalClient, config: EvalConfig, preference: Preference, name: str, say: Callable[[str], None]) -> Any:
+def _loop(
+    client: EvalClient, config: FeedbackEvalConfig, preference: UserPreference, name: str, say: Callable[[str], None]
+) -> Any:
     questions = config.asked()
     row = _measure(client, config, preference, name, questions, 0)
     say(_line(row))
@@ -87,8 +89,8 @@ def _loop(client: EvalClient, config: EvalConfig, preference: Preference, name: 
 
 def _measure(
     client: EvalClient,
-    config: EvalConfig,
-    preference: Preference,
+    config: FeedbackEvalConfig,
+    preference: UserPreference,
     name: str,
     questions: list[Question],
     number: int,

@@ -25,7 +25,7 @@ from earnest.serve.eval.verifiers import Verifier
 Text = Annotated[str, Field(min_length=1)]
 
 
-class Pair(Strict):
+class MarginPair(Strict):
     """Two answers; the margin is how much likelier the first is."""
 
     prompt: Text
@@ -33,18 +33,18 @@ class Pair(Strict):
     rejected: Text
 
 
-class Preference(Strict):
+class UserPreference(Strict):
     """One thing that a user wants."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
     feedback: Text = Field(description="what the user says about an answer that does not comply")
     verifier: Verifier
-    pairs: list[Pair] = Field(min_length=1)
+    pairs: list[MarginPair] = Field(min_length=1)
     prompts: list[Text] = Field(min_length=1, description="asked while learning, round by round")
     probes: list[Text] = Field(min_length=1, description="asked to measure; never learned from")
 
     @model_validator(mode="after")
-    def _held_out(self) -> Preference:
+    def _held_out(self) -> UserPreference:
         known = set(self.prompts) & {*self.probes, *(p.prompt for p in self.pairs)}
         if known:
             raise ConfigError(
@@ -61,10 +61,10 @@ class Question(Strict):
     answer: Text
 
 
-class EvalConfig(Strict):
+class FeedbackEvalConfig(Strict):
     """A whole evaluation."""
 
-    preferences: list[Preference] = Field(min_length=1)
+    preferences: list[UserPreference] = Field(min_length=1)
     capability: list[Question] | None = Field(None, description="none: the probes that come with earnest")
     rounds: Whole = Field(6, description="rounds of feedback for each preference")
     per_round: Whole = Field(8, description="prompts a round")
@@ -77,7 +77,7 @@ class EvalConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _names(self) -> EvalConfig:
+    def _names(self) -> FeedbackEvalConfig:
         names = [p.name for p in self.preferences]
         if len(set(names)) < len(names):
             raise ConfigError("preferences: two have the same name; each needs its own.")
@@ -91,7 +91,7 @@ class EvalConfig(Strict):
         return [Question.model_validate(p) for p in probes()[: self.questions]]
 
 
-def read(path: Path | None, overrides: dict[str, Any], only: Sequence[str] = ()) -> EvalConfig:
+def read(path: Path | None, overrides: dict[str, Any], only: Sequence[str] = ()) -> FeedbackEvalConfig:
     """The file, or the preferences for nano that come with earnest; an override of None changes nothing.
 
     ``only`` keeps the preferences of these names.
@@ -103,7 +103,7 @@ def read(path: Path | None, overrides: dict[str, Any], only: Sequence[str] = ())
         data = parse((resources.files(__package__) / "nano.yaml").read_text(encoding="utf-8"), "nano.yaml")
     else:
         data = parse_file(path)
-    config = check_mapping(EvalConfig, {**data, **{k: v for k, v in overrides.items() if v is not None}})
+    config = check_mapping(FeedbackEvalConfig, {**data, **{k: v for k, v in overrides.items() if v is not None}})
     known = [p.name for p in config.preferences]
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: there is no such preference; {nearest(unknown[0], known)}")

@@ -10,12 +10,12 @@ from pathlib import Path
 from earnest.serve.eval.client import EvalClient, own_server
 from earnest.serve.eval.figure import draw
 from earnest.serve.eval.loop import evaluate, summarise, table
-from earnest.serve.eval.preferences import EvalConfig
+from earnest.serve.eval.preferences import FeedbackEvalConfig
 
 KEY = "EARNEST_API_KEY"
 
 
-def run(config: EvalConfig, out: Path, *, url: str | None = None, model: str = "nano") -> None:
+def run(config: FeedbackEvalConfig, out: Path, *, url: str | None = None, model: str = "nano") -> None:
     """Measure every preference and print the results; without ``url``, against a server started for this."""
     with ExitStack() as stack:
         if url is None:

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from earnest.serve.host import Host
-    from earnest.serve.store import Store
+    from earnest.serve.store import ServerStore
 
 
-def router(host: Host, store: Store) -> APIRouter:
+def router(host: Host, store: ServerStore) -> APIRouter:
     """The endpoints under /api/v1; torch is imported with them, not with this package."""
     from earnest.serve.tinker.routes import router as build
 

@@ -22,7 +22,7 @@ from pathlib import Path as Folder
 from typing import Any
 
 from earnest.disk import sync
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.names import Path, folder_of, is_run, new_id
 
@@ -62,7 +62,7 @@ class Checkpoint:
 class CheckpointStore:
     """All training runs of one server."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ServerStore) -> None:
         self.db, self.root = store.db, store.folder / "tinker"
         # Requests since the last checkpoint: written with the next one, since no request waits for a commit.
         self._last_request: dict[str, str] = {}

@@ -84,7 +84,7 @@ class SampleOutput:
 
 
 @dataclass(frozen=True)
-class Plain:
+class JsonResult:
     """A result that is sent as JSON."""
 
     body: Mapping[str, object] = field(default_factory=dict)
@@ -98,4 +98,4 @@ class Failed:
     category: Literal["user", "server"]
 
 
-Result = PassOutput | SampleOutput | Plain | Failed
+Result = PassOutput | SampleOutput | JsonResult | Failed

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from earnest.errors import EarnestError
 from earnest.serve.awaitable import awaitable
-from earnest.serve.tinker.data import Failed, PassOutput, Plain, Result, SampleOutput
+from earnest.serve.tinker.data import Failed, JsonResult, PassOutput, Result, SampleOutput
 from earnest.serve.tinker.errors import TOO_DEEP, NotThere, WireError
 
 log = logging.getLogger("earnest.serve")
@@ -183,7 +183,7 @@ class RequestQueues:
         """Count a refused request as carried out, so that the next one of its model does not wait for it."""
         with self._changed:
             if not self._closed and seq not in self._queues.setdefault(model, _Queue()).waiting:
-                self.put(model, seq, Promise(f"{model}:{seq}"), Plain)
+                self.put(model, seq, Promise(f"{model}:{seq}"), JsonResult)
 
     def close(self) -> None:
         """Finish the request that is being carried out and fail those that wait."""

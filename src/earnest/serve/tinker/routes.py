@@ -21,7 +21,7 @@ from earnest.serve.tinker.names import Path
 
 if TYPE_CHECKING:
     from earnest.serve.host import Host
-    from earnest.serve.store import Store
+    from earnest.serve.store import ServerStore
     from earnest.serve.tinker.futures import Promise
     from earnest.serve.tinker.service import Service
 
@@ -101,7 +101,7 @@ def _answering_errors(handler: Handler, path: str) -> Callable[[Request], Awaita
 class LazyService:
     """The service, once the host has loaded its model."""
 
-    def __init__(self, host: Host, store: Store) -> None:
+    def __init__(self, host: Host, store: ServerStore) -> None:
         self.host, self.store = host, store
         self.service: Service | None = None
         host.after_load.append(self._make)
@@ -120,7 +120,7 @@ class LazyService:
         return self.service
 
 
-def router(host: Host, store: Store) -> APIRouter:
+def router(host: Host, store: ServerStore) -> APIRouter:
     """All endpoints under /api/v1, on one service; it is closed with the app."""
     lazy = LazyService(host, store)
 

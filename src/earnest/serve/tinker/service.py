@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.errors import nearest
 from earnest.models.catalog import served_name
-from earnest.serve.store import Store
+from earnest.serve.store import ServerStore
 from earnest.serve.tinker import names
 from earnest.serve.tinker.checkpoints import CheckpointStore
-from earnest.serve.tinker.data import PassRequest, Plain, Result
+from earnest.serve.tinker.data import JsonResult, PassRequest, Result
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.futures import Promise, Promises, RequestQueues
 from earnest.serve.tinker.models import AdamParams, LiveModel, LoraConfig
@@ -45,7 +45,7 @@ class Session:
 class Service:
     """One host's Tinker API."""
 
-    def __init__(self, host: Host, store: Store) -> None:
+    def __init__(self, host: Host, store: ServerStore) -> None:
         self.host, self.settings = host, host.settings
         self.name = served_name(self.settings.model)
         self.checkpoints: CheckpointStore = CheckpointStore(store)
@@ -141,7 +141,7 @@ class Service:
             self.models[run] = LiveModel(self.host, run, lora)
             self.checkpoints.add(run, self.name, asdict(lora), metadata)
             session.models.append(run)
-            return Plain({"type": "create_model", "model_id": run})
+            return JsonResult({"type": "create_model", "model_id": run})
 
         return self._start(run, None, make, "create")
 
@@ -159,7 +159,7 @@ class Service:
         if model is not None:
             model.close()
         self.samplers.end(run.partition(":")[0])  # in the thread that adds them, so none is added later
-        return Plain({"type": "unload_model", "model_id": run})
+        return JsonResult({"type": "unload_model", "model_id": run})
 
     def info(self, run: str) -> dict[str, Any]:
         lora = self.model(run).lora
@@ -193,7 +193,7 @@ class Service:
             raise WireError("optim_step needs adam_params; other optimizers are not served.")
 
         def step() -> Result:
-            return Plain({"metrics": self.model(run).optim_step(AdamParams.read(body["adam_params"]))})
+            return JsonResult({"metrics": self.model(run).optim_step(AdamParams.read(body["adam_params"]))})
 
         return self._start(run, body.get("seq_id"), step)
 
@@ -213,7 +213,7 @@ class Service:
                 ttl=body.get("ttl_seconds"),
                 metadata=body.get("user_metadata"),
             )
-            return Plain({"type": "save_weights", "path": str(path)})
+            return JsonResult({"type": "save_weights", "path": str(path)})
 
         return self._start(run, body.get("seq_id"), save)
 
@@ -228,7 +228,7 @@ class Service:
                 sampler = f"{run.partition(':')[0]}:sample:{int(number)}"
                 copy = Snapshot(model.variant, tuple(model.targets), model.adapter.state_dict())
                 self._add_sampler(sampler, f"{run}@{model.weights_version}", copy, None)
-                return Plain({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
+                return JsonResult({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
             path = names.Path(run, "sampler_weights", names.check_name(body.get("path") or f"v-{names.new_id()[:12]}"))
             self.checkpoints.save(
                 path,
@@ -236,7 +236,7 @@ class Service:
                 ttl=body.get("ttl_seconds"),
                 metadata=body.get("user_metadata"),
             )
-            return Plain({"type": "save_weights_for_sampler", "path": str(path)})
+            return JsonResult({"type": "save_weights_for_sampler", "path": str(path)})
 
         return self._start(run, body.get("seq_id"), save)
 
@@ -255,7 +255,7 @@ class Service:
             if {k: v for k, v in theirs.items() if k != "seed"} != {k: v for k, v in ours.items() if k != "seed"}:
                 raise WireError(f"{path} was made with the LoRA {theirs}, this model has {ours}; create a like one.")
             model.load(folder, optimizer=bool(body.get("optimizer")))
-            return Plain({"type": "load_weights", "path": str(path), "model_id": run})
+            return JsonResult({"type": "load_weights", "path": str(path), "model_id": run})
 
         return self._start(run, body.get("seq_id"), load)
 

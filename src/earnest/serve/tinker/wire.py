@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from earnest.errors import MissingExtra
-from earnest.serve.tinker.data import Cells, Datum, Failed, PassOutput, PassRequest, Plain, Result, SampleOutput, Top
+from earnest.serve.tinker.data import (
+    Cells,
+    Datum,
+    Failed,
+    JsonResult,
+    PassOutput,
+    PassRequest,
+    Result,
+    SampleOutput,
+    Top,
+)
 from earnest.serve.tinker.errors import WireError
 
 PROTOBUF = "application/x-protobuf"
@@ -237,7 +247,7 @@ def write(result: Result, *, protobuf: bool) -> tuple[bytes, str]:
             }
         case SampleOutput():
             body = _json_sample(result)
-        case Plain():
+        case JsonResult():
             body = result.body
         case Failed():
             body = {"error": result.error, "category": result.category}
