@@ -114,3 +114,17 @@ def test_a_printed_batch_tells_its_rows_tokens_and_signals(engine: en.LocalEngin
     assert "signals: advantages (group), behaviour, reference.logprobs, correct" in shown
     assert "temperature 1, on cpu" in shown and "tensor" not in shown
     assert repr(found).startswith(f"Rollouts(16 rollouts, reward {found.reward:.3f}, batch=Batch(")
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 3}])
+def test_a_ratio_to_a_cut_distribution_is_refused(cut: dict[str, float]) -> None:
+    """With top-p 0.7 the sampler's log-probs are of fewer tokens, so on-policy ratios are 0.6 to 0.7 instead of 1."""
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2)))
+    task = en.get_task("sort")
+    spec = en.SampleSpec(max_new_tokens=8, **cut)  # type: ignore[arg-type]
+    batch = en.collect(engine, task, task.prompts("train", 2, seed=0), 4, spec).batch
+    for term in (en.GRPO(), en.CISPO()):
+        with pytest.raises(SignalError, match="top_p or top_k cut that policy's tokens"):
+            Objective.of(term).check(batch)
+    engine.step(batch, en.Reinforce())

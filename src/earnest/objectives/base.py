@@ -171,6 +171,11 @@ class Term(Checked):
                     "the objective."
                 )
             batch.check_signal(signal, f"{self.label}: the signal {signal!r}")
+        if batch.truncated and "behaviour" in self.signals():
+            raise SignalError(
+                f"{self.label}: takes a ratio to the policy that sampled, but top_p or top_k cut that policy's tokens, "
+                "so the ratio is not 1 on-policy; sample with top_p=1 and top_k=0, or take reinforce."
+            )
         if "advantages" in self.signals() and batch.estimator not in (*self.estimators, "given"):
             raise SignalError(
                 f"{self.label}: is defined with advantages by {' or '.join(self.estimators)}, the batch's are by "

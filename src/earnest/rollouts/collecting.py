@@ -114,7 +114,7 @@ def collect(
         max_length=spec.max_new_tokens,
         pad=policy.pad_id,
         device=policy.device,
-    ).with_signals(sought=tuple(sorted(wants.roles)))
+    ).with_signals(sought=tuple(sorted(wants.roles)), truncated=bool(attempts) and (spec.top_p < 1 or spec.top_k > 0))
     if attempts and (n > 1 or "advantages" in wants.signals or objective is None):
         batch = with_advantages(batch, [a.grade.reward for a in attempts], estimator or _first(wants))
     if objective is not None:

@@ -60,7 +60,7 @@ class Batch:
     ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that
     time: they differ where sampler and trainer are two programs. ``estimator`` names what made the advantages,
     ``sought`` the roles that its maker looked for, found or not; ``max_length`` is the longest completion that
-    sampling allowed.
+    sampling allowed; ``truncated`` is set where top-p or top-k cut the distribution that was sampled from.
     """
 
     inputs: Int[Tensor, "R T"]
@@ -79,6 +79,7 @@ class Batch:
     correct: Bool[Tensor, " R"] | None = None
     temperature: float = 1.0
     max_length: int | None = None
+    truncated: bool = False
     estimator: str = "given"
     sought: tuple[Role, ...] = ()
 
