@@ -87,6 +87,16 @@ def test_a_check_without_any_spread_of_rewards_is_a_sentence_about_rewards(
         start("test", make_config("task=sort", f"out={tmp_path / 'run'}"), quiet)
 
 
+def test_a_negative_weight_warns(tmp_path: Path, make_config: Make) -> None:
+    """GRPO with weight -1 trains the reward away; it did so without a warning."""
+    shown = io.StringIO()
+    config = make_config("objective.0.weight=-1", "check=false", "steps=1", "eval.every=0", f"out={tmp_path / 'run'}")
+    start("test", config, Console(file=shown, width=400))
+    warning = "has the weight -1, so its loss is raised instead of lowered"
+    assert warning in shown.getvalue()
+    assert (tmp_path / "run" / "events.log").read_text().count(warning) == 1
+
+
 def test_a_run_that_learns_has_the_same_row_and_it_holds(tmp_path: Path, make_config: Make, quiet: Console) -> None:
     finished = start("test", make_config("sampling.prompts_per_step=8", f"out={tmp_path / 'run'}"), quiet)
     found = json.loads((tmp_path / "run" / "verdict.json").read_text())

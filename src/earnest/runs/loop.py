@@ -131,6 +131,12 @@ class TrainingLoop:
 
     def _train(self, stopper: Stopper) -> None:
         config = self.setup.config
+        for weighted in self.setup.objective.live():
+            if weighted.weight < 0:
+                self._warn(
+                    f"{weighted.term.label} has the weight {weighted.weight:g}, so its loss is raised instead of "
+                    "lowered (a policy gradient trains the reward away); give a positive weight unless you want this."
+                )
         if not verdicts.holds(self.run.path):
             self._check()
         if self.step == 0:
@@ -179,10 +185,12 @@ class TrainingLoop:
         for logger in self.loggers:
             logger.log(line)
         self.progress.step(line)
-        warning = self.learning.add(line)
-        if warning is not None:
-            self.run.event("warning", warning)
-            self.progress.warn(warning)
+        if (warning := self.learning.add(line)) is not None:
+            self._warn(warning)
+
+    def _warn(self, sentence: str) -> None:
+        self.run.event("warning", sentence)
+        self.progress.warn(sentence)
 
     def _collect(self, step: int) -> Rollouts:
         return self.source.next(step)
