@@ -99,17 +99,22 @@ def run(
     if full:
         raise EarnestError(f"--full: {recipe} is one run and has no longer form; leave it out, or raise steps=.")
     if resume:
-        finished = runs.resume(Path(recipe), overrides or [], out)
+        from earnest.diloco import launch
+
+        finished = runs.resume(Path(recipe), overrides or [], out, replicas=launch.resume)
     else:
         config = from_mapping(data, overrides or [])
         if (on != "local" or dry_run) and not config.replicated:
             raise EarnestError("--on and --dry-run are about replicas; add replicas=N, or leave them out.")
-        if dry_run:
-            from earnest.diloco.run import dry_run as describe
+        if config.replicated:
+            from earnest.diloco import launch
 
-            print(describe(name, config, on))
-            return
-        finished = runs.start(name, config, out, on=on)
+            if dry_run:
+                print(launch.dry_run(name, config, on))
+                return
+            finished = launch.start(name, config, out, on=on)
+        else:
+            finished = runs.start(name, config, out)
     out.print(finished)
 
 
@@ -302,7 +307,7 @@ def serve(
         print(f"{key}\n\nThis key is shown once. Put these lines into the file for --keys:\n\nkeys:\n{entry}")
         return
     from earnest.config.load import check_mapping
-    from earnest.serve.run import run as listen
+    from earnest.serve.server import run as listen
     from earnest.serve.settings import ServeSettings
 
     given = {
@@ -334,10 +339,10 @@ def replay(
     """Traces into preference pairs; the same command again goes on where it stopped."""
     from rich.console import Console
 
-    from earnest.config.replay import read
     from earnest.replay import report as pages
+    from earnest.replay.pipeline import replay as make_pairs
     from earnest.replay.progress import StageBars
-    from earnest.replay.run import replay as make_pairs
+    from earnest.replay.settings import read
 
     out = Console()
     with StageBars(out) as bars:
@@ -388,8 +393,8 @@ def evaluate(
         return
     if overrides:
         raise EarnestError(f"{overrides[0]}: key=value belongs to a run folder; {what} is a file of preferences.")
+    from earnest.serve.eval.command import run as measure_loops
     from earnest.serve.eval.preferences import read
-    from earnest.serve.eval.run import run as measure_loops
 
     changes = {"rounds": rounds, "per_round": per_round, "questions": questions}
     measure_loops(read(what, changes, only or []), out, url=url, model=model)

@@ -44,7 +44,7 @@ def context() -> Any:
 def put_run(url: str, place: Path, model: Path, *overrides: str) -> None:
     """A run on the tiny model, in a bucket."""
     from earnest.config import dump, load_file
-    from earnest.diloco.run import _put
+    from earnest.diloco.launch import _put
 
     config = load_file(recipe(place / "recipe.yaml", model), overrides)
     _put(url, "test", dump(config))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from earnest.config.load import from_mapping
 from earnest.diloco.executors.base import EXECUTORS
-from earnest.diloco.run import start
+from earnest.diloco.launch import start
 from earnest.engines.checkpoint import read
 from earnest.errors import ConfigError
 from earnest.runs.setup import build

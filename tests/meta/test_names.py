@@ -29,3 +29,8 @@ def test_a_name_that_is_used_twice_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class Batch: ...\nclass _Own: ...\n")
     (tmp_path / "b.py").write_text("class Batch: ...\nclass _Own: ...\nclass Other: ...\n")
     assert shared_names(tmp_path) == {"Batch": ["a.py", "b.py"]}
+
+
+def test_no_package_has_a_module_that_is_called_run() -> None:
+    """Each command has its own name; ``earnest run`` itself is in cli.py."""
+    assert [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("run.py")] == []

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from earnest.config.load import check_mapping
-from earnest.config.replay import ReplayConfig
 from earnest.data import trace_example
 from earnest.errors import ConfigError
 from earnest.replay import pairs as files
 from earnest.replay import report
 from earnest.replay.errors import EndpointError, ReplayError
-from earnest.replay.run import FAILED, SAME, TIE, Replayed, count, replay
+from earnest.replay.pipeline import FAILED, SAME, TIE, Replayed, count, replay
+from earnest.replay.settings import ReplayConfig
 from tests.replay.records import said, user, write_traces
 from tests.replay.server import Answer, Body, serving
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from earnest.config.load import check_mapping
-from earnest.config.replay import ReplayConfig
 from earnest.replay import pairs as files
-from earnest.replay.run import count, replay
+from earnest.replay.pipeline import count, replay
+from earnest.replay.settings import ReplayConfig
 from earnest.replay.traces import read
 from tests.replay.records import user, write_traces
 from tests.serve.conftest import serving

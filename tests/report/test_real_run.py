@@ -12,7 +12,7 @@ from earnest.audit import Finding, Verdict
 from earnest.config import load_file
 from earnest.report import load
 from earnest.runs import start, verdicts
-from earnest.runs.run import Finished
+from earnest.runs.lifecycle import Finished
 from tests.runs.tiny import recipe, tiny_folder
 
 STEPS = 3

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from earnest.errors import ConfigError
 from earnest.serve.eval import preferences
 from earnest.serve.eval.client import EvalClient, EvalError
+from earnest.serve.eval.command import run
 from earnest.serve.eval.loop import Round, evaluate, summarise, table
 from earnest.serve.eval.preferences import FeedbackEvalConfig
-from earnest.serve.eval.run import run
 from earnest.serve.eval.verifiers import Verifier
 from tests.serve.conftest import Live
 

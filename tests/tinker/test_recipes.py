@@ -16,7 +16,7 @@ import earnest as en
 from earnest.config import RunConfig
 from earnest.errors import ConfigError
 from earnest.runs import remote
-from earnest.runs.run import check, resume, start
+from earnest.runs.lifecycle import check, resume, start
 from earnest.runs.setup import build
 from tests.tinker.conftest import KEY, Served
 

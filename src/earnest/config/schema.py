@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_serializer, m
 from earnest import plugins
 from earnest.adapters.variant import VARIANTS, Variant
 from earnest.config.kinds import Kinded, Strict, key_of
+from earnest.config.replicas import plan
 from earnest.engines.optimizers import OPTIMIZERS, Optimizer
 from earnest.errors import ConfigError
 from earnest.guards.assemble import Extraction
@@ -421,8 +422,6 @@ class RunConfig(LoopConfig):
         if self.sampler is not None and self.engine.kind != "local":
             raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")
         if self.replicated:
-            from earnest.diloco.plan import plan
-
             plan(self)
         elif self.sync != SyncConfig():
             raise ConfigError("sync: has no meaning for one replica without a store; set replicas=2, or leave it out")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest.config.schema import SyncConfig
 from earnest.diloco.errors import FellBehind, OutOfStep
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
@@ -37,6 +38,12 @@ class SyncSchedule:
     delay: int = 0
     alpha: float = 0.0
     outer: OuterSGD | None = field(default_factory=OuterSGD)
+
+    @classmethod
+    def of(cls, sync: SyncConfig) -> SyncSchedule:
+        """The schedule of a recipe's ``sync``."""
+        outer = OuterSGD(sync.lr, sync.momentum, sync.nesterov) if sync.algorithm == "diloco" else None
+        return cls(sync.every, sync.fragments, sync.delay, sync.alpha, outer)
 
     def __post_init__(self) -> None:
         if self.every % self.fragments:

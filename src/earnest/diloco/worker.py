@@ -17,11 +17,13 @@ from torch import Tensor
 
 from earnest.config import RunConfig, dump
 from earnest.config.load import from_mapping
+from earnest.config.replicas import ReplicaPlan, plan
 from earnest.config.text import parse
 from earnest.diloco.ledger import CONFIG, Ledger
 from earnest.diloco.lighthouse import LighthouseOuter
-from earnest.diloco.outer import ReplicaOuter
-from earnest.diloco.plan import ReplicaPlan, plan
+from earnest.diloco.outer import ReplicaOuter, SyncSchedule
+from earnest.diloco.protocol import Rules
+from earnest.diloco.wire import Wire
 from earnest.disk import clean
 from earnest.errors import CheckpointError
 from earnest.rollouts import Rollouts
@@ -180,7 +182,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
 def meetings(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> Outer:
     """The outer hook of these settings."""
     sync, rounds = planned.config.sync, planned.rounds
-    schedule = planned.schedule()
+    schedule = SyncSchedule.of(sync)
     if sync.lighthouse is not None:
         return LighthouseOuter(
             setup.engine,
@@ -197,9 +199,9 @@ def meetings(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, r
         setup.engine,
         ledger,
         replica,
-        planned.rules(),
+        Rules(planned.config.replicas, planned.quorum, sync.grace, sync.timeout, max_norm=sync.max_norm),
         schedule,
-        planned.wire(),
+        Wire(sync.wire or ("bf16" if sync.algorithm == "diloco" else "fp32"), sync.density),
         rounds=rounds,
         snapshot_every=sync.snapshot_every,
         say=lambda text: run.event("warning", text),

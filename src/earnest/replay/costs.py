@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from earnest.replay.errors import ReplayError
 
 if TYPE_CHECKING:
-    from earnest.config.replay import PriceConfig, ReplayConfig
     from earnest.replay.journal import Journal, Kind
+    from earnest.replay.settings import PriceConfig, ReplayConfig
 
 
 @dataclass

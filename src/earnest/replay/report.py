@@ -14,7 +14,7 @@ from rich.table import Table
 
 from earnest.disk import write_json, write_text
 from earnest.replay.pairs import Pair
-from earnest.replay.run import Drop, Replayed, count
+from earnest.replay.pipeline import Drop, Replayed, count
 from earnest.replay.traces import plain_text
 from earnest.report.markup import Html, el, number
 

@@ -15,10 +15,10 @@ from earnest.errors import CheckpointError, ConfigError
 from earnest.objectives import Objective, Term
 from earnest.runs import environment
 from earnest.runs.folder import RunFolder, default_place, require_free
+from earnest.runs.lifecycle import FROM_PYTHON, Finished, compare_environments, continued, go
 from earnest.runs.preferences import Preferences
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on
-from earnest.runs.run import FROM_PYTHON, Finished, compare_environments, continued, go
 from earnest.runs.setup import Setup, check_groups
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.tasks import Task, get_task

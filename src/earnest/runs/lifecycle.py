@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,9 @@ FROM_PYTHON = "python"
 
 C = TypeVar("C", bound=LoopConfig)
 
+Resume = Callable[[RunFolder, RunConfig, Console], "Finished"]
+"""Continues the run in an opened folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(Comparison):
@@ -54,13 +57,10 @@ class Finished(Comparison):
         yield Text(f"{'chat with it':<16} earnest chat --adapter {self.folder}", no_wrap=True, overflow="ignore")
 
 
-def start(recipe: str, config: RunConfig, console: Console | None = None, *, on: str = "local") -> Finished:
-    """Train from the beginning, into a new folder. ``on`` is the executor that starts the replicas, if any."""
+def start(recipe: str, config: RunConfig, console: Console | None = None) -> Finished:
+    """Train from the beginning, into a new folder, in this process: ``diloco.launch.start`` starts replicas."""
     console = console or Console()
-    if config.replicated:
-        from earnest.diloco.run import start as start_replicas
-
-        return start_replicas(recipe, config, console, on=on)
+    _require_one_process(config)
     place = Path(config.out) if config.out is not None else default_place(recipe)
     require_free(place)
     setup = build(config, note_on(console))
@@ -74,16 +74,20 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
     return go(setup, run, console, resumed=False)
 
 
-def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None = None) -> Finished:
-    """Continue a run from its newest whole checkpoint. Its config may only be repeated, or ``steps`` raised."""
+def resume(
+    folder: Path, overrides: Sequence[str] = (), console: Console | None = None, *, replicas: Resume | None = None
+) -> Finished:
+    """Continue a run from its newest whole checkpoint. Its config may only be repeated, or ``steps`` raised.
+
+    ``replicas`` (``diloco.launch.resume``) continues a run with replicas; without it such a run is refused.
+    """
     console = console or Console()
     run = RunFolder.open(folder)
     try:
         config = _config_to_resume(run, overrides)
-        if config.replicated:
-            from earnest.diloco.run import resume as resume_replicas
-
-            return resume_replicas(run, config, console)
+        if config.replicated and replicas is not None:
+            return replicas(run, config, console)
+        _require_one_process(config)
         threads = read_json(folder / "environment.json").get("threads")
         if config.threads is None and isinstance(threads, int):
             torch.set_num_threads(threads)  # other thread counts sum in another order
@@ -93,6 +97,14 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
         run.close()
         raise
     return go(setup, run, console, resumed=True)
+
+
+def _require_one_process(config: RunConfig) -> None:
+    if config.replicated:
+        raise ConfigError(
+            f"replicas is {config.replicas} and store is {config.store}: `earnest run` and earnest.diloco.launch train "
+            "with replicas; use one of them, or set replicas=1 and leave store out."
+        )
 
 
 def check(config: RunConfig, console: Console | None = None, *, quick: bool = False) -> Verdict:

@@ -1,4 +1,4 @@
-"""What a config's `replicas`, `store` and `sync` mean, checked before anything is started. No torch here."""
+"""The rounds of a run with replicas, computed from its config, and the checks of `replicas` and `sync`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 from earnest.errors import ConfigError
 
 if TYPE_CHECKING:
-    from earnest.config import RunConfig
-    from earnest.diloco.outer import SyncSchedule
-    from earnest.diloco.protocol import Rules
-    from earnest.diloco.wire import Wire
+    from earnest.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -22,26 +19,6 @@ class ReplicaPlan:
     interval: int
     rounds: int
     quorum: int
-
-    def schedule(self) -> SyncSchedule:
-        from earnest.diloco.globals import OuterSGD
-        from earnest.diloco.outer import SyncSchedule
-
-        sync = self.config.sync
-        outer = OuterSGD(sync.lr, sync.momentum, sync.nesterov) if sync.algorithm == "diloco" else None
-        return SyncSchedule(sync.every, sync.fragments, sync.delay, sync.alpha, outer)
-
-    def wire(self) -> Wire:
-        from earnest.diloco.wire import Wire
-
-        sync = self.config.sync
-        return Wire(sync.wire or ("bf16" if sync.algorithm == "diloco" else "fp32"), sync.density)
-
-    def rules(self) -> Rules:
-        from earnest.diloco.protocol import Rules
-
-        sync = self.config.sync
-        return Rules(self.config.replicas, self.quorum, sync.grace, sync.timeout, max_norm=sync.max_norm)
 
     def steps_at(self, rounds: int) -> int:
         """Steps that a replica has passed after ``rounds``."""

@@ -13,6 +13,7 @@ from earnest.config import text
 from earnest.config.load import check_mapping
 from earnest.config.schema import Strict, Whole
 from earnest.errors import ConfigError
+from earnest.replay.filters import Op
 
 
 class PriceConfig(Strict):
@@ -107,9 +108,7 @@ class FilterConfig(Strict):
     n: int | None = Field(None, ge=1, description="length of the n-grams")
     threshold: float | None = Field(None, gt=0, le=1, description="near_duplicates: Jaccard similarity")
 
-    def build(self) -> Any:
-        from earnest.replay.filters import Op
-
+    def build(self) -> Op:
         given = {name: getattr(self, name) for name in ("min", "max", "n", "threshold")}
         return Op(self.op, self.field, {name: value for name, value in given.items() if value is not None})
 

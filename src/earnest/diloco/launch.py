@@ -17,18 +17,18 @@ from typing import Any
 from rich.console import Console
 
 from earnest.config import RunConfig, dump
+from earnest.config.replicas import ReplicaPlan, plan
 from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror
-from earnest.diloco.plan import ReplicaPlan, plan
+from earnest.diloco.outer import Mirror, SyncSchedule
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.learning import Learning
+from earnest.runs.lifecycle import Finished, complete
 from earnest.runs.loop import TrainingLoop
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
-from earnest.runs.run import Finished, complete
 from earnest.runs.setup import Setup, build
 from earnest.runs.stopping import Stopper
 from earnest.store import Bucket, Damaged, Object, StoreError, join
@@ -164,7 +164,7 @@ class Launcher(TrainingLoop):
         for number in range(config.replicas):
             self.ledger.reserve(number)  # a worker that joins without a number becomes one more
         self.mirror = Mirror(self.setup.engine, config.sync.fragments)
-        self.agreed = Globals(self.mirror.tensors(), self.plan.schedule().outer, config.sync.max_norm)
+        self.agreed = Globals(self.mirror.tensors(), SyncSchedule.of(config.sync).outer, config.sync.max_norm)
         known = self.run.metrics.read()
         self.evaluations = [line for line in known if line["kind"] == "eval"]
         self.learning = Learning(known)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from earnest.config.replay import ReplayConfig, SpeakerConfig, TeacherEntry
 from earnest.replay import judges
 from earnest.replay.clean import Cleaned, backend_of, clean
 from earnest.replay.costs import CostLedger
@@ -22,6 +21,7 @@ from earnest.replay.journal import Journal, Kind
 from earnest.replay.leakage import Leakage, heldout_texts
 from earnest.replay.local import CHUNK, LocalPolicy, UnusableTurn
 from earnest.replay.pairs import Pair, write
+from earnest.replay.settings import ReplayConfig, SpeakerConfig, TeacherEntry
 from earnest.replay.traces import AssistantTurn, Traces, meaning, parse, plain_text, read
 
 Progress = Callable[[str, int, int], None]

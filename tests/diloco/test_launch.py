@@ -19,8 +19,8 @@ from rich.console import Console
 
 from earnest.config import RunConfig, load_file
 from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
+from earnest.diloco.launch import falling, job_of, resume, start
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.run import falling, job_of, resume, start
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.runs import setup
@@ -185,7 +185,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
     from dataclasses import replace
 
     from earnest.config import dump
-    from earnest.diloco import run, worker
+    from earnest.diloco import launch, worker
 
     closed: list[int] = []
 
@@ -210,11 +210,11 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
         built = setup.build(alone, say)
         return replace(built, samplers=Held(config.sampling.workers, built.engine))
 
-    monkeypatch.setattr(run, "build", build)
+    monkeypatch.setattr(launch, "build", build)
     monkeypatch.setattr(worker, "build", build)
     config = make("replicas=2", "steps=2", "sync.grace=0", "sampling.workers=3", f"out={tmp_path / 'run'}")
     url = f"file://{tmp_path}/bucket"
-    run._put(url, "test", dump(config))
+    launch._put(url, "test", dump(config))
     work(url, 0, tmp_path / "mine", quiet())
     assert closed == [3]
     Held.fails = True
@@ -222,7 +222,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
         start("test", config, quiet(), on="fork")  # in the check, before a worker is started
     assert closed == [3, 0]
     url = f"file://{tmp_path}/other"
-    run._put(url, "test", dump(config))
+    launch._put(url, "test", dump(config))
     with pytest.raises(EarnestError, match="the sampler is gone"):
         work(url, 0, tmp_path / "fails", quiet())
     assert closed == [3, 0, 3]
@@ -231,7 +231,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
 @pytest.mark.processes
 def test_resume_goes_on_where_the_bucket_is(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher is told to stop after the first round; the resumed one does not do it again."""
-    from earnest.diloco.run import Launcher
+    from earnest.diloco.launch import Launcher
 
     record = Launcher._record
 
@@ -254,7 +254,7 @@ def test_resume_goes_on_where_the_bucket_is(make: Make, tmp_path: Path, monkeypa
 def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
     """Alone it takes the first free number and does the whole run."""
     from earnest.config import dump
-    from earnest.diloco.run import _put
+    from earnest.diloco.launch import _put
 
     url = f"file://{tmp_path}/bucket"
     _put(url, "test", dump(make("replicas=2", "sync.grace=0", "steps=2")))
@@ -270,7 +270,7 @@ def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
 def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(make: Make, tmp_path: Path) -> None:
     """None, not 0: nobody knows what it sent. The round after it is whole."""
     from earnest.config import dump
-    from earnest.diloco.run import Launcher, _build, _put
+    from earnest.diloco.launch import Launcher, _build, _put
     from earnest.runs.progress import reporter_on
     from earnest.runs.stopping import Stopper
 
@@ -311,7 +311,7 @@ def test_mistakes_are_one_sentence(words: list[str], says: str, capsys: pytest.C
 
 
 def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from earnest.diloco.run import dry_run
+    from earnest.diloco.launch import dry_run
 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     text = dry_run("test", make("replicas=3", "store=s3://b/runs", f"out={tmp_path / 'exp'}"), "local")
@@ -346,7 +346,7 @@ def test_no_setting_of_a_meeting_is_read_by_nobody(make: Make, tmp_path: Path, m
     """Every field of ``sync`` is looked at between the launcher's plan and a worker's end."""
     from earnest.config import dump
     from earnest.config.schema import Strict, SyncConfig
-    from earnest.diloco.run import _put, job_of
+    from earnest.diloco.launch import _put, job_of
 
     config = make("replicas=1", f"store=file://{tmp_path}", "steps=2")
     read: set[str] = set()
