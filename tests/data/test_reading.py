@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from earnest.data.reading import DataError, Problem, Row, rows
+from earnest.data.reading import DataError, DatasetRow, Problem, rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Sort: c a", "answer": "a c"},
@@ -43,20 +43,20 @@ def write(folder: Path, ending: str) -> Path:
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow"])
 def test_every_format_gives_the_same_rows(ending: str, tmp_path: Path) -> None:
     found = list(rows(str(write(tmp_path, ending))))
-    assert [r.values for r in found if isinstance(r, Row)] == ROWS
+    assert [r.values for r in found if isinstance(r, DatasetRow)] == ROWS
     assert len(found) == len(ROWS)
 
 
 def test_a_folder_of_shards_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     for i, row in enumerate(ROWS):
         (tmp_path / f"part-{i}.jsonl").write_text(json.dumps(row))
-    assert [r.values for r in rows(str(tmp_path)) if isinstance(r, Row)] == ROWS
+    assert [r.values for r in rows(str(tmp_path)) if isinstance(r, DatasetRow)] == ROWS
 
 
 def test_a_folder_that_datasets_wrote_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "set"))
-    assert [r.values for r in rows(str(tmp_path / "set")) if isinstance(r, Row)] == ROWS
+    assert [r.values for r in rows(str(tmp_path / "set")) if isinstance(r, DatasetRow)] == ROWS
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "sets"))
     with pytest.raises(DataError, match="several splits"):
         list(rows(str(tmp_path / "sets")))
@@ -66,7 +66,7 @@ def test_a_bad_line_is_a_problem_with_its_number_and_reading_goes_on(tmp_path: P
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\nnot json\n[1]\n{"a": "\xff"}\n\n{"a": 2}\n')
     found = list(rows(str(path)))
-    assert [r.values for r in found if isinstance(r, Row)] == [{"a": 1}, {"a": 2}]
+    assert [r.values for r in found if isinstance(r, DatasetRow)] == [{"a": 1}, {"a": 2}]
     problems = [str(p) for p in found if isinstance(p, Problem)]
     assert [p.split(", line ")[1][0] for p in problems] == ["2", "3", "4"]
     assert "not JSON" in problems[0] and "named columns, not a list" in problems[1] and "UTF-8" in problems[2]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from earnest import runs
 from earnest.config import RunConfig, load_file
 from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
 from earnest.diloco.launch import falling, job_of, resume, start
@@ -246,7 +247,9 @@ def test_resume_goes_on_where_the_bucket_is(make: Make, tmp_path: Path, monkeypa
     monkeypatch.undo()
     monkeypatch.setitem(EXECUTORS, "fork", "tests.diloco.forked:ForkExecutor")
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
-    resume(RunFolder.open(folder), config, quiet())
+    with pytest.raises(ConfigError, match=r"use one of them, or set replicas=1"):
+        runs.resume(folder, console=quiet())
+    runs.resume(folder, console=quiet(), replicas=resume)
     assert [line["step"] for line in steps(folder)] == [2, 4, 6, 8]
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
 
@@ -280,7 +283,8 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     bucket = Bucket.open(url)
     bucket.delete(bucket.list("outer/00000000/delta"))
     built = _build(config, quiet())
-    folder = RunFolder.create(tmp_path / "run", dump(config), {}, {"recipe": "test", "url": url, "on": "local"})
+    header = {"recipe": "test", **built.describe(), "url": url, "on": "local"}
+    folder = RunFolder.create(tmp_path / "run", dump(config), {}, header)
     launcher = Launcher(built, folder, reporter_on(quiet()), [])
     launcher.follow(config, Scripted({}), url)
     launcher._look(Stopper(print))
@@ -308,6 +312,12 @@ def test_mistakes_are_one_sentence(words: list[str], says: str, capsys: pytest.C
         main(words)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and says in error and "Traceback" not in error
+
+
+def test_a_run_with_replicas_is_not_trained_in_one_process(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"replicas is 2 and store is None: .*earnest\.diloco\.launch"):
+        runs.start("test", make("replicas=2", f"out={tmp_path / 'run'}"), quiet())
+    assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

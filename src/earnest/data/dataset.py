@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from earnest.data import reading
 from earnest.data.layouts import Example, Layout, RowError, recognise, renamed
-from earnest.data.reading import DataError, Place, Problem, Row
+from earnest.data.reading import DataError, DatasetRow, Place, Problem
 from earnest.data.rendering import LossOn, Rendered, Renderer, answer, demonstration
 from earnest.settings import Checked, setting
 
@@ -56,7 +56,7 @@ Side = Literal["train", "heldout"]
 
 
 @dataclass
-class Counts:
+class DatasetCounts:
     """What reading found; all of it is in the report."""
 
     rows: int = 0
@@ -76,7 +76,7 @@ class Dataset:
         self.settings, self.policy = settings, policy
         self.limit = min(settings.max_tokens or context, context)
         self.layout: Layout | None = None
-        self.counts = Counts()
+        self.counts = DatasetCounts()
         self.problems: list[Problem] = []
         self.duplicates: list[tuple[Place, Place]] = []
         self.leaks: list[tuple[Place, Place]] = []
@@ -151,7 +151,7 @@ class Dataset:
                 self.counts.bad += 1
                 self.problems.append(Problem(row.place, str(error)))
 
-    def _take(self, row: Row, side: Side | None) -> None:
+    def _take(self, row: DatasetRow, side: Side | None) -> None:
         values = renamed(row.values, self.settings.columns or {})
         if self.layout is None:
             self.layout = recognise(values)
@@ -222,7 +222,7 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._offset)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: DatasetRow) -> None:
         if row.offset is not None:
             self._put(row.place.file, row.offset)
             return

@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
+class DatasetRow:
     """One row as its file has it. ``offset`` is the byte where its line begins, in a file of JSON lines."""
 
     place: Place
@@ -61,7 +61,7 @@ class Problem:
         return f"{self.place}: {self.sentence}"
 
 
-def rows(source: str) -> Iterator[Row | Problem]:
+def rows(source: str) -> Iterator[DatasetRow | Problem]:
     """Every row of a file, a folder or a hub id, in order."""
     if source.startswith(HUB):
         yield from _hub(source)
@@ -99,7 +99,7 @@ def _ending(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _json_lines(file: Path) -> Iterator[Row | Problem]:
+def _json_lines(file: Path) -> Iterator[DatasetRow | Problem]:
     offset = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -110,7 +110,7 @@ def _json_lines(file: Path) -> Iterator[Row | Problem]:
             yield _parsed(place, line, start)
 
 
-def _parsed(place: Place, line: bytes, offset: int | None) -> Row | Problem:
+def _parsed(place: Place, line: bytes, offset: int | None) -> DatasetRow | Problem:
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
@@ -121,9 +121,9 @@ def _parsed(place: Place, line: bytes, offset: int | None) -> Row | Problem:
     return _object(place, value, offset)
 
 
-def _object(place: Place, value: object, offset: int | None = None) -> Row | Problem:
+def _object(place: Place, value: object, offset: int | None = None) -> DatasetRow | Problem:
     if isinstance(value, dict):
-        return Row(place, value, offset)
+        return DatasetRow(place, value, offset)
     return Problem(place, f"a row is a JSON object with named columns, not {_kind(value)}.")
 
 
@@ -132,7 +132,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _json_list(file: Path) -> Iterator[Row | Problem]:
+def _json_list(file: Path) -> Iterator[DatasetRow | Problem]:
     try:
         whole = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -148,8 +148,8 @@ def _json_list(file: Path) -> Iterator[Row | Problem]:
         yield _object(Place(str(file), number, "row"), value)
 
 
-def _separated(delimiter: str) -> Callable[[Path], Iterator[Row | Problem]]:
-    def read(file: Path) -> Iterator[Row | Problem]:
+def _separated(delimiter: str) -> Callable[[Path], Iterator[DatasetRow | Problem]]:
+    def read(file: Path) -> Iterator[DatasetRow | Problem]:
         csv.field_size_limit(2**31 - 1)
         with file.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as lines:
             table = csv.reader(lines, delimiter=delimiter)
@@ -167,7 +167,7 @@ def _separated(delimiter: str) -> Callable[[Path], Iterator[Row | Problem]]:
                     elif any("\udc80" <= c <= "\udcff" for cell in cells for c in cell):
                         yield Problem(place, "the row is not UTF-8; save the file as UTF-8.")
                     else:
-                        yield Row(place, {k: _cell(v) for k, v in zip(header, cells, strict=True)})
+                        yield DatasetRow(place, {k: _cell(v) for k, v in zip(header, cells, strict=True)})
             except csv.Error as error:
                 yield Problem(Place(str(file), table.line_num), f"the line cannot be read ({error}).")
 
@@ -184,7 +184,7 @@ def _cell(text: str) -> Any:
     return text
 
 
-def _parquet(file: Path) -> Iterator[Row | Problem]:
+def _parquet(file: Path) -> Iterator[DatasetRow | Problem]:
     parquet = _pyarrow("pyarrow.parquet", file)
     try:
         table = parquet.ParquetFile(file)
@@ -192,19 +192,19 @@ def _parquet(file: Path) -> Iterator[Row | Problem]:
         for batch in table.iter_batches(batch_size=256):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(Place(str(file), number, "row"), values)
+                yield DatasetRow(Place(str(file), number, "row"), values)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a whole Parquet file ({_first(error)}); write it again.") from None
 
 
-def _arrow(file: Path) -> Iterator[Row | Problem]:
+def _arrow(file: Path) -> Iterator[DatasetRow | Problem]:
     ipc = _pyarrow("pyarrow.ipc", file)
     number = 0
     try:
         for batch in _batches(ipc, file):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(Place(str(file), number, "row"), values)
+                yield DatasetRow(Place(str(file), number, "row"), values)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a whole Arrow file ({_first(error)}); write it again.") from None
 
@@ -230,7 +230,7 @@ def _pyarrow(module: str, file: Path) -> Any:
         raise DataError(f"{file} needs pyarrow: pip install 'earnest[data]'.") from None
 
 
-def _hub(source: str) -> Iterator[Row | Problem]:
+def _hub(source: str) -> Iterator[DatasetRow | Problem]:
     name, _, split = source.removeprefix(HUB).partition(":")
     try:
         import datasets
@@ -239,7 +239,7 @@ def _hub(source: str) -> Iterator[Row | Problem]:
     try:
         found = datasets.load_dataset(name, split=split or "train", streaming=True)
         for number, values in enumerate(found, 1):
-            yield Row(Place(source, number, "row"), dict(values))
+            yield DatasetRow(Place(source, number, "row"), dict(values))
     except Exception as error:  # the hub's client raises many kinds
         raise DataError(
             f"{source} cannot be read from the Hugging Face hub ({type(error).__name__}: {_first(error)}); "
@@ -251,7 +251,7 @@ def _first(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row | Problem]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[DatasetRow | Problem]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json_list,
