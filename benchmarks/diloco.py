@@ -1,4 +1,4 @@
-"""What a meeting costs and what it is worth: bytes and seconds by wire, loss at equal tokens, goodput under kills.
+"""The cost of a round and the result of training: bytes and seconds by wire, loss at equal tokens, goodput under kills.
 
     python benchmarks/diloco.py                 all three parts; prints tables, writes benchmarks/results/diloco.json
     python benchmarks/diloco.py --only loss     one part; the others' results stay
@@ -8,12 +8,12 @@ wire      two processes on this machine: an all-reduce of fp32 by gloo over loop
           a real S3 server (SeaweedFS) by each wire. Both sides start a repetition together, equally often; the slower
           one of the two counts, and the median over repetitions.
 loss      four replicas on nano, each with demonstrations of its own, against data-parallel with the same batches at the
-          same number of tokens: one all-reduce of fp32 gradients an update. "Fewer bytes" compares what a replica
-          sends: its deltas against a gradient of 4 bytes a parameter and update (a ring of N sends 2 (N - 1) / N of
-          that). What it receives in its meetings stands beside it: all that it read from the store, the deltas of
-          every member among it. That grows with N, where a ring's does not.
-goodput   four real processes; every so many seconds one gets SIGKILL and is started again. Useful is the time of
-          the undisturbed run, which takes about 40 s. One repetition.
+          same number of tokens: one all-reduce of fp32 gradients per update. "Fewer bytes" compares what a replica
+          sends: its deltas against a gradient of 4 bytes per parameter and update (a ring of N sends 2 (N - 1) / N of
+          that). The next column is what it receives: all that it reads from the store, with the deltas of every
+          member. That grows with N; a ring's does not.
+goodput   four real processes; every N seconds one gets SIGKILL and is started again. Goodput is the time of the
+          undisturbed run (about 40 s) over the time needed. One repetition.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def one_arm(job: tuple[str, int, argparse.Namespace]) -> dict[str, Any]:
 
 def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds of the same run, undisturbed and with a SIGKILL every so many seconds."""
-    from tests.diloco.processes import Troupe, context, put_run
+    from tests.diloco.processes import ReplicaProcesses, context, put_run
     from tests.runs.tiny import tiny_folder
 
     rows = []
@@ -278,22 +278,22 @@ def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
             where.mkdir()
             url = f"file://{where}/bucket"
             put_run(url, where, model, *words)
-            troupe = Troupe(ctx, url, where, {}, lambda replica, life: {})
+            processes = ReplicaProcesses(ctx, url, where, {}, lambda replica, life: {})
             chance, next_kill = random.Random(0), [time.monotonic() + (every or 1e9)]
 
             def between(
-                troupe: Troupe = troupe,
+                processes: ReplicaProcesses = processes,
                 chance: random.Random = chance,
                 when: list[float] = next_kill,
                 every: float = every or 1e9,
             ) -> None:
-                if time.monotonic() >= when[0] and troupe.running:
-                    troupe.running[chance.choice(sorted(troupe.running))][0].kill()
+                if time.monotonic() >= when[0] and processes.running:
+                    processes.running[chance.choice(sorted(processes.running))][0].kill()
                     when[0] = time.monotonic() + every
 
             began = time.monotonic()
-            troupe.run({f"replica-{i}": i for i in range(4)}, between, seconds=1200)
-            rows.append({"every": every, "kills": troupe.kills, "seconds": time.monotonic() - began, "repeats": 1})
+            processes.run({f"replica-{i}": i for i in range(4)}, between, seconds=1200)
+            rows.append({"every": every, "kills": processes.kills, "seconds": time.monotonic() - began, "repeats": 1})
     return rows
 
 
@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     begun = time.monotonic()
 
-    def told(text: str) -> None:
+    def log(text: str) -> None:
         print(f"{time.monotonic() - begun:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def keep() -> None:
@@ -386,17 +386,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:  # losses know no clock
             for found in pool.map(one_arm, jobs):
                 data["loss"].append(found)
-                told(f"seed {found['seed']}: {found['arm']}: {found['curve'][-1][1]:.4f}")
+                log(f"seed {found['seed']}: {found['arm']}: {found['curve'][-1][1]:.4f}")
                 keep()
     if args.only in (None, "wire"):
         data["wire"] = []
         for row in measure_wire([int(n) for n in args.sizes], args.repeats):
             data["wire"].append(row)
-            told(f"{row['n']:,} {row['way']}: {row['seconds']:.2f} s")
+            log(f"{row['n']:,} {row['way']}: {row['seconds']:.2f} s")
             keep()
     if args.only in (None, "goodput"):
         data["goodput"] = goodput(args)
-        told("goodput")
+        log("goodput")
         keep()
     print(tables(data))
     return 0

@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def crosses(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that is marked ``processes`` starts one, or speaks to a server in one."""
+    """A test that is marked ``processes`` starts a process, or uses a server in one."""
     before = crossing.STARTED[0]
     yield
     if request.node.get_closest_marker("processes") and not crossing.SERVERS & set(request.fixturenames):

@@ -1,4 +1,4 @@
-"""Which tests cross a process: the marker, and what sees that a marked test does."""
+"""The marker of tests that cross a process, and the check that a marked test does."""
 
 from __future__ import annotations
 

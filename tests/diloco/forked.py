@@ -1,4 +1,4 @@
-"""An executor for tests: `earnest worker`'s own function in forked processes, which are up in a moment."""
+"""An executor for tests: `earnest worker`'s own function in forked processes, which start quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica imports, imported once: the fork server loads this, so that a replica is up in a moment."""
+"""What a replica imports, imported once: the fork server loads this, so that a replica starts quickly."""
 
 import obstore
 import torch

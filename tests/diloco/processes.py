@@ -1,8 +1,8 @@
-"""Real replicas in real processes that die where they are told to.
+"""Real replicas in real processes that kill themselves at given points.
 
 A process is forked from a server that has everything imported (a replica is up in about a second) and then runs
 ``earnest.diloco.worker.work``, what ``earnest worker`` runs. A point is a place in the worker at which it sends itself
-SIGKILL, the n-th time it comes there.
+SIGKILL, the n-th time it reaches that place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POINTS = (
     "after a checkpoint",
     "before a snapshot",
     "after a snapshot",
-    "after hello",
+    "after the announcement",
     "in the middle of training",
 )
 
@@ -85,7 +85,7 @@ def die(point: str, times: int) -> None:
         "after a checkpoint": (checkpoints, "save", False),
         "before a snapshot": (Ledger, "put_state", True),
         "after a snapshot": (Ledger, "put_state", False),
-        "after hello": (Ledger, "hello", False),
+        "after the announcement": (Ledger, "announce", False),
         "in the middle of training": (TrainingLoop, "_one_step", False),
     }
     if point == "during a download":
@@ -112,7 +112,7 @@ def _in_a_download(now: Callable[[], None]) -> None:
 
 
 def main(url: str, replica: int, folder: str, environment: Mapping[str, str], plan: Mapping[str, Any]) -> None:
-    """Be a replica. ``plan``: die (point, times), stall (round, seconds), skew (seconds), junk (round)."""
+    """Run as a replica. ``plan``: die (point, times), stall (round, seconds), skew (seconds), junk (round)."""
     os.environ.update(environment)
     log = open(f"{folder}.log", "a", buffering=1)  # noqa: SIM115 (as long as the process)
     os.dup2(log.fileno(), 1)
@@ -156,7 +156,7 @@ def stall(at: int, seconds: float) -> None:
 
 
 def junk(at: int) -> None:
-    """Memory goes bad at the start of round ``at``: the global weights that this replica holds are others."""
+    """Change the global weights in this replica's memory at the start of round ``at``."""
     from earnest.diloco.outer import ReplicaOuter
 
     old = ReplicaOuter.after_update
@@ -172,7 +172,7 @@ def junk(at: int) -> None:
 
 
 def tear() -> None:
-    """The first delta of this process arrives cut off, though the store says that all is well."""
+    """The first delta of this process is stored incompletely, though the store reports success."""
     from earnest.store import ObjectStore
 
     old, left = ObjectStore.create, [1]
@@ -186,8 +186,8 @@ def tear() -> None:
     ObjectStore.create = cut  # type: ignore[method-assign]
 
 
-class Troupe:
-    """Replicas of one run, restarted whenever they die; ``plans`` gives each life what is to happen in it."""
+class ReplicaProcesses:
+    """Replicas of one run, restarted whenever they die; ``plans`` gives the faults of each process."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Troupe:
         self.running[name] = (process, replica)
 
     def run(self, names: Mapping[str, int], between: Callable[[], None] = lambda: None, seconds: float = 600) -> None:
-        """Until every one of ``names`` (folder → replica number) came to the end of the run."""
+        """Until every one of ``names`` (folder → replica number) reached the end of the run."""
         for name, replica in names.items():
             self.start(name, replica)
         end = time.monotonic() + seconds

@@ -49,7 +49,7 @@ class Seaweed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a worker needs to find it."""
+        """The environment variables by which a worker finds it."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.s3}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -104,7 +104,7 @@ class Seaweed:
         raise AssertionError("SeaweedFS did not answer within a minute")
 
     def stop(self) -> None:
-        """As a machine that loses power."""
+        """Kill it, as when a machine loses power."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

@@ -1,9 +1,9 @@
 """Replicas under a scheduler that decides every store operation: who goes next, who dies, which answer is lost.
 
 Each replica is a thread that runs the real outer hook on a toy job. It stops before every operation on the store (and
-before every sleep) until the scheduler lets it go; so exactly one is at the store at a time, and a schedule is a list
-of orders. With a delay the meeting is a thread beside the training, which waits for it before it needs the store.
-Nothing is real but the code under test: the store is a dict, the clock moves when somebody sleeps.
+before every sleep) until the scheduler lets it continue; so exactly one uses the store at a time, and a schedule is a
+list of orders. With a delay the exchange runs in a thread beside the training, which waits for it before it uses the
+store. Only the code under test is real: the store is a dict, and the clock moves when a replica sleeps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Order = Literal["go", "die before", "die after", "lose the answer", "fail", "tea
 
 
 class Killed(BaseException):
-    """SIGKILL, as far as a thread can have it."""
+    """SIGKILL for a thread."""
 
 
 @dataclass
 class World:
-    """What all share: the objects, every object that ever was, and the time."""
+    """What all replicas share: the objects, every object that ever existed, and the time."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     history: dict[str, bytes] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class World:
 
 @dataclass
 class Trained:
-    """Tokens behind the weights of each fragment since it was last set to what was agreed; ``taken``: by round, those
-    at the moment at which torchft took the difference. Kept from outside, by what torchft calls."""
+    """Tokens that each fragment was trained on since it was last averaged; ``taken``: by round, their number when
+    torchft took the difference. It is counted from the calls that torchft makes, apart from the code under test."""
 
     counts: list[int]
     taken: dict[int, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Trained:
 
 
 class Port:
-    """One replica's way to the store, and the place where the scheduler holds it."""
+    """One replica's access to the store; the scheduler stops the replica here."""
 
     def __init__(self, world: World, trained: Trained) -> None:
         self.world, self.trained = world, trained
@@ -131,7 +131,7 @@ class Port:
 
 @dataclass
 class Disk:
-    """What survives a death of the process, if the machine does."""
+    """What survives when the process dies and the machine does not."""
 
     weights: list[Tensor] = field(default_factory=list)
     optimizer: Any = None

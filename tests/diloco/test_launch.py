@@ -73,10 +73,10 @@ def test_the_command_line_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     assert "held-out reward" in out and "earnest worker file://" in out
     assert any("ended with -9; started again" in line for line in events(folder))
     assert [line["step"] for line in steps(folder)] == [2, 4, 6]
-    sizes = [line["metrics"]["outer/bytes a round"] for line in steps(folder)]
+    sizes = [line["metrics"]["outer/bytes per round"] for line in steps(folder)]
     assert all(0 < size < 20_000 for size in sizes)
     page = (folder / "report.html").read_text()
-    assert "bytes a round" in page and "started again" in page
+    assert "bytes per round" in page and "started again" in page
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
 
 
@@ -94,7 +94,7 @@ def test_four_replicas_learn_though_one_is_killed(make: Make, tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_replicas_have_prompts_of_their_own_and_the_same_birth(make: Make, tmp_path: Path) -> None:
+def test_replicas_have_prompts_of_their_own_and_the_same_initial_adapter(make: Make, tmp_path: Path) -> None:
     start("test", make("replicas=2", "steps=2", f"out={tmp_path / 'run'}"), quiet(), on="fork")
     asked = [
         {
@@ -121,8 +121,8 @@ def test_the_final_adapter_is_the_last_commit(make: Make, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_workers_meet_at_a_lighthouse_where_one_is_named(make: Make, tmp_path: Path) -> None:
-    """A whole run with torchft's own server: workers average over gloo, the bucket has the end."""
+def test_workers_average_over_a_lighthouse_if_the_settings_name_one(make: Make, tmp_path: Path) -> None:
+    """A whole run with torchft's own server: workers average over gloo, and the bucket has the final state."""
     from safetensors.torch import load_file as load
     from torchft.coordination import LighthouseServer
 
@@ -133,9 +133,9 @@ def test_workers_meet_at_a_lighthouse_where_one_is_named(make: Make, tmp_path: P
     start("test", make(*words), quiet(), on="fork")
     server.shutdown()
     ledger = Ledger(Bucket.open(f"file://{folder}/bucket"))
-    assert commits(ledger) == {} and max(ledger.states()) == 2  # nobody met in the bucket
+    assert commits(ledger) == {} and max(ledger.states()) == 2  # no round went through the bucket
     assert [(line["step"], line["metrics"]["outer/members"]) for line in steps(folder)] == [(2, 2), (4, 2)]
-    sizes = {line["metrics"]["outer/bytes a replica"] for line in steps(folder)}
+    sizes = {line["metrics"]["outer/bytes per replica"] for line in steps(folder)}
     numbers = sum(p.numel() for p in load(folder / "adapter" / "earnest_adapter.safetensors").values())
     assert len(sizes) == 1 and 0 < sizes.pop() <= 4 * numbers
     assert all(line["reward"]["n"] == 2 * 2 * 8 for line in steps(folder)), "both replicas' rewards, of both steps"
@@ -148,7 +148,7 @@ def test_workers_meet_at_a_lighthouse_where_one_is_named(make: Make, tmp_path: P
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_first_replica_of_a_lighthouse_is_killed_and_the_run_ends(tiny: Path, tmp_path: Path) -> None:
-    """Nothing hangs on one replica: the others go on, it is started again and healed, the end is written."""
+    """No replica is essential: the others go on, replica 0 is started again and restored, and the end is written."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=200, heartbeat_timeout_ms=1000)
@@ -161,7 +161,7 @@ def test_the_first_replica_of_a_lighthouse_is_killed_and_the_run_ends(tiny: Path
         [sys.executable, "-m", "earnest.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     ledger = Ledger(Bucket.open(f"file://{tmp_path}/store/run"))
-    while not ledger.told(1):
+    while not ledger.reports(1):
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.05)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -190,8 +190,8 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
 
     closed: list[int] = []
 
-    class Held:
-        """What a run may hold on to besides its model."""
+    class FakeSampler:
+        """A sampler that a run starts beside its model."""
 
         fails = False
 
@@ -199,7 +199,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
             self.workers, self.engine, self.metrics = workers, engine, {}
 
         def sample(self, *words: Any) -> Any:
-            if Held.fails:
+            if FakeSampler.fails:
                 raise SamplingError("the sampler is gone")
             return self.engine.sample(*words)
 
@@ -209,7 +209,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
     def build(config: RunConfig, say: Any) -> Any:
         alone = config.model_copy(update={"sampling": config.sampling.model_copy(update={"workers": 0})})
         built = setup.build(alone, say)
-        return replace(built, samplers=Held(config.sampling.workers, built.engine))
+        return replace(built, samplers=FakeSampler(config.sampling.workers, built.engine))
 
     monkeypatch.setattr(launch, "build", build)
     monkeypatch.setattr(worker, "build", build)
@@ -218,7 +218,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
     launch._put(url, "test", dump(config))
     work(url, 0, tmp_path / "mine", quiet())
     assert closed == [3]
-    Held.fails = True
+    FakeSampler.fails = True
     with pytest.raises(EarnestError, match="the sampler is gone"):
         start("test", config, quiet(), on="fork")  # in the check, before a worker is started
     assert closed == [3, 0]
@@ -230,8 +230,10 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
 
 
 @pytest.mark.processes
-def test_resume_goes_on_where_the_bucket_is(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher is told to stop after the first round; the resumed one does not do it again."""
+def test_resume_continues_from_the_last_committed_round(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher is stopped after the first round; the resumed one does not repeat that round."""
     from earnest.diloco.launch import Launcher
 
     record = Launcher._record
@@ -262,7 +264,7 @@ def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/bucket"
     _put(url, "test", dump(make("replicas=2", "sync.grace=0", "steps=2")))
     assert work(url, None, tmp_path / "mine", quiet()) == 0
-    assert work(url, None, tmp_path / "other", quiet()) == 1  # the run is over; it says so and ends
+    assert work(url, None, tmp_path / "other", quiet()) == 1  # the run is over; it ends at once
     assert Ledger(Bucket.open(url)).committed() == 1
     name, config = read_config(Ledger(Bucket.open(url)))
     assert (name, config.replicas) == ("test", 2)
@@ -271,7 +273,7 @@ def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(make: Make, tmp_path: Path) -> None:
-    """None, not 0: nobody knows what it sent. The round after it is whole."""
+    """None, not 0: what it sent is unknown. The next round is complete."""
     from earnest.config import dump
     from earnest.diloco.launch import Launcher, _build, _put
     from earnest.runs.progress import reporter_on
@@ -289,9 +291,9 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     launcher.follow(config, Scripted({}), url)
     launcher._look(Stopper(print))
     first, second = (line["metrics"] for line in steps(tmp_path / "run"))
-    assert first["outer/bytes a round"] is first["outer/bytes a replica"] is None and first["outer/tokens"] > 0
-    assert second["outer/bytes a round"] == second["outer/bytes a replica"] > 0
-    assert [line for line in events(tmp_path / "run") if "round 0: 1 of 1 members' reports are gone" in line]
+    assert first["outer/bytes per round"] is first["outer/bytes per replica"] is None and first["outer/tokens"] > 0
+    assert second["outer/bytes per round"] == second["outer/bytes per replica"] > 0
+    assert [line for line in events(tmp_path / "run") if "round 0: 1 of 1 members' reports are missing" in line]
     folder.close()
     built.close()
 
@@ -338,7 +340,7 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
         (["replicas=2", "sync.fragments=3"], r"multiple of sync\.fragments"),
         (["replicas=2", "sync.delay=2"], r"below every / fragments"),
         (["replicas=2", "updates_per_batch=4"], r"multiple of updates_per_batch"),
-        (["replicas=2", "sync.quorum=3"], "can never come"),
+        (["replicas=2", "sync.quorum=3"], "3 is more than the 2 replicas"),
         (["replicas=2", "sync.density=0.1"], "only wire topk has a density"),
         (["replicas=2", "sync.algorithm=local_sgd", "sync.wire=int8"], "averages weights"),
         (["replicas=2", "sync.algorithm=local_sgd", "sync.lr=0.5"], "no meaning with algorithm: local_sgd"),
@@ -352,8 +354,8 @@ def test_settings_are_checked_before_anything_starts(words: list[str], says: str
         make(*words)
 
 
-def test_no_setting_of_a_meeting_is_read_by_nobody(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every field of ``sync`` is looked at between the launcher's plan and a worker's end."""
+def test_every_setting_of_sync_is_read(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every field of ``sync`` is read between the launcher's plan and a worker's end."""
     from earnest.config import dump
     from earnest.config.schema import Strict, SyncConfig
     from earnest.diloco.launch import _put, job_of
@@ -392,7 +394,7 @@ class Scripted:
 
     def start(self, job: Job, replica: int, attempt: int) -> None:
         self.started.append((replica, attempt))
-        self.ended.append(Exit(replica, attempt, self.codes[replica].pop(0), "its last words"))
+        self.ended.append(Exit(replica, attempt, self.codes[replica].pop(0), "the end of its log"))
 
     def poll(self) -> list[Exit]:
         ended, self.ended = self.ended, []
@@ -402,7 +404,7 @@ class Scripted:
         self.stopped = True
 
 
-def test_the_dead_are_started_again_and_given_up_on_in_the_end() -> None:
+def test_a_dead_replica_is_started_again_at_most_max_restarts_times() -> None:
     said: list[str] = []
     executor = Scripted({0: [0], 1: [-9, -9, 0], 2: [1, 1, 1]})
     job = Job("file:///x", 3, max_restarts=2)
@@ -411,9 +413,9 @@ def test_the_dead_are_started_again_and_given_up_on_in_the_end() -> None:
     assert len(exits) == 7 and executor.stopped
 
 
-def test_if_all_are_given_up_the_run_says_how_to_go_on() -> None:
+def test_when_every_replica_has_ended_the_error_names_the_way_to_continue() -> None:
     executor = Scripted({0: [1]})
-    with pytest.raises(ExecutorError, match=r"its last words\nWhat is committed is safe in file:///x"):
+    with pytest.raises(ExecutorError, match=r"the end of its log\nWhat is committed is safe in file:///x"):
         supervise(executor, Job("file:///x", 1, max_restarts=0), lambda: None, print, finished=lambda: False, poll=0)
     assert executor.stopped
 

@@ -1,4 +1,4 @@
-"""The outer loop on a toy job: against the formula, alone, late, with junk, with a guard."""
+"""The outer loop on a toy job: against the formula, alone, late, with diverged weights, with a guard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from earnest.diloco.errors import RoundStuck
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, ReplicaOuter, SyncSchedule
+from earnest.diloco.outer import ReplicaOuter, SyncSchedule, WeightCopies
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import Wire
 from earnest.errors import CheckpointError, ConfigError
@@ -47,7 +47,7 @@ def outer_of(
         Ledger(bucket),
         replica,
         rules,
-        schedule or SyncSchedule(4),
+        schedule or SyncSchedule(4, outer=OuterSGD(0.7, 0.9)),  # the outer optimizer of the paper
         Wire(wire),  # type: ignore[arg-type]
         rounds=rounds,
         snapshot_every=snapshot_every,
@@ -115,7 +115,7 @@ def test_alone_with_outer_sgd_at_lr_1_the_local_weights_are_the_result(start: li
 
 @pytest.mark.parametrize("schedule", [SyncSchedule(4, outer=OuterSGD(1.0, 0.0, False)), SyncSchedule(4, outer=None)])
 def test_alone_nothing_is_lost_of_a_real_run(schedule: SyncSchedule) -> None:
-    """The whole way, torchft included: after each round the weights are what the inner steps made of them.
+    """The whole path, torchft included: after each round the weights are what the inner steps made of them.
 
     LocalSGD: bit for bit. DiLoCo at lr 1: bit for bit but for weights that crossed zero or more than doubled in a
     round, which are within half an ulp of where they came from.
@@ -186,7 +186,7 @@ def test_every_wire_ends_in_the_same_weights_everywhere(wire: str) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_fragments_agree_where_they_met(delay: int) -> None:
+def test_a_fragment_is_equal_everywhere_after_its_round(delay: int) -> None:
     """Rounds 0 and 2 move the first fragment, 1 and 3 the second: after round 3 the second one is equal everywhere,
     and the first one is locally ahead."""
     engines = train(Memory(), 2, schedule=SyncSchedule(6, fragments=2, delay=delay), rounds=4)
@@ -212,7 +212,7 @@ def test_a_replica_that_vanished_after_uploading_still_counts() -> None:
     outer_of(gone, store, 1, replicas=2, quorum=2, timeout=0.02)
     for _ in range(3):
         gone.step()
-    with pytest.raises(RoundStuck, match="1 of 2 replicas came"):
+    with pytest.raises(RoundStuck, match="1 of 2 replicas sent theirs"):
         gone.step()
     outer = outer_of(stays, store, 0, replicas=2, quorum=2, rounds=1)
     while not outer.over:
@@ -258,7 +258,7 @@ def corrupt(outer: ReplicaOuter) -> None:
             held.add_(100.0)
 
 
-def test_junk_weights_are_brought_back_and_never_averaged() -> None:
+def test_diverged_weights_are_replaced_and_never_averaged() -> None:
     """Before the second round, the global weights in the memory of replica 1 go bad: its difference would be 100."""
     store = Memory()
     engines = [ToyEngine(0), ToyEngine(1)]
@@ -280,7 +280,7 @@ def test_junk_weights_are_brought_back_and_never_averaged() -> None:
     assert len(said) == 1 and "this replica from" in said[0]
 
 
-def test_weights_that_are_not_finite_are_brought_back() -> None:
+def test_weights_that_are_not_finite_are_replaced() -> None:
     engine, said = ToyEngine(0), []
     outer = outer_of(engine, Memory(), rounds=2, say=said.append)
     for _ in range(3):
@@ -293,7 +293,7 @@ def test_weights_that_are_not_finite_are_brought_back() -> None:
 
 
 def test_a_straggler_jumps_to_where_the_others_are() -> None:
-    """While it slept, the others finished three rounds; it does not train them one by one."""
+    """While it was paused, the others finished three rounds; it does not train them one by one."""
     store = Memory()
     slow, fast = ToyEngine(1), ToyEngine(0)
     asleep = outer_of(slow, store, 1, replicas=2, rounds=5, grace=0.0)
@@ -318,7 +318,7 @@ def test_a_damaged_state_is_passed_over() -> None:
     assert joined.round == 4 and torch.equal(late.flat(), engine.flat())
 
 
-def test_a_committed_round_that_cannot_be_read_is_said() -> None:
+def test_a_committed_round_that_cannot_be_read_is_an_error() -> None:
     store = Memory()
     engine = ToyEngine(0)
     outer = outer_of(engine, store, rounds=1, snapshot_every=9)
@@ -329,7 +329,7 @@ def test_a_committed_round_that_cannot_be_read_is_said() -> None:
     for k in [k for k in store.objects if k.startswith("state/") and not k.endswith("0")]:
         del store.objects[k]
     with pytest.raises(RoundStuck, match="round 0 is committed, but cannot be replayed"):
-        Globals(Mirror(ToyEngine(1), 1).tensors(), OuterSGD()).recover(outer.ledger)
+        Globals(WeightCopies(ToyEngine(1), 1).tensors(), OuterSGD()).recover(outer.ledger)
 
 
 # --- checkpoints, guards, settings ------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_a_committed_round_that_cannot_be_read_is_said() -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "int4"])
 def test_a_checkpoint_goes_on_bit_for_bit(wire: str) -> None:
-    """What a lossy wire has not sent yet is part of it."""
+    """The checkpoint includes what a lossy wire has not sent yet."""
     whole = train(Memory(), 1, wire=wire, rounds=6)[0]
     store = Memory()
     engine = ToyEngine(0)
@@ -372,7 +372,7 @@ def test_no_checkpoint_inside_a_round() -> None:
 
 
 class Quarantine:
-    """A guard of one buffer a parameter: half of every step is set aside."""
+    """A guard with one buffer per parameter: half of every step goes into quarantine."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.held = {f"layer{i}.A": torch.zeros(n) for i, n in enumerate(sizes)}
@@ -398,7 +398,7 @@ class Guarded(ToyEngine):
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_quarantine_travels_with_the_weights(fragments: int) -> None:
-    """Half of every step is in quarantine on every replica, so half of every meeting must be: the step is linear."""
+    """Half of every step is in quarantine on every replica, so half of every average must be: the step is linear."""
     store, sizes = Memory(), (7, 5)
     engines = [Guarded(i, sizes, guard=Quarantine(sizes)) for i in range(2)]
     birth = engines[0].flat()
@@ -419,13 +419,13 @@ def test_a_quarantine_travels_with_the_weights(fragments: int) -> None:
     assert float(engines[0].guard.held[name].norm()) > 0
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"multiple of sync\.fragments"):
         SyncSchedule(5, fragments=2)
     with pytest.raises(ConfigError, match=r"sync\.delay is 4"):
         SyncSchedule(4, delay=4)
     with pytest.raises(ConfigError, match="only 2 tensors"):
-        Mirror(ToyEngine(), 3)
+        WeightCopies(ToyEngine(), 3)
     with pytest.raises(ConfigError, match="averages weights"):
         outer_of(ToyEngine(), Memory(), schedule=SyncSchedule(4, outer=None), wire="int8")
 

@@ -1,4 +1,4 @@
-"""What docs/diloco.md says about its proof, counted."""
+"""The numbers of tests and schedules in docs/diloco.md are right."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def marked(folder: Path) -> list[str]:
     return found
 
 
-def test_the_page_says_how_many_tests_cross_a_process() -> None:
-    """That a marked test starts a process, or speaks to a server in one, is seen while it runs (conftest.py)."""
+def test_the_page_has_the_number_of_tests_that_cross_a_process() -> None:
+    """conftest.py checks that a marked test starts a process, or uses a server in one."""
     numbers = [len(marked(ROOT / "tests" / folder)) for folder in ("diloco", "executors")]
     text = " ".join((ROOT / "docs" / "diloco.md").read_text().split())
     said = re.search(r"(\d+) tests in tests/diloco and (\d+) in tests/executors cross a process", text)
     assert said is not None and [int(n) for n in said.groups()] == numbers
 
 
-def test_the_page_says_how_many_schedules_are_drawn() -> None:
+def test_the_page_has_the_number_of_schedules() -> None:
     source = (ROOT / "tests" / "diloco" / "test_schedules.py").read_text()
     short, long = re.findall(r'"count", \[(\d+), pytest\.param\((\d+)', source)[0]
     assert f"{short} random schedules in CI, {long} nightly" in (ROOT / "docs" / "diloco.md").read_text()

@@ -1,4 +1,4 @@
-"""The simulation behind the table of large numbers of replicas, against the protocol's own rules."""
+"""The simulation for large numbers of replicas, against the protocol's own rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from earnest.store import Bucket
 
 
 def test_the_plan_for_many_replicas_counts_right() -> None:
-    """By hand for 16: flat, everybody reads 16; in 4 groups of 4, everybody reads 4 + 4."""
+    """By hand for 16: flat, each replica reads 16; in 4 groups of 4, each reads 4 + 4."""
     flat, groups = simulate(Fleet(16), "flat"), simulate(Fleet(16), "groups")
     assert flat.gigabytes == pytest.approx(16 * 0.005) and groups.gigabytes == pytest.approx(8 * 0.005)
     big, small = simulate(Fleet(1000), "flat"), simulate(Fleet(1000), "groups")

@@ -1,7 +1,7 @@
 """Random schedules of kills, lost answers, torn uploads and interleavings, in a simulated store.
 
 The invariants are those of earnest/diloco/protocol.py; each is checked by name below, from the history of all objects
-that ever were, by code that shares nothing with the protocol but the record formats.
+that ever existed, by code that shares nothing with the protocol but the record formats.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ COUNTS: dict[str, int] = defaultdict(int)
 
 
 class Replicas(RuleBasedStateMachine):
-    """Hypothesis chooses the job and the orders; in the end everybody is started again and goes on in turn."""
+    """Hypothesis chooses the job and the orders; in the end every replica is started again and they continue in
+    turn."""
 
     algorithm = ALGORITHMS[0]  # of a subclass each: left to chance one of them can come too short
 
@@ -94,7 +95,7 @@ class Replicas(RuleBasedStateMachine):
                     replica.step("die before")
 
     def _finish(self) -> None:
-        """Progress: with everybody back and nobody disturbed, the run ends."""
+        """Progress: with every replica back and no more faults, the run ends."""
         for _ in range(4000):
             for replica in self.replicas:
                 if replica.error is not None:
@@ -107,7 +108,7 @@ class Replicas(RuleBasedStateMachine):
         raise AssertionError([(r.number, r.alive, r.port.waiting_for) for r in self.replicas])
 
     def _check(self) -> None:
-        # A replica that slept through a clean-up may leave a delta behind that nobody reads, but never decide again.
+        # A replica that was paused during a clean-up may leave an unread delta, but must not decide a round again.
         assert not [key for key in self.world.again if key.endswith("/commit")], "durability: a round is decided once"
         finals = {r.final for r in self.replicas}
         assert len(finals) == 1, "agreement: all end in the same state"
@@ -122,8 +123,8 @@ class Replicas(RuleBasedStateMachine):
             for k, fingerprint in replica.finished:
                 assert fingerprint == commits[k]["result"], "agreement: whoever finished a round has its result"
         assert self.world.weights
-        for key, told, trained in self.world.weights:
-            assert told == trained, f"weight: {key} claims {told} tokens, it was trained on {trained}"
+        for key, claimed, trained in self.world.weights:
+            assert claimed == trained, f"weight: {key} claims {claimed} tokens, it was trained on {trained}"
         self._recompute(commits)
 
     def _commits(self) -> dict[int, dict[str, Any]]:

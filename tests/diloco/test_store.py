@@ -32,7 +32,7 @@ META = st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max
 
 
 class Memory:
-    """A store in a dict, with faults to order: ``faults`` are taken one an operation."""
+    """A store in a dict, with faults on request: one of ``faults`` per operation."""
 
     def __init__(self, *faults: str) -> None:
         self.objects: dict[str, bytes] = {}
@@ -65,7 +65,7 @@ class Memory:
 
 
 class Clock:
-    """A clock that moves when somebody sleeps, or waits for an answer."""
+    """A clock that moves on a sleep or on a wait for an answer."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -80,7 +80,7 @@ def bucket(store: Any, clock: Clock | None = None, **more: Any) -> Bucket:
 
 
 @given(payload=st.binary(max_size=200), meta=META)
-def test_what_is_sealed_comes_out(payload: bytes, meta: dict[str, Any]) -> None:
+def test_a_sealed_object_opens_to_what_was_sealed(payload: bytes, meta: dict[str, Any]) -> None:
     data = seal("delta", "me", payload, meta)
     found = unseal("k", data)
     assert (found.payload, found.meta, found.writer, found.kind, found.size) == (
@@ -119,7 +119,7 @@ def test_a_key_is_taken_once() -> None:
 
 
 def test_a_lost_answer_is_recognised_as_ones_own() -> None:
-    """The create succeeded, the answer did not come: the retry finds the key taken, by itself."""
+    """The create succeeded, the answer was lost: the retry finds its own object."""
     store = Memory("lost")
     me = bucket(store, writer="me")
     assert me.create("k", "x", b"1")
@@ -128,7 +128,7 @@ def test_a_lost_answer_is_recognised_as_ones_own() -> None:
     assert not bucket(store, writer="other").create("k", "x", b"1")  # the same payload, and still not its own
 
 
-def test_a_store_that_is_down_is_waited_for_and_then_said() -> None:
+def test_a_store_that_stays_down_is_an_error() -> None:
     store = Memory("down", "down", "down")
     assert bucket(store).create("k", "x", b"1")
     store.faults = ["down"] * 1000
@@ -136,8 +136,8 @@ def test_a_store_that_is_down_is_waited_for_and_then_said() -> None:
         bucket(store, patience=3.0, url="s3://b/run").get("k")
 
 
-def test_patience_counts_the_time_that_an_attempt_hangs() -> None:
-    """Each attempt fails after a minute: after two of them it is said, not after 120 s of pauses between them."""
+def test_the_time_limit_of_a_store_counts_the_time_that_an_attempt_hangs() -> None:
+    """Each attempt fails after a minute: after two of them it is an error, not after 120 s of pauses between them."""
     clock, asked = Clock(), [0]
 
     class Hangs(Memory):
@@ -164,7 +164,7 @@ def test_a_conflict_is_not_taken_for_somebody_elses_object() -> None:
     assert ledger.put_commit(commit) == commit == ledger.commit(0)
 
 
-def test_a_decision_that_was_removed_is_said() -> None:
+def test_a_commit_that_was_removed_is_an_error() -> None:
     class Forgets(Memory):
         def get(self, key: str) -> bytes | None:
             found = super().get(key)
@@ -180,7 +180,7 @@ def test_a_decision_that_was_removed_is_said() -> None:
 @pytest.mark.parametrize(
     ("code", "says"), [("RequestTimeTooSkewed", "clock is wrong"), ("AccessDenied", "store's keys in the environment")]
 )
-def test_a_refusal_says_what_is_wrong(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_refused_request_names_the_cause(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3's answer to a wrong key and to a wrong clock is the same 403; only its body tells them apart."""
 
     class Refuses(BaseHTTPRequestHandler):
@@ -230,7 +230,7 @@ def test_a_folder_is_a_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["/tmp/x", "s4://bucket/x", "http://bucket/x", ""])
-def test_a_typo_in_the_url_is_said(url: str) -> None:
+def test_a_typo_in_the_url_is_refused(url: str) -> None:
     with pytest.raises(StoreError, match="s3://bucket/prefix"):
         open_store(url)
 
@@ -282,17 +282,17 @@ def test_the_ledger_reads_back_what_it_wrote() -> None:
     assert ledger.put_commit(Commit(3, (1,), (0,), (1,), "a", "c")) == commit  # the first decision holds
     ledger.put_delta(3, 0, 0, b"", {})
     ledger.put_delta(3, 0, 1, b"", {})
-    ledger.hello(3, 2)
+    ledger.announce(3, 2)
     assert ledger.present(3) == ([(0, 0), (0, 1)], [2])
     assert [ledger.reserve(0), ledger.claim(), ledger.claim()] == [True, 1, 2]
 
 
 def test_cleaning_keeps_decisions() -> None:
-    """A replica that slept must find an old round decided; see Ledger.clean."""
+    """A replica that was paused must find an old round decided; see Ledger.clean."""
     ledger = Ledger(bucket(Memory()))
     for k in range(4):
         ledger.put_delta(k, 0, 0, b"", {})
-        ledger.hello(k, 0)
+        ledger.announce(k, 0)
         ledger.put_state(k, b"", "f")
         ledger.put_commit(Commit(k, (0,), (0,), (1,), "a", "b"))
     assert ledger.clean(before=2) == 6
@@ -301,7 +301,7 @@ def test_cleaning_keeps_decisions() -> None:
 
 
 def test_deltas_are_read_at_once_and_come_in_the_order_asked_for() -> None:
-    """Nobody is answered before three are under way; the last one asked is answered first; one is cut off."""
+    """No request is answered before three are under way; the last one is answered first; one object is cut off."""
     under_way, most, gate = [0], [0], threading.Barrier(3, timeout=30)
 
     class Slow(Memory):
@@ -332,12 +332,12 @@ def test_keys_of_other_programs_are_passed_over() -> None:
     bucket = Bucket(Memory())
     ledger = Ledger(bucket)
     ledger.put_state(0, b"", "s")
-    ledger.hello(0, 1)
+    ledger.announce(0, 1)
     ledger.reserve(0)
-    for place in ("state/", "workers/", "outer/00000000/", "outer/00000000/delta/", "outer/00000000/told/", "outer/"):
+    for place in ("state/", "workers/", "outer/00000000/", "outer/00000000/delta/", "outer/00000000/report/", "outer/"):
         bucket.store.create(f"{place}.DS_Store", b"x")
     assert ledger.states() == [0] and ledger.claim() == 1 and ledger.present(0) == ([], [1])
-    assert ledger.told(0) == [] and ledger.clean(1) == 2 and ledger.states() == []
+    assert ledger.reports(0) == [] and ledger.clean(1) == 2 and ledger.states() == []
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,8 @@ def test_keys_of_other_programs_are_passed_over() -> None:
 def test_wrong_and_missing_keys_are_one_sentence_at_once(
     error: str, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """obstore appends pages of debug output to a refusal, and asks the cloud's metadata address where no keys are."""
+    """obstore appends pages of debug output to a refusal, and requests the cloud's metadata address where no keys are
+    set."""
     from obstore import exceptions
 
     bucket = Bucket.open(f"file://{tmp_path}/store")

@@ -23,13 +23,13 @@ CASES = {
 }
 ROUNDS = 4
 WIDE = (400, 300)
-"""So many numbers that gloo shares them out, and adds each share in another order."""
+"""Enough numbers that gloo splits them, and adds each part in another order."""
 ULPS = 32
 """After 4 rounds of 3 terms. 11 were seen, on weights that came near to 0; most have none."""
 
 
 def _alone(out: str) -> None:
-    """A process of its own: one thread, and what it says goes to its log."""
+    """A process of its own: one thread, with its output in its log."""
     os.environ["RUST_LOG"] = "error"
     log = open(f"{out}.log", "w")  # noqa: SIM115 (as long as the process)
     os.dup2(log.fileno(), 2)

@@ -38,7 +38,7 @@ def test_what_another_life_sent_leaves_nothing_over() -> None:
 
 
 def test_a_residual_that_is_not_finite_is_dropped() -> None:
-    """It would spoil every round from now on; the replica is brought back once, and goes on without it."""
+    """A residual that is not finite would break every later round; the replica is restored once, without it."""
     engine = ToyEngine(0)
     outer = outer_of(engine, Memory(), wire="int4", rounds=2, timeout=5.0)
     outer.manager.residual[0] = torch.full((12,), float("inf"))
@@ -67,8 +67,8 @@ def weights_of(outer: ReplicaOuter) -> list[int]:
 )
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_delta_weighs_what_it_was_trained_on(schedule: SyncSchedule, updates: list[range], restarted: bool) -> None:
-    """Update n trains on 2ⁿ tokens, so a weight names its updates: those since the delta's own fragment last met,
-    also where the process was started again after the first round."""
+    """Update n trains on 2ⁿ tokens, so a weight names its updates: those since the delta's own fragment was last
+    averaged, also where the process was started again after the first round."""
     engine = ToyEngine(0)
     engine.tokens = 1000  # trained before it came here
     outer = outer_of(engine, Memory(), schedule=schedule, rounds=3)

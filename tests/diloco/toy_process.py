@@ -12,7 +12,7 @@ ROUNDS = 230
 
 
 def toy_main(url: str, replica: int, folder: str, environment: Mapping[str, str], plan: Mapping[str, Any]) -> None:
-    """Train to the end, with a checkpoint a round that is whole or not there; die where ``plan`` says."""
+    """Train to the end, with one atomic checkpoint per round; dies at the point in ``plan``."""
     os.environ.update(environment)
     log = open(f"{folder}.log", "a", buffering=1)  # noqa: SIM115 (as long as the process)
     os.dup2(log.fileno(), 2)

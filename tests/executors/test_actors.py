@@ -1,4 +1,5 @@
-"""Ray's and Monarch's executors for real: exit codes, last words, a lost actor, an end that leaves nothing behind.
+"""Ray's and Monarch's executors for real: exit codes, the end of the output, a lost actor, a stop that leaves no
+process.
 
 The commands are quick ones of `earnest` itself; whole runs on both are in test_runs.py.
 """
@@ -63,7 +64,7 @@ def gone(pipe: Path) -> bool:
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Path:
-    """Whoever reads it waits, since nobody writes."""
+    """A process that reads it waits, since nothing writes to it."""
     place = tmp_path / "pipe.jsonl"
     os.mkfifo(place)
     return place
@@ -78,7 +79,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.processes
 def test_codes_words_restarts_and_the_end(executor: Any, pipe: Path) -> None:
-    """One session of each, since starting one is what costs."""
+    """One session of each, since starting one is slow."""
     job = Quick(str(pipe), 3, {"EARNEST_TEST": "1"})
     for replica in range(3):
         executor.start(job, replica, 1)
@@ -112,8 +113,8 @@ def test_codes_words_restarts_and_the_end(executor: Any, pipe: Path) -> None:
     assert gone(pipe), "stop leaves nothing behind"
 
 
-def test_a_cluster_that_is_not_there_is_said() -> None:
-    with pytest.raises(ExecutorError, match="no address; write tcp://HOST:PORT"):
+def test_wrong_addresses_and_names_of_clusters_are_refused() -> None:
+    with pytest.raises(ExecutorError, match="is not an address; write tcp://HOST:PORT"):
         get_executor("monarch:nohost")
     with pytest.raises(ExecutorError, match=r"--on rai: executor 'rai' is unknown: did you mean 'ray'"):
         get_executor("rai")

@@ -40,7 +40,7 @@ def test_machines_elsewhere_need_a_store_they_reach_and_choose_their_own_folder(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The Hub's side of the wire, over HTTP: what the real SDK sends to it is what is looked at."""
+    """A fake Hub over HTTP: it records what the real SDK sends."""
     state: dict[str, Any] = {"posts": [], "stage": "RUNNING", "cancelled": [], "keys": set(), "refuse": 0, "lost": 0}
     state |= {"asked": [], "uncancellable": 0}
     info = {"id": "job-1", "createdAt": "2026-11-16T00:00:00.000Z", "dockerImage": "x", "command": [], "arguments": []}
@@ -128,7 +128,7 @@ def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
     }
     assert hub["keys"] == {"Bearer hf_test"}
     assert executor.poll() == []
-    hub["lost"] = 3  # the network fails for a while: nobody is given up on
+    hub["lost"] = 3  # the network fails for a while; no job is given up
     assert [executor.poll() for _ in range(3)] == [[], [], []]
     hub["stage"] = "ERROR"
     (end,) = executor.poll()
@@ -136,7 +136,7 @@ def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
     executor.start(JOB, 0, 1)
     executor.stop()
     assert hub["cancelled"] == ["/api/jobs/me/job-1/cancel"]
-    assert hub["asked"].count("/api/whoami-v2") == 1, "the Hub limits requests: the namespace is asked for once"
+    assert hub["asked"].count("/api/whoami-v2") == 1, "the Hub limits requests: the namespace is fetched once"
     monkeypatch.delenv("EARNEST_INSTALL")
     with pytest.raises(ExecutorError, match=r"set \$EARNEST_INSTALL to the source that you trust"):
         executor.start(JOB, 0, 1)
@@ -172,7 +172,7 @@ def test_what_only_this_machine_has_is_refused_elsewhere(name: str, change: dict
         get_executor(name).dry_run(replace(JOB, **change))
 
 
-def test_without_the_right_or_a_token_the_sentence_says_how_to_get_one(
+def test_without_a_token_the_error_names_the_way_to_get_one(
     hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hub["refuse"] = 403
@@ -257,7 +257,9 @@ def test_what_the_container_runs() -> None:
     assert code == 2 and "objective 'nonsense' is unknown" in words
 
 
-def test_without_a_token_modal_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_modal_token_the_error_names_the_way_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The SDK itself is asked to run the app; its refusal becomes the sentence."""
     for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "MODAL_PROFILE"):
         monkeypatch.delenv(name, raising=False)

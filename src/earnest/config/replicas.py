@@ -37,17 +37,17 @@ def plan(config: RunConfig) -> ReplicaPlan:
         raise ConfigError(f"sync.delay: must be below every / fragments ({interval}), got {sync.delay}")
     if interval % updates:
         raise ConfigError(
-            f"sync.every: a meeting falls between two steps, so every / fragments ({interval}) must be a multiple of "
+            f"sync.every: a round ends between two steps, so every / fragments ({interval}) must be a multiple of "
             f"updates_per_batch ({updates})"
         )
     if (config.steps * updates) % interval:
         raise ConfigError(
-            f"steps: the last meeting is at the end, so steps × updates_per_batch must be a multiple of {interval} "
+            f"steps: the last round ends the run, so steps × updates_per_batch must be a multiple of {interval} "
             f"(sync.every / sync.fragments), got {config.steps * updates}"
         )
     if sync.density is not None and sync.wire != "topk":
         raise ConfigError(f"sync.density: only wire topk has a density, not {sync.wire or 'bf16'}; leave it out")
     quorum = sync.quorum or -(-config.replicas // 2)
     if quorum > config.replicas:
-        raise ConfigError(f"sync.quorum: {quorum} of {config.replicas} replicas can never come; lower it")
+        raise ConfigError(f"sync.quorum: {quorum} is more than the {config.replicas} replicas; lower it")
     return ReplicaPlan(config, interval, config.steps * updates // interval, quorum)

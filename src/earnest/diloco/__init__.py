@@ -1,1 +1,1 @@
-"""Replicas that meet in an object store, and nowhere else (DiLoCo, arXiv 2311.08105)."""
+"""Replicas that synchronize through an object store and need no other connection (DiLoCo, arXiv 2311.08105)."""

@@ -6,7 +6,8 @@ from earnest.errors import EarnestError
 
 
 class RoundStuck(EarnestError):
-    """A round cannot be finished: too few replicas came, or a committed object is damaged and no later state exists."""
+    """A round cannot be finished: too few replicas sent a difference, or a committed object is damaged and no later
+    state exists."""
 
 
 class Unreachable(EarnestError):
@@ -14,12 +15,13 @@ class Unreachable(EarnestError):
 
 
 class OutOfStep(Exception):
-    """This replica's state is not the run's any more; it takes the run's state from the bucket and goes on."""
+    """This replica's state is no longer the run's; it takes the run's state from the bucket and continues."""
 
 
 class FellBehind(OutOfStep):
-    """The others are further, or the objects that would lead there step by step are gone."""
+    """The others have finished later rounds, or objects that this replica needs to follow them were removed."""
 
 
 class DivergedState(OutOfStep):
-    """The weights at the start of the round are not those that the others agreed on: nothing is averaged in."""
+    """The weights at the start of the round are not those that the others agreed on; nothing of this replica is
+    averaged."""

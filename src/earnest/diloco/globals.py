@@ -1,8 +1,8 @@
 """What all replicas agree on: the global weights and the outer optimizer's state, in fragments.
 
-Round k moves fragment k mod F and no other. The same steps as torchft takes on the live weights are taken here on a
-copy, by the same ``torch.optim`` class: so a commit can name the state that it leads to before anybody is there, and a
-late replica can go the way from an old state by the deltas alone.
+Round k moves fragment k mod F and no other. torchft takes each outer step on the live weights; this module takes the
+same step on a copy, with the same ``torch.optim`` class. So a commit can name the fingerprint of the state that it
+leads to, and a late replica can replay the rounds after an old state from the deltas alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Fragment:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for i, weight in enumerate(self.weights):
             if f"weight.{i}" not in tensors or tensors[f"weight.{i}"].shape != weight.shape:
-                raise Damaged(f"the state's weight {i} is missing or of another shape; is it of the same adapter?")
+                raise Damaged(f"the state's weight {i} is missing or has another shape; is it from the same adapter?")
             weight.data.copy_(tensors[f"weight.{i}"])
             if self.optimizer is not None:
                 held = tensors.get(f"momentum.{i}")
@@ -123,7 +123,7 @@ class Globals:
         return self.chain(digests)
 
     def advance(self, mean: Vector) -> None:
-        """Take the round."""
+        """Apply the round's average."""
         index, known = self.round % len(self.fragments), self._ahead
         self._ahead = None
         if known is not None and known[0] == self.round and known[1] is mean:
@@ -160,7 +160,7 @@ class Globals:
     def recover(self, ledger: Ledger) -> None:
         """Become the newest committed state: the newest readable snapshot, then the commits after it, one by one.
 
-        Where others clean up meanwhile, a newer snapshot is there, and the way begins anew.
+        If another replica removes old objects meanwhile, a newer snapshot exists, and the replay starts from that.
         """
         while True:
             self._begin(ledger)
@@ -186,7 +186,7 @@ class Globals:
             vectors.append(decode(found.payload, self.current.n, found.key))
         mean = average(vectors, commit.tokens, self.max_norm)
         if self.outcome(mean) != commit.result:
-            raise Damaged(f"its deltas do not lead to {commit.result[:12]} here; another version of torch?")
+            raise Damaged(f"its deltas do not give {commit.result[:12]} here; is it another version of torch?")
         self.advance(mean)
 
     def _begin(self, ledger: Ledger) -> None:

@@ -1,7 +1,7 @@
 """``earnest run … replicas=N store=URL``: put a run into a bucket, start its replicas, watch it, and fetch the result.
 
 The launcher trains nothing. It measures the policy before, follows the commits, measures the final weights, and writes
-the run folder; all of it from the bucket, so it does not matter where the replicas run.
+the run folder. It reads all of this from the bucket, so the replicas may run anywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from earnest.config.replicas import ReplicaPlan, plan
 from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, SyncSchedule
+from earnest.diloco.outer import WeightCopies, SyncSchedule
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.learning import Learning
@@ -56,7 +56,7 @@ def job_of(config: RunConfig, url: str, place: Path) -> Job:
 
 
 def wants_gpu(device: str) -> bool:
-    """Whether each replica is to have a GPU of its own: not where the settings name one device, such as cuda:3."""
+    """Whether each replica gets a GPU of its own. It does not if the settings name one device, such as cuda:3."""
     import torch
 
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -102,28 +102,28 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
 
 
 def _build(config: RunConfig, console: Console) -> Setup:
-    """What the launcher measures with. It draws its few held-out samples itself: ``sampling.workers`` are each
-    replica's own, and would only take the room of theirs."""
+    """What the launcher evaluates with. It draws the held-out samples itself: ``sampling.workers`` are per replica,
+    and actors of the launcher would take their place."""
     alone = config.sampling.model_copy(update={"workers": 0})
     return replace(build(config.model_copy(update={"sampling": alone}), note_on(console)), config=config)
 
 
 def _put(url: str, recipe: str, config: str) -> None:
-    """Make sure of the store, and put the run's settings into it."""
+    """Check the store, and write the run's settings into it."""
     if not _put_settings(url, recipe, config):
         raise StoreError(f"there is a run at {url} already; join it: `earnest worker {url}`, or choose another out=.")
 
 
 def _put_settings(url: str, recipe: str, config: str) -> bool:
-    """Refuse a store that overwrites; False: a run's settings are there already."""
+    """Refuse a store that overwrites, then write the settings; False: a run's settings are there already."""
     bucket = Bucket.open(url, writer="launcher")
     bucket.probe()
     return Ledger(bucket).put_config(config, {"recipe": recipe})
 
 
 def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
-    """Start the replicas of a run again; what is committed is not done twice. A launcher that was killed before the
-    settings were in the bucket, or whose store refused them, left a folder only: they are written now."""
+    """Start the replicas of a run again; committed rounds are not repeated. If the launcher was killed before
+    the settings were in the bucket, or the store refused them, they are written now."""
     executor = get_executor(str(run.header["on"]))
     _put_settings(str(run.header["url"]), str(run.header["recipe"]), dump(config))
     setup = _build(config, console)
@@ -158,13 +158,13 @@ class Launcher(TrainingLoop):
     seen: int
 
     def follow(self, config: RunConfig, executor: Executor, url: str) -> None:
-        """Before ``train``: where the run is, and how much of it this folder knows already."""
+        """Call before ``train``: sets the run's address and reads how many rounds this folder has recorded."""
         self.executor, self.job = executor, job_of(config, url, self.run.path)
         self.ledger, self.plan = Ledger(Bucket.open(url, writer="launcher")), plan(config)
         for number in range(config.replicas):
             self.ledger.reserve(number)  # a worker that joins without a number becomes one more
-        self.mirror = Mirror(self.setup.engine, config.sync.fragments)
-        self.agreed = Globals(self.mirror.tensors(), SyncSchedule.of(config.sync).outer, config.sync.max_norm)
+        self.weights = WeightCopies(self.setup.engine, config.sync.fragments)
+        self.agreed = Globals(self.weights.tensors(), SyncSchedule.of(config.sync).outer, config.sync.max_norm)
         known = self.run.metrics.read()
         self.evaluations = [line for line in known if line["kind"] == "eval"]
         self.learning = Learning(known)
@@ -191,7 +191,7 @@ class Launcher(TrainingLoop):
         return self.seen >= self.plan.rounds or self.ledger.committed() >= self.plan.rounds
 
     def _look(self, stopper: Stopper) -> None:
-        """Write a line for each round that was committed since the last look; measure where it is time to."""
+        """Write a line for each round that was committed since the last look; evaluate when one is due."""
         while self.seen < self.plan.rounds:
             self._stop_if_asked(stopper)
             commit = self.ledger.commit(self.seen)
@@ -199,7 +199,7 @@ class Launcher(TrainingLoop):
                 newer = [k for k in self.ledger.states() if k > self.seen]
                 if not newer:
                     return
-                self._say(f"rounds {self.seen} to {newer[0] - 1} were cleaned up before they were read")
+                self._say(f"rounds {self.seen} to {newer[0] - 1} were removed before the launcher read them")
                 self.seen = newer[0]
                 continue
             found = self.ledger.deltas(self.seen, list(zip(commit.members, commit.attempts, strict=True)))
@@ -210,27 +210,27 @@ class Launcher(TrainingLoop):
         self._stop_if_asked(stopper)
 
     def _listen(self, stopper: Stopper, *, ended: bool = False) -> None:
-        """The same where replicas meet on a Lighthouse: a line for each round that all of its members have reported, or
+        """The same with a Lighthouse: a line for each round that all of its members have reported, or
         that they have passed; ``ended``: no more reports will come."""
         while self.seen < self.plan.rounds:
             self._stop_if_asked(stopper)
-            told = self.ledger.told(self.seen)
-            members = max([int(one.meta["members"]) for one in told], default=0)
-            if not (told and len(told) >= members) and not ended and not self.ledger.told(self.seen + 1):
+            reports = self.ledger.reports(self.seen)
+            members = max([int(one.meta["members"]) for one in reports], default=0)
+            if not (reports and len(reports) >= members) and not ended and not self.ledger.reports(self.seen + 1):
                 return
-            if not told:
+            if not reports:
                 self._say(f"round {self.seen} was averaged, but its members ended before they reported it")
                 self.seen += 1
                 continue
-            self._record(self.seen, members, sum(int(one.meta["tokens"]) for one in told), told)
+            self._record(self.seen, members, sum(int(one.meta["tokens"]) for one in reports), reports)
         self._stop_if_asked(stopper)
 
     def _record(self, k: int, members: int, tokens: int, deltas: Sequence[Object]) -> None:
         self.seen = k + 1
         self.step = self.plan.steps_at(self.seen)
-        if len(deltas) < members:  # cleaned up, damaged, or its writer ended before its report
+        if len(deltas) < members:  # removed, damaged, or its writer ended before its report
             self._say(
-                f"round {k}: {members - len(deltas)} of {members} members' reports are gone; its bytes are not known"
+                f"round {k}: {members - len(deltas)} of {members} members' reports are missing; its bytes are unknown"
             )
         sizes = [int(d.meta.get("bytes", d.size)) for d in deltas]
         n, total, squares = (sum(d.meta["rewards"][i] for d in deltas) for i in range(3))
@@ -241,8 +241,8 @@ class Launcher(TrainingLoop):
         numbers = {
             "outer/members": members,
             "outer/tokens": tokens,
-            "outer/bytes a round": sum(sizes) if len(sizes) >= members else None,
-            "outer/bytes a replica": sum(sizes) / len(sizes) if sizes else None,
+            "outer/bytes per round": sum(sizes) if len(sizes) >= members else None,
+            "outer/bytes per replica": sum(sizes) / len(sizes) if sizes else None,
         }
         self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])
         line |= _merged([d.meta["line"] for d in deltas if "line" in d.meta])
@@ -255,7 +255,7 @@ class Launcher(TrainingLoop):
                 self._evaluate(None)
 
     def _evaluate(self, phase: str | None) -> None:
-        """Measure, and warn where the held-out reward has fallen: replicas learn, and the outer step undoes it."""
+        """Evaluate, and warn where the held-out reward has fallen: the outer step may undo what the replicas learn."""
         super()._evaluate(phase)
         found = falling(self.run.metrics.read())
         if found is not None:
@@ -273,8 +273,8 @@ class Launcher(TrainingLoop):
     def _adopt(self) -> None:
         """Take the newest committed weights into the policy."""
         self.agreed.recover(self.ledger)
-        self.mirror.become(self.agreed)
-        self.mirror.push(self.setup.engine)
+        self.weights.become(self.agreed)
+        self.weights.push(self.setup.engine)
         self.setup.engine.version = self.agreed.round * self.plan.interval
         self.step = self.plan.steps_at(self.agreed.round)
 
@@ -283,7 +283,7 @@ class Launcher(TrainingLoop):
 
 
 def falling(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """A sentence where the newest held-out reward is below the best one by more than two standard errors of the
+    """A warning if the newest held-out reward is below the best one by more than two standard errors of the
     difference; it also gives the replicas' own rewards in the rounds before both."""
     own, measured = None, []
     for line in lines:
@@ -296,12 +296,12 @@ def falling(lines: Sequence[Mapping[str, Any]]) -> str | None:
     best, last = max(measured), measured[-1]
     if best[0] - last[0] <= 2 * math.hypot(best[1], last[1]):
         return None
-    told = (
+    rewards = (
         ""
         if best[3] is None or last[3] is None
         else f", while the replicas' own went from {best[3]:.3f} to {last[3]:.3f}"
     )
-    return f"the held-out reward fell from {best[0]:.3f} at step {best[2]} to {last[0]:.3f} at step {last[2]}{told}"
+    return f"the held-out reward fell from {best[0]:.3f} at step {best[2]} to {last[0]:.3f} at step {last[2]}{rewards}"
 
 
 def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

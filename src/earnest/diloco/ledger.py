@@ -2,9 +2,9 @@
 
 config.yaml                     the run's settings
 workers/{i}                     replica number i is taken
-outer/{k}/hello/{i}             replica i began round k: worth waiting for
+outer/{k}/announced/{i}         replica i began round k; the others wait for it
 outer/{k}/delta/{i}             start of round k minus the weights of replica i after its inner steps
-outer/{k}/told/{i}              replica i's report on round k where it was averaged on the network, not here
+outer/{k}/report/{i}            replica i's report on round k, where it was averaged over the network
 outer/{k}/commit                who is averaged, in which order, with which tokens; and the hashes before and after
 state/{k}                       the weights at the start of round k, with the outer optimizer's state
 versions/{n}                    weights for samplers
@@ -73,19 +73,19 @@ class Ledger:
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def hello(self, k: int, replica: int) -> None:
-        self.bucket.create(f"outer/{k:08d}/hello/{replica:05d}", "hello")
+    def announce(self, k: int, replica: int) -> None:
+        self.bucket.create(f"outer/{k:08d}/announced/{replica:05d}", "announced")
 
     def put_delta(self, k: int, replica: int, attempt: int, payload: bytes, meta: Mapping[str, Any]) -> bool:
-        """True: it is the one that counts. False: another process of the same number was first."""
+        """Write a delta; False where another process with the same replica number was first."""
         return self.bucket.create(_delta(k, replica, attempt), "delta", payload, meta)
 
     def delta(self, k: int, replica: int, attempt: int = 0) -> Object | None:
         return self.bucket.get(_delta(k, replica, attempt))
 
     def deltas(self, k: int, whose: Sequence[tuple[int, int]]) -> list[Object | Damaged | None]:
-        """The deltas of these (replica, attempt), in the order asked for, read ``parallel`` at a time. One that is not
-        what was written is its ``Damaged``: what to do about it differs."""
+        """The deltas of these (replica, attempt), in this order, read ``parallel`` at a time. For a damaged one
+        the list has its ``Damaged`` error; the caller decides what to do."""
 
         def read(who: tuple[int, int]) -> Object | Damaged | None:
             try:
@@ -99,9 +99,9 @@ class Ledger:
             return list(pool.map(read, whose))
 
     def present(self, k: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """((replica, attempt) whose delta is there, replicas that began) in one listing."""
+        """((replica, attempt) of each delta, replicas that announced themselves), from one listing."""
         deltas: list[tuple[int, int]] = []
-        hellos: list[int] = []
+        announced: list[int] = []
         for key in self.bucket.list(f"outer/{k:08d}/"):
             found = _MEMBER.search(key)
             if found is None:
@@ -109,17 +109,17 @@ class Ledger:
             kind, replica, attempt = found.groups()
             if kind == "delta":
                 deltas.append((int(replica), int(attempt or 0)))
-            elif kind == "hello":
-                hellos.append(int(replica))
-        return sorted(deltas), hellos
+            elif kind == "announced":
+                announced.append(int(replica))
+        return sorted(deltas), announced
 
-    def tell(self, k: int, replica: int, meta: Mapping[str, Any]) -> None:
-        """Report on a round that was averaged elsewhere, for the launcher."""
-        self.bucket.create(f"outer/{k:08d}/told/{replica:05d}", "told", meta=meta)
+    def put_report(self, k: int, replica: int, meta: Mapping[str, Any]) -> None:
+        """Write a replica's report on a round that was averaged over the network, for the launcher."""
+        self.bucket.create(f"outer/{k:08d}/report/{replica:05d}", "report", meta=meta)
 
-    def told(self, k: int) -> list[Object]:
+    def reports(self, k: int) -> list[Object]:
         """The reports on round ``k``, by replica."""
-        found = (self.bucket.get(key) for key in self.bucket.list(f"outer/{k:08d}/told/") if _MEMBER.search(key))
+        found = (self.bucket.get(key) for key in self.bucket.list(f"outer/{k:08d}/report/") if _MEMBER.search(key))
         return [one for one in found if one is not None]
 
     def commit(self, k: int) -> Commit | None:
@@ -165,10 +165,10 @@ class Ledger:
         return self.bucket.get(f"state/{k:08d}")
 
     def clean(self, before: int) -> int:
-        """Remove deltas, hellos and states before ``before``; returns how many objects went.
+        """Remove deltas, announcements and states before ``before``; returns the number of removed objects.
 
-        Commits stay, at some hundred bytes each: a replica that slept since an old round must find that it is decided.
-        Were its commit gone, it would decide the round a second time.
+        Commits stay, at some hundred bytes each: a replica that was paused since an old round must find that the round
+        is decided. Without the commit it would decide the round a second time.
         """
         keys = self.bucket.list("outer/")
         rounds = [(key, _ROUND.match(key)) for key in keys if _MEMBER.search(key)]
@@ -180,7 +180,7 @@ class Ledger:
 
 # Other programs leave keys of their own in a bucket (.DS_Store, a manifest); only these are the run's.
 _ROUND = re.compile(r"^outer/(\d{8})/")
-_MEMBER = re.compile(r"/(hello|delta|told)/(\d{5})(?:~(\d+))?$")
+_MEMBER = re.compile(r"/(announced|delta|report)/(\d{5})(?:~(\d+))?$")
 _NUMBERED = re.compile(r"/(\d+)$")
 
 

@@ -1,8 +1,9 @@
-"""The same algorithm where machines see each other: torchft's own Manager and Lighthouse, gloo all-reduce in fp32.
+"""The same algorithm for machines that can connect to each other: torchft's own Manager and Lighthouse, gloo all-reduce
+in fp32.
 
-The bucket then holds the settings, a report on each round and, now and then, a whole state for the launcher; rounds
-are agreed on the network, and torchft brings a late replica to the state of a running one. torchft's average has
-no weights: every replica counts the same, however many tokens it trained on.
+The bucket then holds the settings, a report on each round and, at some rounds, a whole state for the launcher. The
+replicas agree on rounds over the network, and torchft brings a late replica to the state of a running one. torchft's
+average has no weights: every replica counts the same, however many tokens it trained on.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import Tensor
 from earnest.diloco.errors import Unreachable
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import Mirror, ReplicaProgress, SyncSchedule, algorithm, copy_state
+from earnest.diloco.outer import ReplicaProgress, SyncSchedule, WeightCopies, algorithm, copy_state
 from earnest.errors import CheckpointError, MissingExtra
 
 
 class LighthouseOuter(ReplicaProgress):
-    """One replica's outer hook over a Lighthouse; the same face as ``ReplicaOuter``."""
+    """One replica's outer hook over a Lighthouse; the same interface as ``ReplicaOuter``."""
 
     def __init__(
         self,
@@ -42,37 +43,37 @@ class LighthouseOuter(ReplicaProgress):
     ) -> None:
         self.ledger, self.replica, self.schedule, self.rounds = ledger, replica, schedule, rounds
         self.snapshot_every = snapshot_every
-        self.mirror = Mirror(engine, schedule.fragments)
+        self.weights = WeightCopies(engine, schedule.fragments)
         self.meta: dict[str, Any] = {}
         self.inner = self.heals = self._tokens_before = 0
         self.manager, self._server = _manager(address, replica, quorum, timeout, self._load, self._save)
-        self._algorithm, self.tick = algorithm(self.manager, self.mirror, schedule)
+        self._algorithm, self.tick = algorithm(self.manager, self.weights, schedule)
         self._algorithm.__enter__()
 
     def _save(self) -> dict[str, Tensor]:
-        return {str(i): c.detach().clone() for i, c in enumerate(self.mirror.copies)}
+        return {str(i): c.detach().clone() for i, c in enumerate(self.weights.copies)}
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.heals += 1
-        for i, copy in enumerate(self.mirror.copies):
+        for i, copy in enumerate(self.weights.copies):
             copy.copy_(state[str(i)])
 
-    # --- where it stands ----------------------------------------------------------------------------------------------
+    # --- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def round(self) -> int:
         return int(self.manager.current_step())
 
     def join(self, engine: Any) -> bool:
-        """Begin with the newest state in the bucket (the first replica puts its own there), as of its round. A
-        replica that is late gets the state from a running one; one that joins after the end is at the end."""
+        """Begin with the newest state in the bucket (the first replica writes its own there). A late
+        replica gets the state from a running one; one that joins after the end has nothing to do."""
         if not self.ledger.states():
             self._snapshot()
         held = self.agreed()
         held.recover(self.ledger)
-        self.mirror.become(held)
-        self.mirror.push(engine)
+        self.weights.become(held)
+        self.weights.push(engine)
         if self.schedule.outer is not None:
             self._algorithm._save_parameters()
             for fragment, known in zip(self._algorithm._fragments, held.fragments, strict=True):
@@ -93,23 +94,25 @@ class LighthouseOuter(ReplicaProgress):
             self.inner = 0
             return {"healed": 1.0, "round": float(self.round)}
         if self.inner == interval - self.schedule.delay or last:
-            self.mirror.pull(engine)
+            self.weights.pull(engine)
         before, heals = self.round, self.heals
         self.tick.step()
         if not last:
-            if self.heals > heals:  # with a delay it is healed where it sends: it goes on training from there
-                self.mirror.push(engine)
+            if self.heals > heals:  # with a delay torchft heals it when it sends; it trains on from there
+                self.weights.push(engine)
                 self._tokens_before = engine.tokens
             return {}
-        self.mirror.push(engine)
+        self.weights.push(engine)
         self.inner = 0
         if self.round == before:
-            self._tokens_before = engine.tokens  # torchft went back to the start of the round: they moved nothing
+            # torchft went back to the start of the round, so these tokens count for nothing
+            self._tokens_before = engine.tokens
             return {"round": float(before), "failed": 1.0}
-        done, members = self.round - 1, int(self.manager.num_participants())  # healed on the way: further than one
+        # after healing it may be more than one round
+        done, members = self.round - 1, int(self.manager.num_participants())
         tokens, self._tokens_before = engine.tokens - self._tokens_before, engine.tokens
-        size = 4 * sum(c.numel() for c in self.mirror.tensors()[done % self.schedule.fragments])
-        self.ledger.tell(done, self.replica, {**self.meta, "members": members, "tokens": tokens, "bytes": size})
+        size = 4 * sum(c.numel() for c in self.weights.tensors()[done % self.schedule.fragments])
+        self.ledger.put_report(done, self.replica, {**self.meta, "members": members, "tokens": tokens, "bytes": size})
         turn = self.round // self.snapshot_every % members == self.manager.participating_rank()
         ended = self.round >= self.rounds
         # Any replica that finds the last state missing writes it: the one whose turn it is may have died.
@@ -120,7 +123,7 @@ class LighthouseOuter(ReplicaProgress):
     def agreed(self) -> Globals:
         """The global weights and the outer optimizers' state as torchft holds them."""
         if self.schedule.outer is None:
-            return Globals(self.mirror.tensors(), None)
+            return Globals(self.weights.tensors(), None)
         fragments = self._algorithm._fragments
         held = Globals([list(f.original_parameters.values()) for f in fragments], self.schedule.outer)
         tensors = held.tensors()
@@ -141,15 +144,15 @@ class LighthouseOuter(ReplicaProgress):
     # --- checkpoints: a replica that dies is healed by the others -----------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        raise CheckpointError("replicas on a Lighthouse are healed by the living ones; they keep no checkpoint.")
+        raise CheckpointError("replicas on a Lighthouse keep no checkpoint; a running one restores the others.")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         del state
-        raise CheckpointError("replicas on a Lighthouse are healed by the living ones; they keep no checkpoint.")
+        raise CheckpointError("replicas on a Lighthouse keep no checkpoint; a running one restores the others.")
 
 
 def _manager(address: str, replica: int, quorum: int, timeout: float, load: Any, save: Any) -> tuple[Any, Any]:
-    """torchft's Manager with a store of its own; it advertises a name by which this machine is found."""
+    """torchft's Manager with a store of its own; it advertises a name under which others reach this machine."""
     try:
         from torchft import Manager, ProcessGroupGloo
     except ImportError:
@@ -186,6 +189,6 @@ def _manager(address: str, replica: int, quorum: int, timeout: float, load: Any,
             raise
         raise Unreachable(
             f"sync.lighthouse={address} does not answer: start it (`torchft_lighthouse --min_replicas {quorum}`), "
-            f"correct the address (http://host:port), or leave it out to meet in the bucket. torchft's message: {error}"
+            f"correct the address (http://host:port), or leave it out to use the bucket. torchft's message: {error}"
         ) from None
     return manager, store

@@ -22,8 +22,8 @@ from earnest.diloco.protocol import Contribution, RoundResult, Rules, digest, fi
 from earnest.diloco.wire import Vector, Wire, decode
 
 
-class Gathered:
-    """The promise of an average: what torchft calls a Work."""
+class PendingAverage:
+    """The result of ``allreduce`` (torchft's Work): ``wait`` fills the tensors with the average."""
 
     def __init__(self, manager: BucketManager) -> None:
         self._manager = manager
@@ -35,7 +35,8 @@ class Gathered:
 
 @dataclass
 class BucketManager:
-    """One replica's side of the meetings. ``globals`` is what the replicas agree on; rounds count from its own."""
+    """One replica's part of each round. ``globals`` is the state that the replicas agree on; it has the round's
+    number."""
 
     ledger: Ledger
     rules: Rules
@@ -58,7 +59,7 @@ class BucketManager:
     def __post_init__(self) -> None:
         self._gathered: list[Tensor] = []
         self._states: dict[str, Callable[[], Mapping[str, Any]]] = {}
-        self._met: RoundResult | None = None
+        self._result: RoundResult | None = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._vector: Vector | None = None
@@ -69,41 +70,41 @@ class BucketManager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Mapping[str, Any]]
     ) -> None:
-        del load_state_dict  # a replica is brought back by building the algorithm anew on the right weights
+        del load_state_dict  # recovery builds the algorithm again on the agreed weights
         self._states[key] = state_dict
 
     def disallow_state_dict_read(self) -> None:
-        """Nobody reads our weights: they come from the bucket."""
+        """Does nothing: other replicas read weights from the bucket only."""
 
     def allow_state_dict_read(self) -> None:
-        """Nobody reads our weights: they come from the bucket."""
+        """Does nothing: other replicas read weights from the bucket only."""
 
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: Any = None) -> None:
         del allow_heal, shrink_only, timeout
-        self._gathered, self._met, self._failure, self._vector = [], None, None, None
+        self._gathered, self._result, self._failure, self._vector = [], None, None, None
 
     def current_step(self) -> int:
         return self.globals.round
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = None) -> Gathered:
-        del should_quantize, reduce_op  # torchft asks for AVG, always; the wire decides on quantisation
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = None) -> PendingAverage:
+        del should_quantize, reduce_op  # torchft always passes AVG; the wire decides on quantization
         self._gathered.append(tensor)
-        return Gathered(self)
+        return PendingAverage(self)
 
     def should_commit(self, timeout: Any = None) -> bool:
-        """True, always: a round that cannot be finished raises. The agreed state moves with it."""
+        """Always True (a round that cannot be finished raises); also applies the average to the agreed state."""
         del timeout
-        met = self._met
-        assert met is not None, "torchft asked to commit before it waited"
-        if self.wire.lossy and self._vector is not None and self._is_mine(met.sent):
-            self.residual[self.globals.round % len(self.globals.fragments)] = self._vector - met.sent
-        self.globals.advance(met.average)
+        result = self._result
+        assert result is not None, "torchft called should_commit before wait"
+        if self.wire.lossy and self._vector is not None and self._sent_by_this_process(result.sent):
+            self.residual[self.globals.round % len(self.globals.fragments)] = self._vector - result.sent
+        self.globals.advance(result.average)
         self._gathered = []
         return True
 
-    def _is_mine(self, sent: Vector | None) -> TypeGuard[Vector]:
-        """Whether what was averaged in this replica's name is what it has now. Another life of it may have sent
-        something else: then nothing of its own was sent, and what was left over before is left over still."""
+    def _sent_by_this_process(self, sent: Vector | None) -> TypeGuard[Vector]:
+        """Whether the delta that was averaged for this replica is the one that this process sent. An earlier process
+        with the same number may have sent another: then this one sent nothing, and its residual stays as it was."""
         return sent is not None and torch.equal(sent, decode(self._payload, sent.numel()))
 
     def reset(self) -> None:
@@ -111,28 +112,28 @@ class BucketManager:
         self.start_quorum()
         self._states.clear()
 
-    # --- the meeting --------------------------------------------------------------------------------------------------
+    # --- the exchange -------------------------------------------------------------------------------------------------
 
     @property
     def commit(self) -> Commit:
         """The decision on the round that was finished last."""
-        assert self._met is not None, "no round was finished yet"
-        return self._met.commit
+        assert self._result is not None, "no round was finished yet"
+        return self._result.commit
 
     @property
     def pending(self) -> bool:
         """Whether something was gathered that is not averaged yet."""
-        return bool(self._gathered) and self._met is None
+        return bool(self._gathered) and self._result is None
 
     def begin(self) -> None:
-        """Meet in the background; ``finish`` waits for it. Inner steps go on meanwhile."""
+        """Exchange deltas in the background while inner steps continue; ``finish`` waits for the result."""
         if self.pending and self._thread is None:
             self._thread = threading.Thread(target=self._in_background, daemon=True)
             self._thread.start()
 
     def _in_background(self) -> None:
         try:
-            self._meet()
+            self._exchange()
         except BaseException as error:
             self._failure = error
 
@@ -143,13 +144,13 @@ class BucketManager:
             self._thread = None
         if self._failure is not None:
             raise self._failure
-        if self._met is None:
-            self._meet()
-        assert self._met is not None
-        for tensor, part in zip(self._gathered, split(self._met.average, self._gathered), strict=True):
+        if self._result is None:
+            self._exchange()
+        assert self._result is not None
+        for tensor, part in zip(self._gathered, split(self._result.average, self._gathered), strict=True):
             tensor.copy_(part)
 
-    def _meet(self) -> None:
+    def _exchange(self) -> None:
         began, traffic = self.clock(), self.ledger.bucket.traffic
         before = (traffic.sent, traffic.received, traffic.requests, traffic.retries)
         fragment = self.globals.round % len(self.globals.fragments)
@@ -157,7 +158,7 @@ class BucketManager:
         if fragment in self.residual:
             vector = vector + self.residual[fragment]
         if not bool(torch.isfinite(vector).all()):
-            self.residual.pop(fragment, None)  # it may be what is wrong, and would be so in every round from now on
+            self.residual.pop(fragment, None)  # the residual itself may be the cause, and would be in every later round
             raise DivergedState("the weights are not finite")
         self._vector = vector
         self._payload = payload = self.wire.encode(vector, self.globals.current.flat())
@@ -169,17 +170,17 @@ class BucketManager:
             try:
                 pause = next(meeting)
             except StopIteration as end:
-                met: RoundResult = end.value
+                result: RoundResult = end.value
                 break
             if pause:
                 self.sleep(pause)
         sent, received, requests, retries = before
         self.last = {
             "round": float(mine.round),
-            "members": float(len(met.commit.members)),
-            "averaged": float(met.sent is not None),
-            "superseded": float(met.superseded),
-            "damaged": float(met.damaged),
+            "members": float(len(result.commit.members)),
+            "averaged": float(result.sent is not None),
+            "superseded": float(result.superseded),
+            "damaged": float(result.damaged),
             "bytes_delta": float(len(payload)),
             "bytes_sent": float(traffic.sent - sent),
             "bytes_received": float(traffic.received - received),
@@ -187,10 +188,10 @@ class BucketManager:
             "retries": float(traffic.retries - retries),
             "seconds": self.clock() - began,
         }
-        self._met = met
+        self._result = result
 
     def held(self) -> str:
-        """Fingerprint of the global state as torchft holds it: what this replica's delta is a difference to."""
+        """Fingerprint of the global state as torchft holds it: this replica's delta is the difference from it."""
         if not self._states:
             return self.globals.fingerprint()
         fragments = []

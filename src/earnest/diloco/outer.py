@@ -2,9 +2,9 @@
 
     update  →  guard  →  [every H updates]  Θ − θᵢ  →  average over replicas  →  outer SGD on Θ  →  θᵢ ← Θ
 
-torchft works on fp32 copies on the CPU: so every machine computes the same bits, whatever the engine trains on. What a
-guard keeps (its quarantine) travels beside the weights, through the same linear step: main = total − quarantine holds
-for the averages as it held for each replica.
+torchft works on fp32 copies on the CPU, so every machine computes the same bits, whatever device the engine trains on.
+A guard's quarantine is averaged like the weights, by the same linear step: main = total − quarantine holds for the
+averages as it holds for each replica.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from earnest.store import Damaged
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When and how replicas meet. ``every`` updates for a fragment; ``outer`` None is LocalSGD."""
+    """When and how replicas synchronize: each fragment after every ``every`` updates; ``outer`` None is LocalSGD."""
 
     every: int = 10
     fragments: int = 1
@@ -62,7 +62,7 @@ class SyncSchedule:
 
 
 class CountingOptimizer(torch.optim.Optimizer):
-    """An optimizer that moves nothing: its hooks are where torchft counts steps."""
+    """An optimizer that changes no weight; torchft counts steps in its hooks."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(list(parameters), {})
@@ -71,7 +71,7 @@ class CountingOptimizer(torch.optim.Optimizer):
         del closure
 
 
-class Mirror:
+class WeightCopies:
     """fp32 copies on the CPU of what is trained: the adapter's parameters, then the guard's quarantine."""
 
     def __init__(self, engine: Any, fragments: int) -> None:
@@ -87,7 +87,7 @@ class Mirror:
 
     @staticmethod
     def _owner(name: str, names: Sequence[str], owner: Sequence[int]) -> int:
-        """A parameter's quarantine meets in the same round as the parameter."""
+        """A parameter's quarantine is averaged in the same round as the parameter."""
         return next((o for n, o in zip(names, owner, strict=False) if n in name), 0)
 
     def _live(self, engine: Any) -> list[Tensor]:
@@ -122,14 +122,14 @@ class Mirror:
                 self.copies[index].copy_(weight)
 
 
-def algorithm(manager: Any, mirror: Mirror, schedule: SyncSchedule) -> tuple[Any, CountingOptimizer]:
+def algorithm(manager: Any, weights: WeightCopies, schedule: SyncSchedule) -> tuple[Any, CountingOptimizer]:
     """torchft's DiLoCo or LocalSGD on the copies, with any Manager: ours, or torchft's own with its Lighthouse."""
     try:
         from torchft.local_sgd import DiLoCo, LocalSGD
     except ImportError:
         raise MissingExtra("torchft", "diloco", "a run with replicas") from None
-    tick = CountingOptimizer(mirror.copies)
-    modules = mirror.modules()
+    tick = CountingOptimizer(weights.copies)
+    modules = weights.modules()
     if schedule.outer is None:
         return LocalSGD(manager, nn.ModuleList(modules), tick, schedule.every), tick
     made = DiLoCo(
@@ -140,13 +140,14 @@ def algorithm(manager: Any, mirror: Mirror, schedule: SyncSchedule) -> tuple[Any
         sync_every=schedule.every,
         fragment_sync_delay=schedule.delay,
         fragment_update_alpha=schedule.alpha,
-        use_bucketization=False,  # with more than one bucket it leaves replicas apart without a word (0.2.0)
+        # with more than one bucket replicas differ afterwards, without an error (torchft 0.2.0)
+        use_bucketization=False,
     )
     return made, tick
 
 
 class ReplicaProgress(ABC):
-    """Where a replica stands in its run, whichever way the replicas meet."""
+    """A replica's progress in its run, over a bucket or a Lighthouse."""
 
     schedule: SyncSchedule
     rounds: int
@@ -168,11 +169,11 @@ class ReplicaProgress(ABC):
 
     @property
     def between(self) -> bool:
-        """Whether a checkpoint may be taken: no meeting is under way."""
+        """Whether a checkpoint may be taken: no round is under way."""
         return self.inner == 0
 
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
-        """End what was started for the meetings."""
+        """End what was started to synchronize."""
 
 
 class ReplicaOuter(ReplicaProgress):
@@ -201,13 +202,14 @@ class ReplicaOuter(ReplicaProgress):
             )
         self.ledger, self.replica, self.schedule, self.rounds = ledger, replica, schedule, rounds
         self.snapshot_every, self.say = snapshot_every, say
-        self.mirror = Mirror(engine, schedule.fragments)
-        agreed = Globals(self.mirror.tensors(), schedule.outer, rules.max_norm)
+        self.weights = WeightCopies(engine, schedule.fragments)
+        agreed = Globals(self.weights.tensors(), schedule.outer, rules.max_norm)
         self.manager = BucketManager(ledger, rules, replica, agreed, wire)
         self.inner = 0
         self.heals = 0
-        self._seen = self._sent = 0  # tokens: of the engine's count, and the weight of the delta that is under way
-        self._trained = [0] * schedule.fragments  # by fragment: tokens that made its weights what they are since it met
+        # tokens: the engine's count at the last look, and the weight of the delta under way
+        self._seen = self._sent = 0
+        self._trained = [0] * schedule.fragments  # by fragment: tokens trained on since it was last averaged
         self._algorithm: Any = None
         self._build()
 
@@ -215,7 +217,7 @@ class ReplicaOuter(ReplicaProgress):
         if self._algorithm is not None:
             self._algorithm.__exit__(None, None, None)
         self.manager.reset()
-        self._algorithm, self.tick = algorithm(self.manager, self.mirror, self.schedule)
+        self._algorithm, self.tick = algorithm(self.manager, self.weights, self.schedule)
         if self.schedule.outer is not None:
             for fragment, held in zip(self._algorithm._fragments, self.globals.fragments, strict=True):
                 for name, weight in zip(fragment.original_parameters, held.weights, strict=True):
@@ -223,7 +225,7 @@ class ReplicaOuter(ReplicaProgress):
                 fragment._outer_optimizer.load_state_dict(copy_state(held.optimizer))
         self._algorithm.__enter__()
 
-    # --- where it stands ----------------------------------------------------------------------------------------------
+    # --- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def globals(self) -> Globals:
@@ -241,32 +243,32 @@ class ReplicaOuter(ReplicaProgress):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, engine: Any) -> bool:
-        """Enter the run. A replica keeps what it has (a checkpoint, or its initialization) where that starts the
-        present round or of the one before (which is then trained again, to the same bits); else it takes the newest
+        """Enter the run. A replica keeps what it has (a checkpoint, or its initialization) if that is the start of the
+        present round, or of the one before, which it then trains again, to the same bits. Otherwise it takes the newest
         committed state. True: what it had is kept."""
         if not self.ledger.states():
-            first = Globals(self.mirror.tensors(), self.schedule.outer)
+            first = Globals(self.weights.tensors(), self.schedule.outer)
             self.ledger.put_state(0, first.pack(), first.fingerprint())
-        kept = self.ledger.committed() - self.round in (0, 1) and self._is_true()
+        kept = self.ledger.committed() - self.round in (0, 1) and self._is_current()
         if kept:
-            self._seen = engine.tokens  # what it trained on before it came here moved nothing of this run
+            self._seen = engine.tokens  # tokens from before it joined do not count in this run
         else:
             self._take(engine)
         if not self.over:
-            self.ledger.hello(self.round, self.replica)
+            self.ledger.announce(self.round, self.replica)
         return kept
 
-    def _is_true(self) -> bool:
+    def _is_current(self) -> bool:
         try:
             return beginning(self.ledger, self.round)[0] == self.globals.fingerprint()
         except FellBehind:
             return False
 
     def _take(self, engine: Any) -> None:
-        """Become the newest committed state."""
+        """Take the newest committed state from the bucket."""
         self.globals.recover(self.ledger)
-        self.mirror.become(self.globals)
-        self.mirror.push(engine)
+        self.weights.become(self.globals)
+        self.weights.push(engine)
         self._build()
         self.inner = 0
         self._seen, self._sent = engine.tokens, 0
@@ -285,7 +287,7 @@ class ReplicaOuter(ReplicaProgress):
             self._take(engine)
             self.say(f"round {at}: {why}; brought back from the bucket to the start of round {self.round}")
             if not self.over:
-                self.ledger.hello(self.round, self.replica)
+                self.ledger.announce(self.round, self.replica)
             return {"healed": 1.0, "round": float(self.round)}
 
     def _step(self, engine: Any) -> Mapping[str, float]:
@@ -293,24 +295,25 @@ class ReplicaOuter(ReplicaProgress):
         interval, last = self.schedule.interval, self.inner == self.schedule.interval
         sends = self.inner == interval - self.schedule.delay
         if sends or last:
-            self.mirror.pull(engine)
+            self.weights.pull(engine)
         self._trained = [count + engine.tokens - self._seen for count in self._trained]
         self._seen = engine.tokens
         fragment = self.round % self.schedule.fragments
-        if sends:  # a delta's weight is what it was trained on: since its own fragment met, not since any did
+        if sends:  # a delta's weight: the tokens since its own fragment was averaged, not since any was
             self.manager.tokens = self._sent = self._trained[fragment]
         self.tick.step()
         if not last:
             self.manager.begin()
             return {}
-        self.mirror.push(engine)
+        self.weights.push(engine)
         self.inner = 0
-        # torchft has put the agreed weights in place: of what was trained during the delay, only alpha's share is left
+        # torchft has set the agreed weights: of the training during the delay only alpha's share is left
         self._trained[fragment] = self._trained[fragment] - self._sent if self.schedule.alpha else 0
         return {**self.manager.last, **self._after_round(), "healed": 0.0}
 
     def _after_round(self) -> dict[str, float]:
-        """Say hello to the next round, keep the bucket tidy, and see whether the others are already further."""
+        """Write a snapshot where it is this replica's turn, check that the others are not further, and announce this
+        replica in the next round."""
         numbers: dict[str, float] = {}
         commit = self.manager.commit
         if self.round % self.snapshot_every == 0 or self.over:
@@ -321,12 +324,12 @@ class ReplicaOuter(ReplicaProgress):
             return numbers
         if self.ledger.commit(self.round) is not None:
             raise FellBehind("the others have finished the next round already")
-        self.ledger.hello(self.round, self.replica)
+        self.ledger.announce(self.round, self.replica)
         return numbers
 
     def snapshot(self) -> int:
-        """Write the state; once it can be read back, remove all before the snapshot before it. Bytes written, 0 where
-        another was first or it did not arrive whole (the next snapshot will)."""
+        """Write the state; once it can be read back, remove all before the snapshot before it. Returns the bytes
+        written; 0 where another replica was first, or where the upload is incomplete."""
         older = [k for k in self.ledger.states() if k < self.round]
         payload = self.globals.pack()
         if not self.ledger.put_state(self.round, payload, self.globals.fingerprint()):
@@ -334,7 +337,7 @@ class ReplicaOuter(ReplicaProgress):
         try:
             self.ledger.state(self.round)
         except Damaged:
-            self.say(f"the state of round {self.round} did not arrive whole; nothing is removed")
+            self.say(f"the state of round {self.round} is incomplete in the bucket; nothing is removed")
             return 0
         self.ledger.clean(max(older, default=0))
         return len(payload)
@@ -342,7 +345,7 @@ class ReplicaOuter(ReplicaProgress):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The agreed state and what is not sent yet; only between rounds."""
+        """The agreed state and the residuals that are not sent yet; only between rounds."""
         if not self.between:
             raise CheckpointError(f"a checkpoint inside a round ({self.inner} updates in) would lose its round.")
         state = {f"global.{k}": v.clone() for k, v in self.globals.tensors().items()}
@@ -350,15 +353,15 @@ class ReplicaOuter(ReplicaProgress):
         return state | {"round": torch.tensor(self.round), "trained": torch.tensor(self._trained)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a checkpoint; ``join`` decides whether the run is still there."""
+        """Continue from a checkpoint; ``join`` decides whether it is still current."""
         agreed = {k.removeprefix("global."): v for k, v in state.items() if k.startswith("global.")}
         self.globals.load(agreed, int(state["round"]))
         self.manager.residual = {
             int(k.removeprefix("residual.")): v.clone() for k, v in state.items() if k.startswith("residual.")
         }
         none = torch.zeros(self.schedule.fragments, dtype=torch.long)
-        self._trained = state.get("trained", none).tolist()  # of fragments that did not meet in the last round
-        self.mirror.become(self.globals)
+        self._trained = state.get("trained", none).tolist()  # of fragments that were not averaged in the last round
+        self.weights.become(self.globals)
         self._build()
         self.inner = 0
 

@@ -1,19 +1,19 @@
 """One outer round among replicas that share only a bucket.
 
-    1. write one's delta (create: it counts once, also if its writer dies now)
-    2. look: once a quorum of valid deltas is there, and every expected replica came or the grace window is over,
+    1. write one's delta (create: it counts once, even if its writer dies now)
+    2. look: once a quorum of valid deltas is there, and every expected delta is there or the grace window is over,
        write the commit = the member list (create: the first one decides)
     3. read the members' deltas, average them in list order, weighted by tokens: the same bits everywhere
 
-A delta is valid where its hash is right, its numbers are finite, and it starts from the state that the last commit ends
-in. Expected are the members of the last round and every replica that announced itself in this one; so a dead replica
-costs one grace window, not one per round. No clock is compared with another machine's.
+A delta is valid if its hash is right, its numbers are finite, and it starts from the state that the last commit ends
+in. The members of the last round and every replica that announced itself in this one are expected, so a dead
+replica costs one grace window, not one per round. No replica compares its clock with another machine's.
 
 Invariants (tests/diloco/test_schedules.py checks them under random schedules, kills, lost answers and damage):
     agreement     all who finish round k have the same state, and it is the fingerprint in commit k
     chain         commit k starts where commit k-1 ended; rounds are committed without gaps
     validity      only deltas that were written for this round, from its start, are averaged; each replica once
-    weight        a delta counts by the tokens that made it: those trained on since its own fragment last met
+    weight        a delta counts by the tokens that made it: those trained on since its own fragment was last averaged
     durability    a committed round is never undone: whoever joins later arrives at the same state
     progress      with a quorum alive, some replica can always finish the round
 """
@@ -34,7 +34,7 @@ from earnest.diloco.wire import Vector, decode
 from earnest.store import Damaged
 
 ATTEMPTS = 3
-"""How often a delta that did not arrive whole is written again."""
+"""How often a delta whose upload is incomplete is written again."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a replica brings to a round."""
+    """What a replica contributes to a round."""
 
     round: int
     replica: int
     start: str
-    """Fingerprint of the state that its delta is a difference to."""
+    """Fingerprint of the state that its delta is the difference from."""
     payload: bytes
     tokens: int
     n: int
@@ -105,8 +105,8 @@ def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
 
 
 def limited(vectors: Sequence[Vector], max_norm: float | None) -> list[Vector]:
-    """Vectors longer than ``max_norm`` times the median length, scaled down to it: one replica that is broken or lies
-    cannot move the average further than the others' progress allows. A pure function of what the commit names, so
+    """Vectors longer than ``max_norm`` times the median length, scaled down to it: one broken or dishonest replica
+    cannot move the average further than the others' progress allows. It depends only on what the commit names, so
     every replica computes the same."""
     if max_norm is None or len(vectors) < 3:
         return list(vectors)
@@ -116,8 +116,8 @@ def limited(vectors: Sequence[Vector], max_norm: float | None) -> list[Vector]:
 
 
 def average(vectors: Sequence[Vector], tokens: Sequence[int], max_norm: float | None = None) -> Vector:
-    """Σ wᵢ·vᵢ / Σ wᵢ in the order given, in fp32; w = tokens divided by what they have in common. With ``max_norm``
-    every w is 1, since a replica reports its tokens itself, and ``limited`` bounds the vectors.
+    """Σ wᵢ·vᵢ / Σ wᵢ in the order given, in fp32; w = tokens divided by their greatest common divisor. With
+    ``max_norm`` every w is 1, since a replica reports its tokens itself, and ``limited`` bounds the vectors.
 
     With equal tokens every w is 1, and this is a plain sum and one division: gloo's arithmetic.
     """
@@ -154,7 +154,7 @@ def finish_round(
                 if isinstance(found, Damaged):
                     raise found
                 if found.meta.get("start") != start or found.meta.get("round") != k:
-                    raise Damaged(f"{found.key} is a difference to another state")
+                    raise Damaged(f"{found.key} is the difference from another state")
                 valid[who] = (decode(found.payload, mine.n, found.key), int(found.meta["tokens"]))
             except Damaged:
                 bad.add(who)
@@ -172,7 +172,7 @@ def finish_round(
             commit = ledger.commit(k)
             if commit is not None:
                 break
-            deltas, hellos = ledger.present(k)
+            deltas, announced = ledger.present(k)
             yield 0.0
             read([who for who in deltas if who not in valid and who not in bad])
             yield 0.0
@@ -182,7 +182,7 @@ def finish_round(
                 ledger.put_delta(k, mine.replica, attempt, mine.payload, meta)
                 yield 0.0
                 continue
-            missing = ({*members, *hellos}) - set(chosen)
+            missing = ({*members, *announced}) - set(chosen)
             now = clock()
             if len(chosen) >= rules.quorum:
                 ready = now if ready is None else ready
@@ -198,8 +198,8 @@ def finish_round(
                     break
             elif now - began >= rules.timeout:
                 raise RoundStuck(
-                    f"round {k}: {len(chosen)} of {rules.quorum} replicas came within {rules.timeout:g} s. Start more "
-                    f"with `earnest worker {ledger.bucket.url}`, or lower sync.quorum."
+                    f"round {k}: {len(chosen)} of {rules.quorum} replicas sent theirs within {rules.timeout:g} s. "
+                    f"Start more with `earnest worker {ledger.bucket.url}`, or lower sync.quorum."
                 )
             pause = rules.pause(now - began)
             yield pause if ready is None else min(pause, max(rules.poll, ready + rules.grace - now))
@@ -208,8 +208,9 @@ def finish_round(
     yield 0.0
     for who in decided:
         if who not in valid:
-            raise FellBehind(f"the delta of replica {who[0]} in round {k} cannot be read any more")
-    if proposed is not None and proposed[0] == commit:  # one's own decision, or the same: it is worked out already
+            raise FellBehind(f"the delta of replica {who[0]} in round {k} can no longer be read")
+    # this replica's own decision, or the same one: its average is computed already
+    if proposed is not None and proposed[0] == commit:
         total = proposed[1]
     else:
         total = average([valid[who][0] for who in decided], commit.tokens, rules.max_norm)

@@ -1,6 +1,6 @@
-"""How a difference of weights crosses the wire: one flat vector, one safetensors buffer.
+"""How a difference of weights is encoded: one flat vector, one safetensors buffer.
 
-    kind    what is sent                                                 bits a weight        paper
+    kind    what is sent                                                 bits per weight      paper
     fp32    the vector                                                   32
     bf16    the vector, rounded                                          16
     int8    blocks of 256: round(127 v / max|v|), and max|v|             8.125
@@ -54,7 +54,7 @@ class Wire:
         return self.kind != "fp32"
 
     def encode(self, vector: Vector, start: Vector) -> bytes:
-        """``vector`` (start minus local weights, plus what was left over) as bytes; ``start`` is read by pulse only."""
+        """``vector`` (start minus local weights, plus the residual) as bytes; ``start`` is read by pulse only."""
         from safetensors.torch import save
 
         metadata = {"wire": self.kind, "n": str(vector.numel())}
@@ -91,11 +91,11 @@ def decode(payload: bytes, n: int, key: str = "delta") -> Vector:
     try:
         header = int.from_bytes(payload[:8], "little")
         metadata = json.loads(payload[8 : 8 + header])["__metadata__"]
-        kind, told = metadata["wire"], int(metadata["n"])
+        kind, count = metadata["wire"], int(metadata["n"])
         parts = load(payload)
-        vector = _unpack(kind, parts, told)
+        vector = _unpack(kind, parts, count)
     except (SafetensorError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise Damaged(f"{key} is no packed vector: {error}") from None
+        raise Damaged(f"{key} is not a packed vector: {error}") from None
     if vector.numel() != n:
         raise Damaged(f"{key} has {vector.numel()} numbers, {n} are trained here.")
     if not bool(torch.isfinite(vector).all()):
@@ -121,7 +121,7 @@ def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> Vector:
 
 
 def quantize(v: Vector, top: int, block: int) -> tuple[Int[Tensor, " n"], Float[Tensor, " b"]]:
-    """Levels in −top … top and one scale a block: v ≈ scale · level / top. A block of zeros has scale 0."""
+    """Levels in −top … top and one scale per block: v ≈ scale · level / top. A block of zeros has scale 0."""
     padded = torch.nn.functional.pad(v, (0, -v.numel() % block)).view(-1, block)
     scale = padded.abs().amax(1) if padded.numel() else padded.new_zeros(0)
     unit = torch.where(scale > 0, scale, 1.0)
@@ -138,7 +138,7 @@ def dequantize(levels: Int[Tensor, " n"], scale: Float[Tensor, " b"], top: int, 
 
 
 def pack_nibbles(levels: Int[Tensor, " n"]) -> UInt8[Tensor, " m"]:
-    """Two levels (−8 … 7) a byte."""
+    """Two levels (−8 … 7) per byte."""
     both = torch.nn.functional.pad(levels + 8, (0, levels.numel() % 2)).to(torch.uint8).view(-1, 2)
     return both[:, 0] | (both[:, 1] << 4)
 
@@ -151,7 +151,8 @@ def unpack_nibbles(packed: UInt8[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
 
 
 def pack_gaps(at: Int[Tensor, " k"]) -> UInt8[Tensor, " m"]:
-    """Rising indices as bytes: the number of places skipped before each; 255 means 255 more and goes on.
+    """Rising indices as bytes: the number of places skipped before each; 255 means 255 more, and the next byte
+    continues.
 
     At a density of 1/64 nine in ten gaps are one byte.
     """

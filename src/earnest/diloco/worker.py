@@ -1,7 +1,7 @@
-"""``earnest worker RUN_URL``: one replica of a run that lives in a bucket. It samples and trains prompts of its own.
+"""``earnest worker RUN_URL``: one replica of a run in a bucket. It samples and trains prompts of its own.
 
-Everything it needs is in the bucket: the settings, the weights, the meetings. Its folder only spares work: a replica
-that is started again in it goes on from its last checkpoint, bit for bit, and without it from the last commit.
+Everything it needs is in the bucket: the settings, the weights, the rounds. Its folder only saves work: a replica that
+is started again in it continues from its last checkpoint, bit for bit; without the folder, from the last commit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Outer = ReplicaOuter | LighthouseOuter
 
 
 class TwoHooks:
-    """Two outer hooks: the replicas meet, then an averaging teacher sees the weights that came of it."""
+    """Two outer hooks: the replicas synchronize, then an averaging teacher reads the resulting weights."""
 
     def __init__(self, first: Outer, then: Any) -> None:
         self.first, self.then = first, then
@@ -83,19 +83,19 @@ class ReplicaLoop(TrainingLoop):
     def again(self) -> str:
         return f"earnest worker {self.run.header['url']}"
 
-    def attend(self, replica_plan: ReplicaPlan, outer: Outer) -> None:
-        """Give it its meetings; before ``restore``."""
+    def set_outer(self, replica_plan: ReplicaPlan, outer: Outer) -> None:
+        """Set its plan and its outer hook; call before ``restore``."""
         self.replica_plan, self.outer, self.rewards = replica_plan, outer, []
 
     def enter(self) -> None:
-        """Go on from what a checkpoint left, or from the bucket."""
+        """Continue from a checkpoint or from the bucket."""
         kept = self.outer.join(self.setup.engine)
-        where = "what it had" if kept else "the bucket"
+        where = "its checkpoint" if kept else "the bucket"
         self.run.event("info", f"joined in round {self.outer.round} from {where}")
         self._follow()
 
     def save(self) -> None:
-        """Between rounds only: inside one, the meeting that is under way would be lost."""
+        """Save between rounds only: inside one, the round under way would be lost."""
         if self.outer.between and isinstance(self.outer, ReplicaOuter):
             super().save()
 
@@ -105,7 +105,7 @@ class ReplicaLoop(TrainingLoop):
             self._stop_if_asked(stopper)
             before = engine.version
             self._one_step(self.step + 1)
-            # A step on which every term was idle moves nothing, and still counts towards the meeting.
+            # A step on which every term was idle changes nothing, and still counts towards the round.
             for _ in range(config.updates_per_batch - (engine.version - before)):
                 assert engine.outer is not None
                 engine.outer.after_update(engine)
@@ -125,12 +125,12 @@ class ReplicaLoop(TrainingLoop):
     def _one_step(self, step: int) -> None:
         super()._one_step(step)
         names = ("loss", "skipped", "idle", "learned_nothing", "grad_norm", "update_norm", "lr", "passes")
-        told = {name: self.line.get(name) for name in names}
-        told["terms"] = {n: {**t, "metrics": {}} for n, t in self.line["terms"].items()}
-        self.outer.meta.update(seconds=round(self.seconds, 3), line=clean(told))
+        shown = {name: self.line.get(name) for name in names}
+        shown["terms"] = {n: {**t, "metrics": {}} for n, t in self.line["terms"].items()}
+        self.outer.meta.update(seconds=round(self.seconds, 3), line=clean(shown))
 
     def _follow(self) -> None:
-        """Where the meetings took this replica to another round, its steps and prompts go on there."""
+        """If synchronizing moved this replica to another round, its steps and prompts continue there."""
         config = self.setup.config
         wanted = self.outer.updates // config.updates_per_batch
         if wanted != self.step:
@@ -145,11 +145,11 @@ def _summary(rewards: list[float]) -> list[float]:
 
 
 def work(url: str, replica: int | None, folder: Path | None, console: Console) -> int:
-    """Be a replica until the run is over; returns the number that it had."""
+    """Train as a replica until the run is over; returns the replica's number."""
     label = "joiner" if replica is None else f"replica-{replica}"
     ledger = Ledger(Bucket.open(url, writer=label))
     recipe, config = read_config(ledger)
-    ledger.bucket.probe()  # the launcher's way to the store may be another one
+    ledger.bucket.probe()  # the launcher may reach the store by another route
     own = ledger.claim() if replica is None else replica
     setup = build(config, note_on(console))
     setup = replace(setup, config=own_seed(config, own))
@@ -160,11 +160,11 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         ending.callback(run.close)
         loop = ReplicaLoop(setup, run, reporter_on(console), [])
         planned = plan(config)
-        outer = meetings(setup, ledger, own, planned, run)
+        outer = outer_hook(setup, ledger, own, planned, run)
         ending.callback(outer.close)
         engine = setup.require_local("a replica")
         engine.outer = outer if engine.outer is None else TwoHooks(outer, engine.outer)
-        loop.attend(planned, outer)
+        loop.set_outer(planned, outer)
         if checkpoints.newest(run) is not None:
             loop.restore()
         loop.enter()
@@ -179,7 +179,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     return own
 
 
-def meetings(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> Outer:
+def outer_hook(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> Outer:
     """The outer hook of these settings."""
     sync, rounds = planned.config.sync, planned.rounds
     schedule = SyncSchedule.of(sync)

@@ -1,6 +1,6 @@
-"""What starts replicas, and nothing else: N × ``earnest worker RUN_URL --replica i``.
+"""Executors start replicas: N × ``earnest worker RUN_URL --replica i``.
 
-A replica meets the others in the bucket only, so an executor needs no addresses, no ranks and no rendezvous. It starts
+Replicas synchronize through the bucket only, so an executor needs no addresses, no ranks and no rendezvous. It starts
 a command and reports which of its commands ended and how; ``supervise`` starts replicas again, the same way for every
 executor.
 """
@@ -23,7 +23,7 @@ HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT")
 
 
 class ExecutorError(EarnestError):
-    """Replicas cannot be started, or they die faster than it makes sense to start them again."""
+    """Replicas cannot be started, or they ended more often than restarts are allowed."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def supervise(
     finished: Callable[[], bool],
     poll: float = 0.5,
 ) -> list[Exit]:
-    """Start all replicas, start dead ones again, and return every exit once no replica runs any more.
+    """Start all replicas, start dead ones again, and return every exit once no replica runs.
 
     ``tick`` is called between looks; where ``finished`` returns True, no replica is started again.
     """
@@ -137,7 +137,7 @@ def supervise(
                 if end.code == 0 or finished():
                     continue
                 if attempts[end.replica] > job.max_restarts:
-                    say(f"replica {end.replica} ended with {end.code} for the {end.attempt}th time and is left")
+                    say(f"replica {end.replica} ended with {end.code} for the {end.attempt}th time; no more restarts")
                     continue
                 attempts[end.replica] += 1
                 say(f"replica {end.replica} ended with {end.code}; started again ({attempts[end.replica]})")

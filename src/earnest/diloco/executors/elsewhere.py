@@ -1,4 +1,4 @@
-"""What every executor on other people's machines needs: a store that they reach, and a way to get this earnest."""
+"""What every executor on remote machines needs: a store that they can reach, and a source to install earnest from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def demand_reachable(job: Job, where: str) -> None:
     """Refuse what only this machine can reach: a store in a folder, loopback addresses, credential files, data."""
     if job.url.startswith(("file:", "memory:")):
         raise ExecutorError(
-            f"--on {where}: the run lives at {job.url}, which only this machine can reach; give a bucket with "
+            f"--on {where}: the run is at {job.url}, which only this machine can reach; give a bucket with "
             "store=s3://… (or gs://…, az://…)."
         )
     for key, path in job.files.items():
@@ -38,7 +38,7 @@ def demand_reachable(job: Job, where: str) -> None:
 
 
 def without_folder(job: Job) -> Job:
-    """Elsewhere a worker chooses its own folder."""
+    """The job without a folder: on another machine a worker chooses its own."""
     return replace(job, folder=None)
 
 

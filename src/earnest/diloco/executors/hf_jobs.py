@@ -3,9 +3,9 @@
     --on hf                cpu-basic
     --on hf:a10g-small     another flavour of machine (`hf jobs hardware` lists them)
 
-A job installs earnest with ``uvx`` from ``$EARNEST_INSTALL``. The store's keys travel as secrets. The Hub limits the
-number of requests: the namespace is asked for once, and jobs are looked at every ``EVERY`` seconds, more slowly after
-a failure.
+A job installs earnest with ``uvx`` from ``$EARNEST_INSTALL``. The store's keys are passed as secrets. The Hub limits
+the number of requests: the namespace is fetched once, and the jobs' state every ``EVERY`` seconds, less often after a
+failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMAGE = "ghcr.io/astral-sh/uv:python3.11-bookworm"
 HOURS = "24h"
 """A job's limit: the service's own default is 30 minutes."""
 TOKEN = (
-    "Hugging Face Jobs want a token with the right to start jobs: make one at huggingface.co/settings/tokens, then run "
+    "Hugging Face Jobs need a token with the right to start jobs: make one at huggingface.co/settings/tokens, then run "
     "`hf auth login`, or set HF_TOKEN."
 )
 EVERY, SLOWEST = 15.0, 240.0
@@ -94,7 +94,7 @@ class HFJobsExecutor:
             try:
                 status = api.inspect_job(job_id=name, namespace=self._namespace).status
                 words = status.message or (self._tail(api, name) if status.stage in CODES else "")
-            except Exception as error:  # the network between here and there: the job itself goes on
+            except Exception as error:  # a network error; the job itself goes on
                 self._misses += 1
                 if self._misses > PATIENCE:
                     raise ExecutorError(
@@ -112,7 +112,7 @@ class HFJobsExecutor:
         return " ".join(" ".join(api.fetch_job_logs(job_id=name, namespace=self._namespace, tail=5)).split())[-400:]
 
     def stop(self) -> None:
-        """Cancel every job, whatever fails; raises with the jobs that may still run and cost."""
+        """Cancel every job, even if some calls fail; raises with the jobs that may still run and cost."""
         left = [name for _, name in self._jobs.values() if not self._cancelled(name)]
         self._jobs.clear()
         if left:
@@ -129,6 +129,6 @@ class HFJobsExecutor:
             try:
                 HfApi().cancel_job(job_id=name, namespace=self._namespace)
                 return True
-            except Exception as error:  # a rate limit, the network: the other jobs are cancelled all the same
+            except Exception as error:  # a rate limit or a network error; the other jobs are still cancelled
                 _log.warning("job %s was not cancelled: %s", name, error)
         return False

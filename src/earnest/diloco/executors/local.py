@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job, gpu_variables
-from earnest.diloco.executors.runner import MORTAL, PARENT
+from earnest.diloco.executors.runner import PARENT, WORKER_SCRIPT
 
 TAIL = 400
 
 
 class LocalExecutor:
-    """``subprocess`` on this machine; ``option`` must be empty. Threads are shared out among the replicas."""
+    """``subprocess`` on this machine; ``option`` must be empty. The CPU threads are divided among the replicas."""
 
     name: ClassVar[str] = "local"
 
@@ -34,7 +34,7 @@ class LocalExecutor:
         log = self._folder(job) / f"replica-{replica}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, "-c", MORTAL, *job.words(replica)],  # it dies with this launcher
+                [sys.executable, "-c", WORKER_SCRIPT, *job.words(replica)],  # it dies with this launcher
                 env={**os.environ, **self._own(job, replica), PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -53,7 +53,7 @@ class LocalExecutor:
         return ended
 
     def stop(self) -> None:
-        """SIGTERM (a worker checkpoints and goes), after some seconds SIGKILL."""
+        """SIGTERM (a worker writes a checkpoint and ends), after some seconds SIGKILL."""
         for _, process, _ in self._running.values():
             process.terminate()
         for _, process, _ in self._running.values():

@@ -22,7 +22,7 @@ from earnest.errors import MissingExtra
 HOURS = 24
 """A call's limit: Modal's own default is 5 minutes."""
 TOKEN = (
-    "Modal wants a token: make an account at modal.com, then run `modal token new`, or set MODAL_TOKEN_ID and "
+    "Modal needs a token: make an account at modal.com, then run `modal token new`, or set MODAL_TOKEN_ID and "
     "MODAL_TOKEN_SECRET."
 )
 LOST = -9
@@ -30,7 +30,7 @@ IGNORED = ["**/__pycache__/**", "**/*.pyc"]
 
 
 def work(words: list[str]) -> tuple[int, str]:
-    """In the container: run ``earnest WORDS`` to its end. (exit code, last words)."""
+    """In the container: run ``earnest WORDS`` to its end. (exit code, the end of its output)."""
     import subprocess
     import sys
 

@@ -41,7 +41,7 @@ class MonarchExecutor:
         for host in self.hosts:
             if not host.startswith("tcp://"):
                 raise ExecutorError(
-                    f"--on monarch:{option}: {host!r} is no address; write tcp://HOST:PORT, and commas."
+                    f"--on monarch:{option}: {host!r} is not an address; write tcp://HOST:PORT, and commas."
                 )
         self._made: tuple[Any, Any] | None = None
         self._mesh: Any = None
@@ -87,7 +87,7 @@ class MonarchExecutor:
         monarch, _ = self._made or _actor()
         if not self.hosts:
             return monarch.this_host()
-        # Monarch tells the hosts its own address: this machine's name, which on many machines is itself a loopback one.
+        # Monarch sends the hosts its own address: this machine's name, which on many machines resolves to loopback.
         near = all(host.removeprefix("tcp://").startswith(("127.", "localhost", "[::1]")) for host in self.hosts)
         monarch.enable_transport(monarch.ChannelTransport.TcpWithLocalhost if near else "tcp")
         return monarch.attach_to_workers(ca="trust_all_connections", workers=list(self.hosts))
@@ -111,7 +111,7 @@ class MonarchExecutor:
         for future, procs in asked:
             try:
                 _one(future)
-            except Exception:  # it is gone already, which is what was wanted
+            except Exception:  # it has ended already
                 continue
             finally:
                 _end(procs)
@@ -124,5 +124,5 @@ def _one(future: Any) -> Any:
 def _end(procs: Any) -> None:
     try:
         procs.stop().get(timeout=WAIT)
-    except Exception:  # a mesh that is lost is stopped
+    except Exception:  # a lost mesh has stopped already
         return

@@ -8,7 +8,7 @@ from earnest.diloco.executors.runner import Runner
 
 
 class Worker(Actor):
-    """One ``earnest worker``. Endpoints may not be called as methods of a mesh are: ``start``, ``stop``."""
+    """One ``earnest worker``. Endpoints must not have the names of a mesh's methods, such as ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self.runner = Runner()

@@ -24,7 +24,7 @@ OPTIONS: dict[str, float] = {"num_cpus": 1, "max_restarts": 0, "max_task_retries
 
 
 class RayRunner(Runner):
-    """A runner whose worker finds the cluster that it runs in: samplers of its own start there, in no other Ray."""
+    """A runner whose worker starts its own samplers in the cluster that it runs in."""
 
     def start(self, words: Sequence[str], env: Mapping[str, str]) -> int:
         import ray
@@ -71,8 +71,8 @@ class RayExecutor:
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise ExecutorError(
-                f"--on ray: replica {replica} was not started within {WAIT:.0f} s ({type(error).__name__}); has the "
-                f"cluster a free CPU, and is earnest installed on its nodes? {first_line(error)}"
+                f"--on ray: replica {replica} was not started within {WAIT:.0f} s ({type(error).__name__}); does the "
+                f"cluster have a free CPU, and is earnest installed on its nodes? {first_line(error)}"
             ) from None
         self._actors[replica] = (attempt, actor)
 
@@ -97,7 +97,7 @@ class RayExecutor:
             try:
                 self._ray.get(one, timeout=WAIT)
             except self._ray.exceptions.RayError:
-                continue  # it is gone already, which is what was wanted
+                continue  # it has ended already
         for _, actor in self._actors.values():
             self._ray.kill(actor)
         self._actors.clear()
@@ -115,5 +115,5 @@ def _options(job: Job) -> dict[str, float]:
 
 
 def _actors(job: Job) -> int:
-    """All that run at once: a runner for each replica, and the samplers that its worker starts."""
+    """The number of actors that run at once: a runner for each replica, and the samplers that its worker starts."""
     return job.replicas * (1 + job.samplers)

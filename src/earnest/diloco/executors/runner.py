@@ -1,7 +1,7 @@
 """One ``earnest worker`` as a process of the machine that this runs on; what Ray's and Monarch's actors hold.
 
 The process dies with its actor (Linux's parent-death signal), so an actor that is lost with its node or its driver
-leaves no worker running unwatched.
+leaves no worker running.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TAIL = 400
 GRACE = 20.0
 PARENT = "EARNEST_RUNNER"
 """The environment variable with the process id of the worker's parent."""
-MORTAL = """
+WORKER_SCRIPT = """
 import ctypes, os, signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, [])  # an actor's runtime may block signals, and children inherit that
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -42,7 +42,7 @@ class Runner:
         assert self._process is None, "a runner runs one command"
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", MORTAL, *words],
+                [sys.executable, "-c", WORKER_SCRIPT, *words],
                 env={**os.environ, **env, PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -64,7 +64,7 @@ class Runner:
         return " ".join(self._log.read_bytes()[-TAIL:].decode(errors="replace").split())
 
     def stop(self) -> None:
-        """SIGTERM (a worker checkpoints and goes), after some seconds SIGKILL."""
+        """SIGTERM (a worker writes a checkpoint and ends), after some seconds SIGKILL."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
