@@ -30,7 +30,7 @@ from earnest.diloco.outer import WeightCopies
 from earnest.diloco.protocol import average
 from earnest.diloco.worker import own_seed
 from earnest.errors import NothingToTrain
-from earnest.runs.collect import Source
+from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import evaluate
 from earnest.runs.setup import build
 from earnest.seeds import derive
@@ -61,7 +61,7 @@ def train(every: int, shape: str, outer: tuple[float, float, bool], seed: int, u
     setups = [replace(build(config, lambda _: None), config=own_seed(config, r)) for r in range(REPLICAS)]
     copies = [WeightCopies(setup.engine, 1) for setup in setups]
     agreed = Globals(copies[0].tensors(), OuterSGD(*outer))
-    sources = [Source(setup) for setup in setups]
+    sources = [BatchSource(setup) for setup in setups]
     before = evaluate(setups[0], 0).reward
     for start in range(0, updates, every):
         deltas, tokens = [], []

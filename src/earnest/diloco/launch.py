@@ -21,7 +21,7 @@ from earnest.config.replicas import ReplicaPlan, plan
 from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
-from earnest.diloco.outer import WeightCopies, SyncSchedule
+from earnest.diloco.outer import SyncSchedule, WeightCopies
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.learning import Learning
