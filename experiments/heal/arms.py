@@ -13,7 +13,7 @@ from earnest.disk import write_json
 from earnest.models.policy import Policy
 from earnest.objectives.trust import AGGREGATES
 from earnest.seeds import derive
-from earnest.steering import Contrast, Loop, Starved, Steering, Yardstick, equal_firing, heal, observer
+from earnest.steering import Contrast, Loop, Steering, TooFewSurvivors, TraitEvaluator, equal_firing, heal, observer
 from earnest.steering.loop import Say
 from earnest.tasks import get_task
 from experiments.heal.config import HealConfig
@@ -46,7 +46,7 @@ def all_arms(same: float, calibrated: dict[str, float]) -> list[Arm]:
 
 
 class Bench:
-    """The policy, its yardstick, and (after ``look``) what both say before anything is done."""
+    """The policy, its evaluator and, after ``look``, the evaluation before any change."""
 
     def __init__(self, config: HealConfig, say: Say, advance: Callable[[int], None] = lambda rounds: None) -> None:
         from earnest.models import load
@@ -58,7 +58,7 @@ class Bench:
         self.task = get_task(config.task)
         poles = config.poles()
         self.contrast = Contrast(tuple(poles.high), tuple(poles.low))
-        self.yardstick = Yardstick(
+        self.evaluator = TraitEvaluator(
             self.policy,
             self.task,
             prompts=config.eval.prompts,
@@ -73,8 +73,8 @@ class Bench:
     def look(self) -> None:
         """Measure the base, as it is and told the trait."""
         begun = time.monotonic()
-        self.before = self.yardstick.measure()
-        self.prompted = self.yardstick.measure(self.contrast.high[0])
+        self.before = self.evaluator.measure()
+        self.prompted = self.evaluator.measure(self.contrast.high[0])
         for what, found in (("base", self.before), (f"told {self.contrast.high[0]!r}", self.prompted)):
             self.say(f"{what}: trait {found.trait:.2f}, coherence {found.coherence:.3f}")
         self.seconds += time.monotonic() - begun
@@ -85,7 +85,7 @@ class Bench:
             self.policy,
             self.task,
             self.contrast,
-            self.yardstick,
+            self.evaluator,
             folder,
             steering=self.steering,
             healing=config.build_healing(**changes),
@@ -104,7 +104,7 @@ class Bench:
         self.advance(1)
 
     def run(self, folder: Path, rounds: int, seed: int, **changes: Any) -> dict[str, Any]:
-        """One loop's record, from its file where it is finished; a starved loop ends where it starved."""
+        """One loop's record, from its file where it is finished; a loop with too few survivors ends there."""
         done = folder / "loop.json"
         if done.exists():
             found: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
@@ -114,8 +114,8 @@ class Bench:
         try:
             outcome = loop.run(rounds, self.before)
             rounds_done, stopped = list(outcome.records), outcome.stopped
-        except Starved as starved:
-            rounds_done, stopped = loop.records, f"round {len(loop.records) + 1}: {starved}"
+        except TooFewSurvivors as error:
+            rounds_done, stopped = loop.records, f"round {len(loop.records) + 1}: {error}"
         finally:
             loop.close()
         record = {"seed": seed, **changes, "rounds": rounds_done, "stopped": stopped}
@@ -128,10 +128,10 @@ class Bench:
         kept = folder / "calibration.json"
         if not kept.exists():
             loop = self.loop(folder / "calibration", self.config.seed)
-            harvest = loop.harvest(1)[2]
+            search = loop.sample_survivors(1)[2]
             healed = heal(
                 self.policy,
-                harvest.survivors,
+                search.survivors,
                 loop.variant,
                 loop.optimizer,
                 how=loop.healing,

@@ -9,7 +9,7 @@ from pathlib import Path
 from earnest.audit import Verdict
 from earnest.proving import prove as prove_step
 from earnest.seeds import derive
-from earnest.steering.heal import admit
+from earnest.steering.heal import prepare_round
 from experiments.heal.arms import Bench
 from experiments.heal.config import HealConfig
 
@@ -21,8 +21,8 @@ def prove(config: HealConfig, *, quick: bool, progress: Callable[[str], None]) -
     with tempfile.TemporaryDirectory() as nowhere:
         loop = bench.loop(Path(nowhere), config.seed)
         progress("steering, and keeping what is sane")
-        survivors = loop.harvest(1)[2].survivors
-    ward = admit(
+        survivors = loop.sample_survivors(1)[2].survivors
+    prepared = prepare_round(
         bench.policy,
         survivors[: loop.healing.rows],
         loop.variant,
@@ -33,4 +33,4 @@ def prove(config: HealConfig, *, quick: bool, progress: Callable[[str], None]) -
         seed=derive(config.seed, "heal", 1) % 2**31,
         max_grad_norm=loop.max_grad_norm,
     )
-    return prove_step(ward.engine, ward.objective, ward.everything, quick=quick, progress=progress)
+    return prove_step(prepared.engine, prepared.objective, prepared.everything, quick=quick, progress=progress)

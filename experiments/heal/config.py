@@ -53,7 +53,7 @@ class HealConfig(Strict):
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({}))
     eval: EvalConfig = Field(default_factory=EvalConfig)
     full: FullConfig = Field(default_factory=FullConfig)
-    seed: int = Field(0, ge=0, lt=2**31, description="decides questions, samples and the adapters' birth")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides questions, samples and the adapters' initial tensors")
     out: str | None = Field(None, min_length=1, description="the folder; none: runs/heal-<time>")
 
     @model_validator(mode="after")

@@ -37,7 +37,7 @@ def test_one_file_is_all_it_takes(added: None, tmp_path: Path) -> None:
             check(case)
     model = conformance.tiny_llama()
     adapter = attach(model, variant)
-    conformance.kick(adapter)
+    conformance.perturb(adapter)
     adapter.export_lora(tmp_path / "portable")
     twin = conformance.tiny_llama()
     load_adapter(twin, tmp_path / "portable")

@@ -22,7 +22,7 @@ from earnest.adapters import (
     VeRA,
     attach,
 )
-from earnest.adapters.conformance import CHECKS, Case, kick, tiny_gpt2, tiny_llama
+from earnest.adapters.conformance import CHECKS, Case, perturb, tiny_gpt2, tiny_llama
 from earnest.adapters.variant import Variant, get_variant, list_variants
 from tests.adapters.test_gates import ALL
 
@@ -162,7 +162,7 @@ def test_a_policy_is_taken_by_its_model() -> None:
     assert attach(Policy(), LoRA(2)).model is Policy.model
 
 
-def test_births_depend_on_seed_and_layer_only() -> None:
+def test_initial_tensors_depend_on_seed_and_layer_only() -> None:
     a = attach(tiny_llama(), LoRA(2), targets=["q_proj"], seed=1).state_dict()
     b = attach(tiny_llama(), LoRA(2), targets=["q_proj", "v_proj"], seed=1).state_dict()
     assert all(torch.equal(a[k], b[k]) for k in a)
@@ -191,7 +191,7 @@ def test_merging_a_tied_head_leaves_the_embedding() -> None:
     embedding = model.get_input_embeddings().weight
     assert model.lm_head.weight is embedding
     adapter = attach(model, LoRA(4), targets=["lm_head"])
-    kick(adapter)
+    perturb(adapter)
     bits = embedding.detach().clone()
     with torch.no_grad(), adapter.merged():
         assert model.get_input_embeddings().weight is embedding and torch.equal(embedding, bits)
@@ -225,7 +225,7 @@ def test_a_model_cast_after_attach_keeps_fp32_parameters(variant: Variant) -> No
     """It runs on in the new dtype, with and without a gradient, and merges into it."""
     model = tiny_llama().eval()
     adapter = attach(model, variant, calibration=[IDS] if variant.wants_calibration() else None)
-    kick(adapter)
+    perturb(adapter)
     bits = adapter.state_dict()
     model.bfloat16()
     after = adapter.state_dict()
@@ -262,7 +262,7 @@ def test_more_arguments_of_a_layer_reach_it() -> None:
 def test_keyword_calls_reach_the_adapter() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     adapter = attach(model, LoRA(2), targets=["0"])
-    kick(adapter)
+    perturb(adapter)
     x = torch.randn(2, 4)
     assert torch.equal(model[0](input=x), model[0](x))
 

@@ -11,7 +11,7 @@ from torch import nn
 import earnest as en
 from earnest import cli
 from earnest.adapters import IA3, Adapter, LoRA, attach
-from earnest.adapters.conformance import SUBJECTS, kick, tiny_llama
+from earnest.adapters.conformance import SUBJECTS, perturb, tiny_llama
 from earnest.adapters.variant import get_variant, list_variants
 from earnest.engines import LogProbsWanted
 from tests.adapters.test_gates import opaque_model, torchao_model
@@ -45,7 +45,7 @@ def mixed_model() -> nn.Module:
 def engine_on(model: nn.Module) -> en.LocalEngine:
     policy = en.Policy.of(model, word_tokenizer(64))
     adapter = attach(policy, LoRA(4), targets=["q_proj", "v_proj"])
-    kick(adapter, std=0.3)
+    perturb(adapter, std=0.3)
     return en.LocalEngine(policy, adapter)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from earnest.adapters import AdapterError, attach, load_adapter
-from earnest.adapters.conformance import SUBJECTS, kick, tiny_gpt2, tiny_llama
+from earnest.adapters.conformance import SUBJECTS, perturb, tiny_gpt2, tiny_llama
 from earnest.adapters.variant import get_variant
 
 IDS = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -32,20 +32,20 @@ def saved(tmp_path: Path, label: str = "lora", dtype: torch.dtype = torch.float3
     variant = get_variant(name, **settings)
     model = tiny_llama().to(dtype).eval()
     adapter = attach(model, variant, calibration=[IDS] if variant.wants_calibration() else None)
-    kick(adapter)
+    perturb(adapter)
     adapter.save(tmp_path)
     return model
 
 
 @pytest.mark.parametrize("label", SUBJECTS)
-@pytest.mark.parametrize(("born", "loaded"), PAIRS, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize(("saved_dtype", "loaded"), PAIRS, ids=lambda d: str(d).removeprefix("torch."))
 def test_attach_in_one_dtype_load_in_another(
-    label: str, born: torch.dtype, loaded: torch.dtype, tmp_path: Path
+    label: str, saved_dtype: torch.dtype, loaded: torch.dtype, tmp_path: Path
 ) -> None:
-    mine = saved(tmp_path, label, born)
-    base = tiny_llama().to(born).to(loaded).eval()
-    noise = float((logits(base) - logits(tiny_llama().to(born).eval())).abs().max())
-    moved = float((logits(mine) - logits(tiny_llama().to(born).eval())).abs().max())
+    mine = saved(tmp_path, label, saved_dtype)
+    base = tiny_llama().to(saved_dtype).to(loaded).eval()
+    noise = float((logits(base) - logits(tiny_llama().to(saved_dtype).eval())).abs().max())
+    moved = float((logits(mine) - logits(tiny_llama().to(saved_dtype).eval())).abs().max())
     adapter = load_adapter(base, tmp_path)
     assert all(p.dtype == torch.float32 for p in adapter.parameters())
     gap = float((logits(base) - logits(mine)).abs().max())

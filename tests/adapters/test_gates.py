@@ -26,7 +26,7 @@ from earnest.adapters import (
     linalg,
     rows,
 )
-from earnest.adapters.conformance import kick, tiny_gpt2, tiny_llama
+from earnest.adapters.conformance import perturb, tiny_gpt2, tiny_llama
 from earnest.adapters.variant import Variant
 
 IDS = torch.randint(0, 64, (4, 7), generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
 
 def put(model: nn.Module, variant: Variant, seed: int = 3, **kwargs):
     adapter = attach(model, variant, calibration=[IDS] if variant.wants_calibration() else None, **kwargs)
-    kick(adapter, seed=seed)
+    perturb(adapter, seed=seed)
     return adapter
 
 
@@ -165,7 +165,7 @@ def test_merged_layers_refuse_what_would_be_silently_wrong() -> None:
         with pytest.raises(AdapterError, match="is merged; unmerge"):
             attach(model, LoRA(2))
     with pytest.raises(AdapterError, match="changed while merged"), adapter.merged():
-        kick(adapter, seed=12)
+        perturb(adapter, seed=12)
     with pytest.raises(AdapterError, match="not merged"):
         adapter.unmerge()
     adapter.merge()
@@ -243,7 +243,7 @@ def test_quantised_layers(variant: Variant, make) -> None:
     adapter = attach(model, variant, calibration=calibration)
     assert adapter.report.kinds == ("opaque",)
     assert torch.equal(logits(model), base)
-    kick(adapter)
+    perturb(adapter)
     twin = dense_twin(make())
     other = attach(twin, variant, calibration=calibration)
     other.load_state_dict(adapter.state_dict())
@@ -295,7 +295,7 @@ def test_autocast_changes_a_call_and_nothing_else(variant: Variant) -> None:
 
 
 def test_inference_mode_leaves_nothing_behind() -> None:
-    """What is kept for all layers is born outside: training goes on after an evaluation in inference mode."""
+    """Tensors shared by all layers are created outside inference mode: training continues after an evaluation in it."""
     linalg._PLACES.clear()
     model = tiny_llama().eval()
     adapter = put(model, OFT(8))
@@ -309,7 +309,7 @@ def test_per_sample_gradients_of_a_cached_variant() -> None:
     """Under torch.func the tensors have no address, so nothing is cached there."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     adapter = attach(model, DoRA(2), targets=["0"])
-    kick(adapter)
+    perturb(adapter)
     own = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     x = torch.randn(3, 4)
 

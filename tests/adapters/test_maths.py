@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from earnest.adapters import EVA, HRA, IA3, IA3FF, OFT, ROAD, AntiPaSTO, DeLoRA, DoRA, LoRA, PiSSA, VeRA, attach
 from earnest.adapters.adapter import Adapter
-from earnest.adapters.conformance import kick
+from earnest.adapters.conformance import perturb
 from earnest.adapters.linalg import bounded, cayley_minus_identity, skew
 from earnest.adapters.variant import Variant
 
@@ -50,14 +50,14 @@ def check(model: nn.Module, w: Tensor, b: Tensor | None, seed: int = 1) -> None:
 @pytest.mark.parametrize("rs", [False, True])
 def test_lora(rs: bool) -> None:
     model, adapter, w, b = layer(LoRA(4, alpha=3.0, rslora=rs))
-    kick(adapter)
+    perturb(adapter)
     t = tensors(adapter)
     check(model, w + (3 / 2 if rs else 3 / 4) * t["B"] @ t["A"], b)
 
 
 def test_pissa_equals_the_papers_residual_form() -> None:
     model, adapter, w, b = layer(PiSSA(3, alpha=6.0))
-    kick(adapter)
+    perturb(adapter)
     t = tensors(adapter)
     u, s, vh = torch.linalg.svd(w, full_matrices=False)
     top = u[:, :3] * s[:3] @ vh[:3]
@@ -75,7 +75,7 @@ def test_randomised_svd_finds_the_principal_part() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_dora(bias: bool) -> None:
     model, adapter, w, b = layer(DoRA(4, alpha=8.0), bias=bias)
-    kick(adapter)
+    perturb(adapter)
     t = tensors(adapter)
     v = w + 2 * t["B"] @ t["A"]
     check(model, (w.norm(dim=1) * (1 + t["dm"]) / v.norm(dim=1))[:, None] * v, b)
@@ -83,7 +83,7 @@ def test_dora(bias: bool) -> None:
 
 def test_dora_norm_has_no_gradient_and_follows_writes_through_data() -> None:
     model, adapter, w, b = layer(DoRA(2))
-    kick(adapter)
+    perturb(adapter)
     x = torch.randn(3, N)
     model(x)
     slot = next(iter(adapter.slots.values()))
@@ -96,7 +96,7 @@ def test_dora_norm_has_no_gradient_and_follows_writes_through_data() -> None:
 def test_a_permutation_written_through_data_is_seen() -> None:
     """The cache of derived values was once keyed by the sum of the bits, which a permutation leaves as it is."""
     model, adapter, w, b = layer(DoRA(2))
-    kick(adapter)
+    perturb(adapter)
     with torch.no_grad():
         model(torch.randn(3, N))
     slot = next(iter(adapter.slots.values()))
@@ -111,12 +111,12 @@ def test_delora_both_inits() -> None:
         return b / (a.norm(dim=1) * b.norm(dim=0)) @ a * w.norm(dim=0)
 
     model, adapter, w, b = layer(DeLoRA(4, lam=5.0))
-    kick(adapter)
+    perturb(adapter)
     t = tensors(adapter)
     moved = n(t["A0"] + t["dA"], t["B0"] + t["dB"], w) - n(t["A0"], t["B0"], w)
     check(model, w + (5 + t["dlam"]) / 4 * moved, b)
     model, adapter, w, b = layer(DeLoRA(4, lam=5.0, init="zero"))
-    kick(adapter)
+    perturb(adapter)
     t = tensors(adapter)
     check(model, w + t["lam"] / 4 * n(t["A"], t["B"], w), b)
 
@@ -136,18 +136,18 @@ def test_deloras_first_step_is_small_from_the_copy_and_not_from_zero() -> None:
 
 def test_ia3_and_its_ff() -> None:
     model, adapter, w, b = layer(IA3())
-    kick(adapter)
+    perturb(adapter)
     g = 1 + tensors(adapter)["d"]
     assert b is not None
     check(model, g[:, None] * w, g * b)
     model, adapter, w, b = layer(IA3FF())
-    kick(adapter)
+    perturb(adapter)
     check(model, w * (1 + tensors(adapter)["d"]), b)
 
 
 def test_hra_is_the_product_of_its_reflections() -> None:
     model, adapter, w, b = layer(HRA(6))
-    kick(adapter, std=0.5)
+    perturb(adapter, std=0.5)
     t = tensors(adapter)
     r = torch.eye(N, dtype=torch.float64)
     for u in t["U0"] + t["dU"]:
@@ -156,7 +156,7 @@ def test_hra_is_the_product_of_its_reflections() -> None:
     torch.testing.assert_close(r @ r.T, torch.eye(N, dtype=torch.float64))
 
 
-def test_hra_pairs_get_opposite_gradients_at_birth() -> None:
+def test_hra_pairs_get_opposite_gradients_at_initialization() -> None:
     model, adapter, _, _ = layer(HRA(4))
     model(torch.randn(3, N)).pow(2).sum().backward()
     (p,) = adapter.parameters()
@@ -200,7 +200,7 @@ def test_eva_with_fewer_tokens_than_its_rank_has_no_dead_row(tokens: int) -> Non
 @pytest.mark.parametrize(("rank", "block"), [(4, 2), (8, 4), (None, 0), (6, 0)])
 def test_antipasto_equals_the_residual_form(rank: int | None, block: int, gain: str) -> None:
     model, adapter, w, b = layer(AntiPaSTO(rank, block, gain=gain))
-    kick(adapter, std=0.2)
+    perturb(adapter, std=0.2)
     t = tensors(adapter)
     k = rank or min(M, N)
     s = torch.linalg.svdvals(w)[:k]
@@ -250,7 +250,7 @@ def test_the_angle_bound_holds_for_the_whole_rotation(block: int, angle: float, 
 def test_road_as_a_dense_matrix(kind: str) -> None:
     group, half = 4, 2
     model, adapter, w, b = layer(ROAD(kind, group))
-    kick(adapter, std=0.7)
+    perturb(adapter, std=0.7)
     t = tensors(adapter)
     r = torch.zeros(M, M, dtype=torch.float64)
     for i in range(M):
@@ -271,7 +271,7 @@ def test_road_as_a_dense_matrix(kind: str) -> None:
 
 def test_oft_rotates_the_inputs() -> None:
     model, adapter, w, b = layer(OFT(4))
-    kick(adapter, std=0.5)
+    perturb(adapter, std=0.5)
     t = tensors(adapter)
     r = torch.zeros(N, N, dtype=torch.float64)
     for i in range(2):
@@ -289,7 +289,7 @@ def test_vera_and_its_shared_bases() -> None:
     assert torch.equal(a, b[:, :N])
     assert torch.equal(adapter.named_tensors()["0.B"][:3], adapter.named_tensors()["1.B"])
     model, adapter, w, bias = layer(VeRA(5, d_initial=0.3))
-    kick(adapter)
+    perturb(adapter)
     t = tensors(adapter)
     check(model, w + t["lb"][:, None] * t["B"] * (0.3 + t["dld"]) @ t["A"], bias)
 
@@ -301,7 +301,7 @@ def test_vera_and_its_shared_bases() -> None:
 )  # fmt: skip
 def test_deltas_and_their_operators(variant: Variant) -> None:
     model, adapter, w, _ = layer(variant)
-    kick(adapter)
+    perturb(adapter)
     with torch.no_grad(), adapter.merged():
         want = model[0].weight.double() - w
     (_, delta), (_, operator) = next(adapter.deltas()), next(adapter.delta_operators())
@@ -317,7 +317,7 @@ def test_deltas_and_their_operators(variant: Variant) -> None:
 @pytest.mark.parametrize("scale", [0.5, -1.0])
 def test_the_gate_is_linear_in_weight_space(variant: Variant, scale: float) -> None:
     _, adapter, _, _ = layer(variant)
-    kick(adapter)
+    perturb(adapter)
     whole = next(adapter.deltas())[1]
     with adapter.scaled(scale):
         torch.testing.assert_close(next(adapter.deltas())[1], scale * whole, rtol=1e-5, atol=1e-6)
@@ -327,7 +327,7 @@ def test_weight_decay_pulls_to_the_base() -> None:
     """Decay alone, for long: every variant that allows it ends at the base, none at zero gains."""
     for variant in (PiSSA(4), IA3(), ROAD(group=4), OFT(4), AntiPaSTO(4), DoRA(4), DeLoRA(4), VeRA(4), LoRA(4)):
         model, adapter, w, b = layer(variant)
-        kick(adapter)
+        perturb(adapter)
         with torch.no_grad():
             for p in adapter.decay_parameters():
                 p.mul_(1e-6)
@@ -353,9 +353,9 @@ def test_small_steps_are_not_rounded_away_in_bf16() -> None:
 
 def test_deepcopy_is_independent() -> None:
     model, adapter, _, _ = layer(LoRA(2))
-    kick(adapter)
+    perturb(adapter)
     twin = copy.deepcopy(model)
     x = torch.randn(2, N)
     before = twin(x)
-    kick(adapter, seed=9)
+    perturb(adapter, seed=9)
     assert torch.equal(twin(x), before) and not torch.equal(model(x), before)

@@ -21,7 +21,7 @@ from earnest.adapters import adapter as adapter_module
 from earnest.adapters import files, merging, runtime
 from earnest.adapters.conformance import CHECKS, Broken, Case, tiny_llama
 from earnest.adapters.kernel import Factors
-from earnest.adapters.variant import VARIANTS, Birth, Spec
+from earnest.adapters.variant import VARIANTS, Initialization, Spec
 from earnest.adapters.variants.delora import DeLoRA
 from earnest.adapters.variants.dora import DoRA
 from earnest.adapters.variants.hra import HRA
@@ -40,11 +40,11 @@ class ReturnsInput(LoRA):
         return Factors(t["A"] * 0, t["B"] * 0)
 
 
-class BornOff(LoRA):
+class OffsetAtInitialization(LoRA):
     """B starts away from 0."""
 
-    def birth(self, layer, ctx: Birth):
-        return super().birth(layer, ctx) | {"B": torch.full((layer.m, self.rank), 1e-3)}
+    def initial(self, layer, ctx: Initialization):
+        return super().initial(layer, ctx) | {"B": torch.full((layer.m, self.rank), 1e-3)}
 
 
 class DeadHalf(LoRA):
@@ -57,14 +57,14 @@ class DeadHalf(LoRA):
 class Undeclared(LoRA):
     """A has no gradient at step 1 and does not say so."""
 
-    def dormant(self):
+    def inactive(self):
         return frozenset()
 
 
 class Overdeclared(IA3):
-    """Declares a tensor dormant that is not."""
+    """Declares a tensor inactive that is not."""
 
-    def dormant(self):
+    def inactive(self):
         return frozenset({"d"})
 
 
@@ -92,8 +92,8 @@ class ForgetsBias(IA3):
 class RescalesBase(PiSSA):
     """Writes into the base weight, as the paper's code does."""
 
-    def birth(self, layer, ctx):
-        given = super().birth(layer, ctx)
+    def initial(self, layer, ctx):
+        given = super().initial(layer, ctx)
         layer.module.weight.data -= given["B0"] @ given["A0"]
         return given
 
@@ -109,8 +109,8 @@ class CancelsLarge(PiSSA):
         return Factors(a, torch.cat([t["B0"] + t["dB"], -t["B0"]], 1), self.s * scale)
 
 
-class NoBirthTerm(HRA):
-    """The reflections without the birth term: R = I up to rounding only."""
+class NoInitialTerm(HRA):
+    """The reflections without the initial term: R = I up to rounding only."""
 
     def factors(self, t, layer, scale):
         f = super().factors(t, layer, scale)
@@ -177,23 +177,23 @@ VARIANT_MUTANTS: list[tuple[Any, str, torch.dtype, str]] = [
     (ReturnsInput(rank=4), "gradients", torch.float32, "differ from the declaration"),
     (ReturnsInput(rank=4), "liveness", torch.float32, "gives the base's output"),
     (ReturnsInput(rank=4), "training", torch.float32, "does not fall"),
-    (BornOff(rank=4), "identity", torch.float32, "logits at birth"),
-    (DeadHalf(rank=4), "gradients", torch.float32, "no gradient after a kick"),
+    (OffsetAtInitialization(rank=4), "identity", torch.float32, "logits at initialization"),
+    (DeadHalf(rank=4), "gradients", torch.float32, "no gradient after a perturbation"),
     (Undeclared(rank=4), "gradients", torch.float32, "differ from the declaration"),
     (Overdeclared(), "gradients", torch.float32, "differ from the declaration"),
     (DeadParameter(rank=4), "gradients", torch.float32, "unused"),
     (DeadParameter(rank=4), "liveness", torch.float32, "unused does not act"),
     (MergesTwice(rank=4), "merging", torch.float32, "merged: differs"),
     (RescalesBase(rank=4), "detaching", torch.float32, "detached: not bit-equal"),
-    (CancelsLarge(rank=4), "identity", torch.float32, "logits at birth"),
-    (NoBirthTerm(rank=4), "identity", torch.float32, "logits at birth"),
-    (RoundedMagnitude(rank=4), "identity", torch.bfloat16, "logits at birth"),
+    (CancelsLarge(rank=4), "identity", torch.float32, "logits at initialization"),
+    (NoInitialTerm(rank=4), "identity", torch.float32, "logits at initialization"),
+    (RoundedMagnitude(rank=4), "identity", torch.bfloat16, "logits at initialization"),
     (Bf16Parameters(), "liveness", torch.bfloat16, "does not act|gives the base's output"),
     (RandomForward(rank=4), "liveness", torch.float32, "after putting every parameter back"),
     (CountsCalls(rank=4), "checkpointing", torch.float32, "gradient under checkpointing"),
     (IgnoresScale(rank=4), "scaling", torch.float32, "the output of scale 1"),
     (MergesWhole(), "scaling", torch.float32, "merged at scale 0.5"),
-    (UnsharedVeRA(rank=16), "gradients", torch.float32, "no gradient after a kick"),
+    (UnsharedVeRA(rank=16), "gradients", torch.float32, "no gradient after a perturbation"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Round trips with the installed PEFT, both ways, logits compared after a kick from the symmetric state."""
+"""Round trips with the installed PEFT, both ways, logits compared after a perturbation from the symmetric state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from earnest.adapters import AdapterError, attach, load_adapter
-from earnest.adapters.conformance import SUBJECTS, kick, tiny_gpt2, tiny_llama
+from earnest.adapters.conformance import SUBJECTS, perturb, tiny_gpt2, tiny_llama
 from earnest.adapters.variant import get_variant
 from tests.adapters.loaders import validate_portable
 
@@ -34,7 +34,7 @@ def ours(label: str, make) -> tuple[nn.Module, object]:
     variant = get_variant(name, **settings)
     model = make().eval()
     adapter = attach(model, variant, calibration=[IDS] if variant.wants_calibration() else None)
-    kick(adapter)
+    perturb(adapter)
     return model, adapter
 
 

@@ -1,4 +1,4 @@
-"""Each variant overfits a fixed batch from its birth, and on held-out data beats a control whose adapter is frozen."""
+"""Each variant overfits a fixed batch, and on held-out data beats a control whose adapter is frozen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LR = {
     "antipasto": 3e-2,
 }
 OVERFIT = 0.5
-"""Of the loss at birth, at most so much is left of a fixed batch's …"""
+"""Of the loss at initialization, at most so much is left of a fixed batch's …"""
 FEW = {"ia3": 0.8, "ia3_ff": 0.8, "antipasto": 0.8, "vera": 0.85}
 """… and so much with the variants that have a gain or a λ for each channel or direction and little else."""
 
@@ -38,7 +38,7 @@ def nll(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def born(label: str) -> tuple[nn.Module, Adapter, float]:
+def initialized(label: str) -> tuple[nn.Module, Adapter, float]:
     name, settings = SUBJECTS[label]
     variant, model = get_variant(name, **settings), tiny_llama()
     adapter = attach(
@@ -66,8 +66,8 @@ def train(model: nn.Module, adapter: Adapter, lr: float, ids: Tensor, steps: int
 
 
 @pytest.mark.parametrize("label", SUBJECTS)
-def test_overfits_a_fixed_batch_from_birth(label: str) -> None:
-    model, adapter, lr = born(label)
+def test_overfits_a_fixed_batch_from_initialization(label: str) -> None:
+    model, adapter, lr = initialized(label)
     losses = train(model, adapter, lr, rule(64, 1)[:8], 60)
     assert losses[-1] < FEW.get(SUBJECTS[label][0], OVERFIT) * losses[0], (losses[0], losses[-1])
 
@@ -76,7 +76,7 @@ def test_overfits_a_fixed_batch_from_birth(label: str) -> None:
 def test_generalises_beyond_a_frozen_control(label: str) -> None:
     ends = {}
     for frozen in (False, True):
-        model, adapter, lr = born(label)
+        model, adapter, lr = initialized(label)
         adapter.freeze(frozen)
         losses = train(model, adapter, lr, rule(64, 1), 10 if frozen else 40)  # it stands still: a few steps show it
         with torch.no_grad():

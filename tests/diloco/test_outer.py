@@ -401,7 +401,7 @@ def test_a_quarantine_travels_with_the_weights(fragments: int) -> None:
     """Half of every step is in quarantine on every replica, so half of every average must be: the step is linear."""
     store, sizes = Memory(), (7, 5)
     engines = [Guarded(i, sizes, guard=Quarantine(sizes)) for i in range(2)]
-    birth = engines[0].flat()
+    initial = engines[0].flat()
 
     def life(i: int) -> None:
         schedule = SyncSchedule(2 * fragments, fragments=fragments)
@@ -412,7 +412,7 @@ def test_a_quarantine_travels_with_the_weights(fragments: int) -> None:
     together({i: (lambda i=i: life(i)) for i in range(2)})
     for engine in engines:
         held = torch.cat([engine.guard.held[n] for n in engine.names])
-        torch.testing.assert_close(held, 0.5 * (engine.flat() - birth), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(held, 0.5 * (engine.flat() - initial), rtol=1e-4, atol=1e-5)
     last = 1 if fragments == 2 else 0
     name = engines[0].names[last]
     assert torch.equal(engines[0].guard.held[name], engines[1].guard.held[name])

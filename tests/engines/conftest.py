@@ -1,4 +1,4 @@
-"""A tiny random Llama in float64 with a kicked LoRA, so that equalities can be asked for to 1e-12."""
+"""A tiny random Llama in float64 with a perturbed LoRA, so that equalities can be asked for to 1e-12."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def tiny_policy(dtype: torch.dtype = torch.float64, seed: int = 0) -> Policy:
     return Policy.of(model, word_tokenizer(VOCABULARY), name="tiny")
 
 
-def kick(adapter: en.Adapter, seed: int = 1, size: float = 0.2) -> None:
-    """Move every parameter away from its symmetric birth."""
+def perturb(adapter: en.Adapter, seed: int = 1, size: float = 0.2) -> None:
+    """Add noise to every parameter, which is symmetric at initialization."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in adapter.parameters():
@@ -48,12 +48,12 @@ def kick(adapter: en.Adapter, seed: int = 1, size: float = 0.2) -> None:
 @pytest.fixture
 def make_engine() -> Callable[..., LocalEngine]:
     def make(
-        *, dtype: torch.dtype = torch.float64, kicked: bool = True, lr: float = 1e-2, **settings: object
+        *, dtype: torch.dtype = torch.float64, perturbed: bool = True, lr: float = 1e-2, **settings: object
     ) -> LocalEngine:
         policy = tiny_policy(dtype)
         adapter = en.attach(policy, en.LoRA(rank=3), targets=("q_proj", "v_proj"), seed=0)
-        if kicked:
-            kick(adapter)
+        if perturbed:
+            perturb(adapter)
         return LocalEngine(policy, adapter, AdamW(lr=lr), **settings)  # type: ignore[arg-type]
 
     return make

@@ -249,14 +249,14 @@ def test_what_is_missing_is_named_before_anything_runs(make_engine: Make, batch:
 
 
 def test_the_reference_is_the_gate_at_0(make_engine: Make, batch: Batch) -> None:
-    """Moving the adapter moves the live policy and not the reference; at birth the two are the same bits."""
-    fresh, kicked = make_engine(kicked=False), make_engine()
-    base = kicked.score(batch, LogProbsWanted(), policy="base")
+    """Moving the adapter moves the live policy and not the reference; at initialization the two are the same bits."""
+    fresh, perturbed = make_engine(perturbed=False), make_engine()
+    base = perturbed.score(batch, LogProbsWanted(), policy="base")
     assert torch.equal(base, fresh.score(batch, LogProbsWanted()))  # type: ignore[arg-type]
-    live = kicked.score(batch, LogProbsWanted())
+    live = perturbed.score(batch, LogProbsWanted())
     assert isinstance(live, Tensor) and isinstance(base, Tensor) and float((live - base).abs().max()) > 1e-3
-    kicked.step(batch, GRPO(clip=0.2))
-    assert torch.equal(base, kicked.score(batch, LogProbsWanted(), policy="base"))  # type: ignore[arg-type]
+    perturbed.step(batch, GRPO(clip=0.2))
+    assert torch.equal(base, perturbed.score(batch, LogProbsWanted(), policy="base"))  # type: ignore[arg-type]
 
 
 def test_every_way_of_scoring_agrees_with_the_logits(make_engine: Make, batch: Batch) -> None:
@@ -293,7 +293,7 @@ def test_rollouts_carry_exact_log_probs_and_the_version(make_engine: Make, batch
 
 
 def test_save_and_load_continue_bit_for_bit(make_engine: Make, batch: Batch, tmp_path: Path) -> None:
-    straight, first, second = make_engine(), make_engine(), make_engine(kicked=False)
+    straight, first, second = make_engine(), make_engine(), make_engine(perturbed=False)
     for _ in range(4):
         straight.step(batch, GRPO(clip=0.2))
     for _ in range(2):

@@ -7,13 +7,13 @@ import torch
 
 import earnest as en
 from earnest.engines.spectral import spectral_norms
-from tests.engines.conftest import kick, tiny_policy
+from tests.engines.conftest import perturb, tiny_policy
 
 
 @pytest.mark.parametrize("variant", [en.LoRA(rank=3), en.LoRA(rank=12)], ids=["fewer than a block", "more"])
 def test_value_and_gradient_are_those_of_the_dense_matrix(variant: en.LoRA) -> None:
     adapter = en.attach(tiny_policy(torch.float32), variant, targets=("q_proj", "down_proj"), seed=0)
-    kick(adapter, size=0.5)
+    perturb(adapter, size=0.5)
     norms = spectral_norms(adapter)
     truth = torch.tensor([float(torch.linalg.matrix_norm(d, 2)) for _, d in adapter.deltas()])
     torch.testing.assert_close(norms, truth, rtol=1e-4, atol=1e-6)
@@ -50,7 +50,7 @@ def test_two_nearly_equal_values_are_told_apart() -> None:
     assert float(others) < 1e-2, "the derivative is the first pair's alone"
 
 
-def test_at_birth_value_and_gradient_are_0_not_nan() -> None:
+def test_at_initialization_value_and_gradient_are_0_not_nan() -> None:
     adapter = en.attach(tiny_policy(torch.float32), en.LoRA(rank=3), targets=("q_proj",), seed=0)
     norms = spectral_norms(adapter)
     grads = torch.autograd.grad(norms.sum(), adapter.parameters())

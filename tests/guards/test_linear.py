@@ -20,20 +20,20 @@ ROWS = [
 
 @pytest.mark.parametrize(("label", "name", "fields"), ROWS, ids=[r[0] for r in ROWS])
 def test_the_declaration_is_true(label: str, name: str, fields: dict[str, object]) -> None:
-    """ΔW(θ + θ') = ΔW(θ) + ΔW(θ') holds exactly where it is declared, also far from birth."""
+    """ΔW(θ + θ') = ΔW(θ) + ΔW(θ') holds exactly where it is declared, also far from initialization."""
     del label
     model = tiny_llama()
     calibration = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))]
     variant = get_variant(name, **fields)
     adapter = en.attach(model, variant, calibration=calibration if variant.wants_calibration() else None, seed=0)
     rng = torch.Generator().manual_seed(1)
-    birth = [p.detach().clone() for p in adapter.parameters()]
-    moves = [[0.3 * torch.randn(p.shape, generator=rng) for p in birth] for _ in range(2)]
+    initial = [p.detach().clone() for p in adapter.parameters()]
+    moves = [[0.3 * torch.randn(p.shape, generator=rng) for p in initial] for _ in range(2)]
 
     def deltas(*chosen: list[torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
             for i, p in enumerate(adapter.parameters()):
-                p.copy_(birth[i] + sum(move[i] for move in chosen))
+                p.copy_(initial[i] + sum(move[i] for move in chosen))
             return torch.cat([d.flatten() for _, d in adapter.deltas()])
 
     whole, parts = deltas(*moves), deltas(moves[0]) + deltas(moves[1])

@@ -85,7 +85,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def model(kind: str = "llama", *, seed: int = 0, spread: float = 12.0, **changes: Any) -> Any:
-    """Weights larger than at a usual birth, so that distributions are far from uniform and attention matters."""
+    """Weights larger than usual at initialization: distributions are far from uniform, and attention matters."""
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
     for name, value in changes.items():

@@ -65,7 +65,7 @@ class Policy:
 
 
 def full_batch(
-    seed: int = 0, *, temperature: float = 1.0, holes: bool = True, kick: float = 0.3
+    seed: int = 0, *, temperature: float = 1.0, holes: bool = True, perturb: float = 0.3
 ) -> tuple[Batch, Policy]:
     """Every role and signal; behaviour, proximal and reference differ from the policy and from each other."""
     g = torch.Generator().manual_seed(seed + 100)
@@ -82,7 +82,7 @@ def full_batch(
     policy = Policy(batch, seed)
     N = batch.active.shape[0]
     rollouts = batch.has_role(("rollout",))[batch.row]
-    near = lambda: (policy.logprobs(batch, temperature) + kick * torch.randn(N, generator=g).double()).clamp(max=0)  # noqa: E731
+    near = lambda: (policy.logprobs(batch, temperature) + perturb * torch.randn(N, generator=g).double()).clamp(max=0)  # noqa: E731
     advantage = torch.randn(len(batch), generator=g)
     correct = torch.tensor([True, False, True, True, False] + [False] * 6)
     at = (rollouts & (batch.row != 1)).nonzero()[:, 0]  # row 1 has no teacher
@@ -90,9 +90,9 @@ def full_batch(
         advantages=batch.per_token(advantage),
         behaviour=near(),
         proximal=near(),
-        reference=Reference(near(), Hidden(policy.hidden.detach() + kick * torch.randn(N, D, generator=g).double())),
+        reference=Reference(near(), Hidden(policy.hidden.detach() + perturb * torch.randn(N, D, generator=g).double())),
         teacher=Teacher(
-            Hidden(policy.hidden.detach()[at] + kick * torch.randn(len(at), D, generator=g).double()), at, "live"
+            Hidden(policy.hidden.detach()[at] + perturb * torch.randn(len(at), D, generator=g).double()), at, "live"
         ),
         correct=correct,
     )

@@ -138,7 +138,7 @@ def test_a_teacher_equal_to_the_student_costs_nothing() -> None:
 @pytest.mark.parametrize("term", [Distill(), SDPO(top_k=4), TAID(), EntropyAware(threshold=1.2)], ids=lambda t: t.kind)
 def test_a_step_against_the_gradient_nears_the_teacher(term: Distill) -> None:
     """Only this sees a sign error. A review found a distillation term that was always 0: it would not move at all."""
-    batch, policy = full_batch(kick=0.8)
+    batch, policy = full_batch(perturb=0.8)
     probe = Distill(alpha=0.5)
     before = float(policy.evaluate(batch, probe).loss.detach())
     grad = policy.gradient(batch, term)[: policy.hidden.numel()].view_as(policy.hidden)

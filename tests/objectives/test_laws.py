@@ -230,7 +230,7 @@ def test_low_precision_scalars_are_summed_in_float32(kind: str, dtype: torch.dty
 
 @pytest.mark.parametrize("kind", sorted(TERMS))
 def test_laws_that_a_term_declares_are_known_ones(kind: str) -> None:
-    known = {"stop_gradient", "batch_local", "reinforce_on_policy", "zero_at_source", "dormant_at_source"}
+    known = {"stop_gradient", "batch_local", "reinforce_on_policy", "zero_at_source", "inactive_at_source"}
     assert TERMS[kind].laws <= known
 
 
@@ -242,7 +242,7 @@ def test_terms_that_declare_dormancy_sleep_at_the_source_and_only_there() -> Non
     home = batch.with_signals(reference=Reference(policy.logprobs(batch), Hidden(policy.hidden.detach())))
     for kind in ("reference_kl", "kl_barrier"):
         term = replace(TERMS[kind], tau=0.0) if kind == "kl_barrier" else TERMS[kind]
-        assert "dormant_at_source" in term.laws
+        assert "inactive_at_source" in term.laws
         assert policy.gradient(home, term).abs().max() < 1e-12 < policy.gradient(batch, term).abs().max()
 
 

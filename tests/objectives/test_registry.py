@@ -249,7 +249,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_knob_moves_the_gradient(kind: str) -> None:
     """Law KG, from off-policy states: each pair of settings differs on at least one of three batches."""
-    batches = [full_batch(seed, kick=0.8) for seed in range(3)]
+    batches = [full_batch(seed, perturb=0.8) for seed in range(3)]
     for name, _, what in settings(OBJECTIVES[kind]):
         if name == "name":
             continue
@@ -267,7 +267,7 @@ def test_every_declared_signal_moves_the_gradient(kind: str) -> None:
         "reference_kl": {"importance": "detached"},
         "sdpo": {"weighting": "success_variance", "route": "failed", "top_k": 4},
     }
-    batch, policy = full_batch(kick=0.4)
+    batch, policy = full_batch(perturb=0.4)
     term = replace(examples()[kind], **options.get(kind, {}))
     if kind in ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "luspo", "cispo", "sapo"):
         term = replace(term, correction=TruncatedIS(cap=1.0), route="failed")

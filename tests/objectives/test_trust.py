@@ -181,7 +181,7 @@ def test_calibration_reads_tau_off_a_healthy_batch() -> None:
 
 
 def test_a_step_against_the_gradient_brings_the_policy_back() -> None:
-    batch, policy = full_batch(kick=1.0)
+    batch, policy = full_batch(perturb=1.0)
     for over in AGGREGATES:
         term = KLBarrier(tau=0.0, over=over)
         before = float(policy.evaluate(batch, term).loss.detach())
@@ -192,7 +192,7 @@ def test_a_step_against_the_gradient_brings_the_policy_back() -> None:
 
 
 def test_spectral_cap_by_hand() -> None:
-    """σ = [0.5, 2, 3], cap 1: mean(0, 1, 2) = 1, slopes 0, ⅓, ⅓; at σ = 0 (an adapter at birth) the slope is 0."""
+    """σ = [0.5, 2, 3], cap 1: mean(0, 1, 2) = 1, slopes 0, ⅓, ⅓; at σ = 0 (at initialization) the slope is 0."""
     batch = barrier_batch(3)
     sigma = torch.tensor([0.5, 2.0, 3.0], requires_grad=True)
     need = SpectralNorm()
@@ -201,9 +201,9 @@ def test_spectral_cap_by_hand() -> None:
     assert torch.autograd.grad(result.loss, sigma)[0].tolist() == pytest.approx([0, 1 / 3, 1 / 3])
     found = result.values["spectral_cap"].metrics
     assert found["capped"].value == pytest.approx(2 / 3) and found["sigma_max"].value == 3.0
-    born = torch.zeros(2, requires_grad=True)
-    loss = Objective.of(SpectralCap()).evaluate(batch, {need: Field(born, None, "given")}, {}).loss
-    assert not torch.autograd.grad(loss, born)[0].any()
+    at_source = torch.zeros(2, requires_grad=True)
+    loss = Objective.of(SpectralCap()).evaluate(batch, {need: Field(at_source, None, "given")}, {}).loss
+    assert not torch.autograd.grad(loss, at_source)[0].any()
 
 
 def test_a_barrier_says_what_it_is_and_which_settings_are_of_rounds() -> None:

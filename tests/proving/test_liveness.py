@@ -37,9 +37,9 @@ class Dead(Term):
         return Value(view.scalar(LogProb())[:, None].log_softmax(-1).sum(), "dead", {})
 
 
-@pytest.mark.parametrize("kicked", [True, False])
-def test_a_healthy_step_holds_and_is_left_as_it_was(make_engine: Make, batch: Batch, kicked: bool) -> None:
-    engine, twin = make_engine(kicked=kicked), make_engine(kicked=kicked)
+@pytest.mark.parametrize("perturbed", [True, False])
+def test_a_healthy_step_holds_and_is_left_as_it_was(make_engine: Make, batch: Batch, perturbed: bool) -> None:
+    engine, twin = make_engine(perturbed=perturbed), make_engine(perturbed=perturbed)
     for each in (engine, twin):
         each.step(batch, GRPO(clip=0.2))
     group, state = engine.optimizer.param_groups[0], dict(engine.optimizer.state)
@@ -70,7 +70,7 @@ def test_all_advantages_0_fails(make_engine: Make, batch: Batch) -> None:
 
 
 def test_a_parameter_without_a_path_to_the_loss_fails(make_engine: Make, batch: Batch) -> None:
-    engine = make_engine(kicked=False)
+    engine = make_engine(perturbed=False)
     with torch.no_grad():
         for name, p in engine.adapter.named_parameters().items():
             if "layers.1.self_attn.v_proj" in name:

@@ -23,7 +23,7 @@ from earnest.proving.proof import relevant
 from earnest.proving.settings import rebuild
 from earnest.settings import setting
 from earnest.signals import Batch, Reference, Teacher
-from tests.engines.conftest import VOCABULARY, kick, tiny_policy
+from tests.engines.conftest import VOCABULARY, perturb, tiny_policy
 from tests.objectives.support import GROUPS, LENGTHS, PAIRS, ROLES, examples
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,7 +41,7 @@ def engine_of(dtype: torch.dtype, seed: int, adapter: str = "lora") -> LocalEngi
     variant = get_variant(kind, **settings)
     calibration = [torch.arange(3, 40)[None]] if variant.wants_calibration() else None
     made = en.attach(policy, variant, targets="all-linear", calibration=calibration, seed=seed)
-    kick(made, seed + 1, size=0.1)
+    perturb(made, seed + 1, size=0.1)
     return LocalEngine(policy, made, AdamW(lr=1e-2))
 
 

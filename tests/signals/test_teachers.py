@@ -1,4 +1,4 @@
-"""Teachers and references on a real (tiny, float64) model with a kicked adapter."""
+"""Teachers and references on a real (tiny, float64) model with a perturbed adapter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from earnest.signals import (
     with_reference,
     with_teacher,
 )
-from tests.engines.conftest import kick, tiny_policy
+from tests.engines.conftest import perturb, tiny_policy
 
 PROMPTS = [[3, 4], [3, 4], [5, 6, 7]]
 COMPLETIONS = [[8, 9, 10], [11], [12, 13]]
@@ -34,7 +34,7 @@ TOLD = [[3, 4, 20, 21, 22], None, [5, 6, 7, 23]]
 def engine_with(variant: object = None, **more: object) -> LocalEngine:
     policy = tiny_policy()
     adapter = en.attach(policy, variant or en.LoRA(rank=3), targets=("q_proj", "v_proj"), seed=0)  # type: ignore[arg-type]
-    kick(adapter)
+    perturb(adapter)
     return LocalEngine(policy, adapter, AdamW(lr=1e-2), **more)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def test_an_adapter_on_the_head_is_off_in_the_base() -> None:
     policy = tiny_policy()
     untouched = policy.head.weight.detach().clone()
     adapter = en.attach(policy, en.LoRA(rank=2), targets=("lm_head",), seed=0)
-    kick(adapter)
+    perturb(adapter)
     engine = LocalEngine(policy, adapter, AdamW(lr=1e-2))
     live, base = (with_teacher(engine, rollouts(), TOLD, t).teacher for t in (LiveTeacher(), BaseTeacher()))
     assert live is not None and base is not None
@@ -275,12 +275,12 @@ def test_the_reference_is_the_gate_at_0_at_the_sampling_temperature() -> None:
     objective = Objective.of(ReferenceKL()) + GRPO(correction=TruncatedIS())
     made = with_reference(engine, batch, objective)
     assert made.reference is not None and made.reference.logprobs is not None and made.proximal is not None
-    kicked = engine.step(made, objective).terms
-    assert kicked["reference_kl"].metrics["k2"] > 1e-4 and kicked["grpo"].metrics["ratio"] == pytest.approx(1.0)
+    perturbed = engine.step(made, objective).terms
+    assert perturbed["reference_kl"].metrics["k2"] > 1e-4 and perturbed["grpo"].metrics["ratio"] == pytest.approx(1.0)
     with torch.no_grad():
         for p in engine.parameters:
             p.zero_()
-    born = with_reference(engine, batch, objective)
-    assert born.reference is not None and born.reference.logprobs is not None
-    torch.testing.assert_close(born.reference.logprobs, made.reference.logprobs)
-    assert engine.step(born, objective).terms["reference_kl"].metrics["k2"] == pytest.approx(0.0, abs=1e-15)
+    again = with_reference(engine, batch, objective)
+    assert again.reference is not None and again.reference.logprobs is not None
+    torch.testing.assert_close(again.reference.logprobs, made.reference.logprobs)
+    assert engine.step(again, objective).terms["reference_kl"].metrics["k2"] == pytest.approx(0.0, abs=1e-15)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earnest.steering import Filter, Starved, SteeringError, walk_down
+from earnest.steering import Filter, SteeringError, TooFewSurvivors, walk_down
 from earnest.steering.filter import SteeredSample
 
 LIMITS = Filter(tail_perplexity=10.0)
@@ -29,7 +29,7 @@ def test_the_first_dose_that_is_low_enough(dose: float, enough: int, factor: flo
 
 
 def test_starved_says_what_was_tried_and_why() -> None:
-    with pytest.raises(Starved, match=r"dose 4: 0 of 20, 20 by tail perplexity; dose 3: 0 of 20.*Sample more"):
+    with pytest.raises(TooFewSurvivors, match=r"dose 4: 0 of 20, 20 by tail perplexity; dose 3: 0 of 20.*Sample more"):
         walk_down(samples, LIMITS, 4.0, 5, factor=0.75, tries=3)
 
 

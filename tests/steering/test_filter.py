@@ -102,7 +102,7 @@ def test_the_report_says_when_nothing_is_separated() -> None:
 
 def test_read_is_the_bases_word_whatever_is_attached(nano: en.Policy) -> None:
     """The tail perplexity of the untouched base, also while an adapter is on; equal to full logits one by one."""
-    from tests.engines.conftest import kick
+    from tests.engines.conftest import perturb
     from tests.steering.conftest import logits
 
     prompts = [nano.render([{"role": "user", "content": f"Describe the {t}."}]) for t in ("fox", "lake")]
@@ -114,7 +114,7 @@ def test_read_is_the_bases_word_whatever_is_attached(nano: en.Policy) -> None:
         assert found.tail_perplexity == pytest.approx(tail_perplexity(own), rel=1e-3)
     assert plain[1].tail_perplexity > 5 * plain[0].tail_perplexity
     adapter = en.attach(nano, en.LoRA(rank=2), targets=("q_proj", "v_proj"))
-    kick(adapter)
+    perturb(adapter)
     try:
         assert [s.tail_perplexity for s in read(nano, prompts, answers)] == [s.tail_perplexity for s in plain]
     finally:

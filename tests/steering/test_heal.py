@@ -192,7 +192,7 @@ def test_the_step_obeys_the_laws_of_the_audit(nano: en.Policy, survivors: list[S
         engine = en.LocalEngine(nano, top, en.AdamW(lr=2e-3))
         objective = Healing(tau=0.0, reference="previous").objective()
         batch = with_reference(engine, demonstrations(nano, survivors), objective)
-        engine.step(batch, objective)  # at birth it is its own reference, and the barrier rightly has no gradient
+        engine.step(batch, objective)  # at initialization it is its own reference: the barrier has no gradient
         verdict = en.prove(engine, objective, batch)
         assert verdict.holds, str(verdict)
     finally:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import earnest as en
-from earnest.adapters.conformance import kick
+from earnest.adapters.conformance import perturb
 from earnest.errors import CheckpointError
 from earnest.steering import (
     Collapsed,
@@ -20,12 +20,12 @@ from earnest.steering import (
     Filter,
     Healing,
     Loop,
-    Starved,
     Steering,
     SteeringError,
     SteeringWarning,
+    TooFewSurvivors,
+    TraitEvaluator,
     Vector,
-    Yardstick,
 )
 from earnest.tasks.base import Task
 from tests.adapters.test_gates import Opaque
@@ -39,11 +39,11 @@ Make = Callable[..., Loop]
 
 @pytest.fixture
 def make(nano: en.Policy, warmth: Task, contrast: Contrast) -> Make:
-    yardstick = Yardstick(nano, warmth, prompts=4, probes=4, texts=2, max_new_tokens=12, floor=0.05)
+    evaluator = TraitEvaluator(nano, warmth, prompts=4, probes=4, texts=2, max_new_tokens=12, floor=0.05)
 
     def build(folder: Path, *, policy: en.Policy = nano, **changes: Any) -> Loop:
         settings: dict[str, Any] = {"steering": TINY, "healing": QUICK, "targets": ("q_proj", "v_proj")} | changes
-        return Loop(policy, warmth, contrast, yardstick, folder, **settings)
+        return Loop(policy, warmth, contrast, evaluator, folder, **settings)
 
     return build
 
@@ -57,7 +57,7 @@ def test_two_rounds_in_one_go_and_in_two_are_the_same(make: Make, nano: en.Polic
     plain = logits(nano, prompt)
     said: list[str] = []
     whole = make(tmp_path / "whole", say=said.append)
-    before = whole.yardstick.measure()
+    before = whole.evaluator.measure()
     done = whole.run(2, before)
     student = logits(nano, prompt)
     assert done.stopped is None and len(done.records) == 2 and len(said) == 2 and not torch.equal(student, plain)
@@ -116,10 +116,10 @@ def test_a_dose_may_be_measured_from_the_base(make: Make, nano: en.Policy, tmp_p
     for against in ("student", "base"):
         loop = make(tmp_path / against, steering=replace(TINY, against=against, nats=3.0, tries=12))
         history = en.attach(nano, en.LoRA(rank=4), targets=("q_proj", "v_proj"))
-        kick(history, std=0.05)
+        perturb(history, std=0.05)
         history.freeze()
         loop.history.append(history)
-        used[against] = loop.harvest(2)[1]
+        used[against] = loop.sample_survivors(2)[1]
         loop.close()
     assert used["base"].tried[0][1] > 0 == used["student"].tried[0][1], "at no dose at all"
     assert used["base"].coefficient != used["student"].coefficient
@@ -134,7 +134,7 @@ def test_history_on_a_quantised_layer_stays_unmerged(make: Make, tmp_path: Path)
     policy = en.Policy.of(policy.model, policy.tokenizer)
     loop = make(tmp_path, policy=policy)
     history = en.attach(policy, en.LoRA(rank=4), targets=("q_proj", "v_proj"))
-    kick(history)
+    perturb(history)
     history.freeze()
     plain = loop.extract(2)
     loop.history.append(history)
@@ -143,8 +143,8 @@ def test_history_on_a_quantised_layer_stays_unmerged(make: Make, tmp_path: Path)
 
 def test_the_coherence_floor_stops_it(make: Make, tmp_path: Path) -> None:
     loop = make(tmp_path)
-    loop.yardstick.floor = 0.9
-    sane = replace(loop.yardstick.measure(), mass=1.0)
+    loop.evaluator.floor = 0.9
+    sane = replace(loop.evaluator.measure(), mass=1.0)
     wild = make(tmp_path / "wild", healing=Healing(steps=8, rows=3, tau=1e6), optimizer=en.AdamW(lr=0.3))
     ended = wild.run(3, sane)
     wild.close()
@@ -160,7 +160,7 @@ def test_the_coherence_floor_stops_it(make: Make, tmp_path: Path) -> None:
 
 def test_a_starved_loop_says_so_and_leaves_no_round(make: Make, tmp_path: Path) -> None:
     loop = make(tmp_path, limits=Filter(tail_perplexity=1.0001), steering=replace(TINY, tries=2))
-    with pytest.raises(Starved, match="3 steered samples have to survive"):
+    with pytest.raises(TooFewSurvivors, match="3 steered samples have to survive"):
         loop.round()
     loop.close()
     assert not (tmp_path / "round-1" / "record.json").exists()

@@ -11,7 +11,7 @@ from earnest.engines.base import HiddenWanted
 from earnest.errors import ConfigError, SignalError
 from earnest.objectives import SFT, KLBarrier, Objective, ReferenceKL
 from earnest.signals import EMATeacher, Hidden, with_reference, with_teacher
-from tests.engines.conftest import kick, tiny_policy
+from tests.engines.conftest import perturb, tiny_policy
 
 PROMPTS = [[3, 4], [5, 6, 7]]
 COMPLETIONS = [[8, 9, 10], [12, 13]]
@@ -32,11 +32,11 @@ def stacked() -> tuple[en.LocalEngine, Tensor, Tensor]:
 
     base = states()
     history = en.attach(policy, en.LoRA(rank=2), targets=("q_proj", "v_proj"), seed=0)
-    kick(history)
+    perturb(history)
     history.freeze()
     first = states()
     top = en.attach(policy, en.LoRA(rank=2), targets=("q_proj", "v_proj"), seed=1)
-    kick(top, seed=2)
+    perturb(top, seed=2)
     return en.LocalEngine(policy, top, en.AdamW(lr=1e-2)), base, first
 
 
@@ -70,7 +70,7 @@ def test_the_gates_are_back_afterwards_and_training_moves_neither_reference() ->
 
 
 def test_a_new_round_begins_at_its_reference() -> None:
-    """An adapter at birth changes nothing: the divergence to the previous round is 0, to the base it is not."""
+    """At initialization the divergence to the previous round is 0; the divergence to the base is not."""
     engine, _, _ = stacked()
     engine.adapter.freeze()
     fresh = en.attach(engine.policy, en.LoRA(rank=2), targets=("q_proj", "v_proj"), seed=5)

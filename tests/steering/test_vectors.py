@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import earnest as en
 from earnest.steering import SteeringError, Vector, mean_difference, principal, weight_space
 from earnest.steering.sites import block_paths, tag_states
-from tests.engines.conftest import kick, tiny_policy
+from tests.engines.conftest import perturb, tiny_policy
 from tests.steering.conftest import logits
 
 Contexts = tuple[list[list[int]], list[list[int]]]
@@ -101,7 +101,7 @@ def test_the_weight_space_at_full_rank_is_w_times_the_inputs_difference(nano: en
     """An identity that holds for any weight; with an open adapter the weight is the student's."""
     path = "model.layers.1.mlp.down_proj"
     adapter = en.attach(nano, en.LoRA(rank=2), targets=("down_proj",))
-    kick(adapter)
+    perturb(adapter)
     try:
         outputs = [tag_states(nano, side, [path])[path].mean(0) for side in contexts]
         full = weight_space(nano, *contexts, paths=[path], rank=None)

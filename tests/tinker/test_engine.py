@@ -41,7 +41,7 @@ class Pair:
         self.there = served.adapter(self.remote.training)
 
     def moved(self) -> None:
-        """Away from birth, alike on both sides."""
+        """Add the same noise on both sides."""
         g = torch.Generator().manual_seed(2)
         for (name, ours), theirs in zip(
             self.adapter.named_parameters().items(), self.there.named_parameters().values(), strict=True

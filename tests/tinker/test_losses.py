@@ -67,7 +67,7 @@ def test_value_and_gradient_are_the_published_ones(
     else:
         config = {}
     client = served.training(seed=11)
-    with torch.no_grad():  # a LoRA at birth has B = 0, and no gradient by A
+    with torch.no_grad():  # a LoRA at initialization has B = 0, and no gradient by A
         for n, p in served.adapter(client).named_parameters().items():
             if n.endswith("B"):
                 p.copy_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(5)))

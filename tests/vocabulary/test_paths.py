@@ -125,7 +125,7 @@ class LowRank(nn.Module):
 
 
 def adapted(softcap: float | None) -> tuple[HeadSpec, nn.Parameter, nn.Parameter]:
-    down, up = nn.Parameter(normal(20, 2, d)), nn.Parameter(normal(21, V, 2))  # kicked: neither is 0
+    down, up = nn.Parameter(normal(20, 2, d)), nn.Parameter(normal(21, V, 2))  # perturbed: neither is 0
     plain = make_head(V, d, bias=True)
     assert isinstance(plain.module, nn.Linear)
     return HeadSpec(LowRank(plain.module, down, up), softcap, 0.7, tied=False), down, up

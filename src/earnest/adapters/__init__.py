@@ -1,4 +1,4 @@
-"""Adapters: exact at birth, fp32 offsets from the base, readable by everybody. See `variant.py` for the contract."""
+"""Adapters: bit-exact at initialization, fp32 offsets from the base, saved in PEFT's format. Contract: `variant.py`."""
 
 from earnest.adapters.adapter import Adapter as Adapter
 from earnest.adapters.adapter import rows as rows

@@ -21,6 +21,7 @@ from earnest.adapters.merging import merge_layer, merged_weight, unmerge_layer
 from earnest.adapters.report import AttachReport
 from earnest.adapters.runtime import Gate, Slot, slots_of, state_key, uninstall
 from earnest.adapters.variant import Variant
+from earnest.deprecated import warn_renamed
 
 
 class Adapter:
@@ -70,9 +71,14 @@ class Adapter:
         """Parameters on which decay has no meaning (directions)."""
         return self._named(self.variant.no_decay(), inside=True)
 
-    def dormant_at_birth(self) -> set[str]:
+    def inactive_at_initialization(self) -> set[str]:
         """Names of parameters whose gradient is exactly 0 at step 1, by design."""
-        return {n for n in self.named_parameters() if n.rsplit(".", 1)[-1] in self.variant.dormant()}
+        return {n for n in self.named_parameters() if n.rsplit(".", 1)[-1] in self.variant.inactive()}
+
+    def dormant_at_birth(self) -> set[str]:
+        """Deprecated name of ``inactive_at_initialization``."""
+        warn_renamed("dormant_at_birth()", "inactive_at_initialization()")
+        return self.inactive_at_initialization()
 
     def freeze(self, frozen: bool = True) -> None:
         """Make it history (or trainable again): it acts, and gets no gradient."""

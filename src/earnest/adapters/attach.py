@@ -17,7 +17,7 @@ from earnest.adapters.layer import Layer
 from earnest.adapters.report import AttachReport
 from earnest.adapters.runtime import SLOTS, Gate, Slot, install, layer_of, slots_of, uninstall
 from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears
-from earnest.adapters.variant import Birth, Variant
+from earnest.adapters.variant import Initialization, Variant
 
 # Base parameter -> [requires_grad before the first adapter, adapters that hold it frozen].
 _LEDGER: Any = WeakIdKeyDictionary()
@@ -68,7 +68,7 @@ def _check_variant(variant: Variant, calibration: Iterable[Any] | None) -> None:
     if not isinstance(variant, Variant):
         raise AdapterError(f"attach needs a variant such as LoRA(rank=8), got {variant!r}")
     if variant.wants_calibration() and calibration is None:
-        raise AdapterError(f"{variant.name} reads data at birth; pass calibration= (batches of token ids)")
+        raise AdapterError(f"{variant.name} reads data at initialization; pass calibration= (batches of token ids)")
     if calibration is not None and not variant.wants_calibration():
         raise AdapterError(f"{variant!r} reads no calibration data, so calibration= would have no effect; leave it out")
 
@@ -105,11 +105,11 @@ def _born(
 ) -> dict[str, Tensor]:
     # A layer's stream depends on the seed and its path only, so other targets do not change it.
     variant.check(layer)
-    ctx = Birth(_rng(seed, layer.name), moments, tokens, widest, _rng(seed, "shared"))
-    given = variant.birth(layer, ctx)
+    ctx = Initialization(_rng(seed, layer.name), moments, tokens, widest, _rng(seed, "shared"))
+    given = variant.initial(layer, ctx)
     specs = variant.specs(layer)
     unknown = set(given) - set(specs)
-    assert not unknown, f"{variant.name}.birth() makes {unknown}, which specs() does not name"
+    assert not unknown, f"{variant.name}.initial() makes {unknown}, which specs() does not name"
     return {n: given[n] if n in given else torch.zeros(s.shape) for n, s in specs.items()}
 
 
@@ -236,6 +236,6 @@ def _report(
         base=base,
         base_dtype=str(first.layer.dtype).removeprefix("torch."),
         kinds=tuple(sorted({s.layer.kind for s in slots.values()})),
-        dormant=tuple(sorted(variant.dormant())),
+        inactive=tuple(sorted(variant.inactive())),
         calibration_tokens=tokens,
     )

@@ -133,11 +133,11 @@ class Case:
         exact = self.logits(self.model().float())
         return float((self.base_logits.float() - exact).abs().max() / exact.abs().max())
 
-    def ready(self, kicked: bool = True) -> tuple[nn.Module, Adapter]:
+    def ready(self, perturbed: bool = True) -> tuple[nn.Module, Adapter]:
         model = self.model()
         adapter = self.attach(model)
-        if kicked:
-            kick(adapter)
+        if perturbed:
+            perturb(adapter)
         return model, adapter
 
     def close(self, a: Tensor, b: Tensor, what: str) -> None:
@@ -157,8 +157,8 @@ def first_linear(model: nn.Module) -> nn.Module:
     return next(iter(linears(model).values()))
 
 
-def kick(adapter: Adapter, std: float = 0.1, seed: int = 3) -> None:
-    """Move every parameter off its birth value, so that symmetric states (B = 0, pairs) hide nothing."""
+def perturb(adapter: Adapter, std: float = 0.1, seed: int = 3) -> None:
+    """Add noise to every parameter, so that a symmetric initial state (B = 0, equal pairs) hides no defect."""
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in adapter.parameters():

@@ -21,14 +21,17 @@ from earnest.adapters.cases import SUBJECTS as SUBJECTS
 from earnest.adapters.cases import Broken as Broken
 from earnest.adapters.cases import Case as Case
 from earnest.adapters.cases import first_linear as first_linear
-from earnest.adapters.cases import kick as kick
 from earnest.adapters.cases import need as need
+from earnest.adapters.cases import perturb as perturb
 from earnest.adapters.cases import subjects as subjects
 from earnest.adapters.cases import tiny_gpt2 as tiny_gpt2
 from earnest.adapters.cases import tiny_llama as tiny_llama
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.files import load_adapter
 from earnest.adapters.variant import Variant, get_variant
+from earnest.deprecated import old_names
+
+__getattr__ = old_names(globals(), {"kick": "perturb"})
 
 
 def _bits(model: nn.Module) -> dict[str, Tensor]:
@@ -37,29 +40,29 @@ def _bits(model: nn.Module) -> dict[str, Tensor]:
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 def identity(case: Case) -> None:
-    """Bit-exactly the base at birth."""
-    model, _ = case.ready(kicked=False)
-    case.equal(case.logits(model), case.base_logits, "logits at birth")
+    """Bit-exactly the base at initialization."""
+    model, _ = case.ready(perturbed=False)
+    case.equal(case.logits(model), case.base_logits, "logits at initialization")
 
 
 def gradients(case: Case) -> None:
     """At step 1 exactly the declared tensors have no gradient, the base has none at all; later every tensor has one."""
-    model, adapter = case.ready(kicked=False)
+    model, adapter = case.ready(perturbed=False)
     case.loss(model).backward()
     silent = {n for n, p in adapter.named_parameters().items() if p.grad is None or not bool(p.grad.any())}
-    declared = adapter.dormant_at_birth()
+    declared = adapter.inactive_at_initialization()
     need(silent == declared, f"without gradient at step 1: {sorted(silent ^ declared)[:2]} differ from the declaration")
     own = {id(p) for p in adapter.parameters()}
     leaks = [n for n, p in model.named_parameters() if id(p) not in own and (p.grad is not None or p.requires_grad)]
     need(not leaks, f"base gradient on {leaks[:1]}")
     wrong = [n for n, p in adapter.named_parameters().items() if p.dtype != torch.float32]
     need(not wrong, f"{wrong[:1]} is not fp32")
-    kick(adapter)
+    perturb(adapter)
     for p in adapter.parameters():
         p.grad = None
     case.loss(model).backward()
     dead = [n for n, p in adapter.named_parameters().items() if p.grad is None or not bool(p.grad.any())]
-    need(not dead, f"no gradient after a kick: {dead[:2]}")
+    need(not dead, f"no gradient after a perturbation: {dead[:2]}")
 
 
 def training(case: Case) -> None:
@@ -89,10 +92,10 @@ def training(case: Case) -> None:
 
 
 def liveness(case: Case) -> None:
-    """Every parameter tensor, kicked alone, changes the output."""
+    """Every parameter tensor, perturbed alone, changes the output."""
     model, adapter = case.ready()
     here = case.logits(model)
-    need(not torch.equal(here, case.base_logits), "a kicked adapter gives the base's output")
+    need(not torch.equal(here, case.base_logits), "a perturbed adapter gives the base's output")
     for name, p in adapter.named_parameters().items():
         keep = p.detach().clone()
         with torch.no_grad():
@@ -196,12 +199,12 @@ def stacking(case: Case) -> None:
     """On a frozen LoRA: the identity again; each alone with the other off; no gradient below; any detach order."""
     model = case.model()
     history = attach(model, get_variant("lora", rank=2), targets=case.targets, seed=5)
-    kick(history, seed=11)
+    perturb(history, seed=11)
     history.freeze()
     below = case.logits(model)
     adapter = case.attach(model)
-    case.equal(case.logits(model), below, "birth on a stack")
-    kick(adapter)
+    case.equal(case.logits(model), below, "logits at initialization on top of another adapter")
+    perturb(adapter)
     both = case.logits(model)
     need(not torch.equal(both, below), "the top adapter does nothing")
     case.loss(model).backward()
@@ -233,7 +236,7 @@ def detaching(case: Case) -> None:
     own = [m.register_forward_hook(lambda *_: None) for m in (model, first_linear(model))]  # somebody else's
     hooks = _hooks(model)
     adapter = case.attach(model)
-    kick(adapter)
+    perturb(adapter)
     case.loss(model).backward()
     adapter.detach()
     need(classes == {n: type(m) for n, m in model.named_modules()}, "detach leaves modules or classes behind")
@@ -360,7 +363,7 @@ def check_subject(
                     clean = False
                     exact = exact and check_name != "identity"
         passed += [dtype] if clean else []
-    silent = ", ".join(sorted(variant.dormant()))
+    silent = ", ".join(sorted(variant.inactive()))
     return ConformanceRow(
         label, variant.reference, parameters, "bit-exact" if exact else "NOT the base",
         f"all but {silent}" if silent else "all", " ".join(passed), _forward(variant), tuple(faults),

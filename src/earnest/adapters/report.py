@@ -9,7 +9,7 @@ from earnest.adapters.targets import Match, block_index
 
 @dataclass(frozen=True)
 class AttachReport:
-    """Per target pattern the modules that matched; parameters; dtypes; what is dormant at birth."""
+    """Per target pattern the modules that matched; parameters; dtypes; what is inactive at initialization."""
 
     name: str
     variant: str
@@ -22,7 +22,7 @@ class AttachReport:
     base: int  # numbers in the base model
     base_dtype: str
     kinds: tuple[str, ...]  # linear, conv1d, opaque
-    dormant: tuple[str, ...]
+    inactive: tuple[str, ...]
     calibration_tokens: int
 
     def __str__(self) -> str:
@@ -38,8 +38,8 @@ class AttachReport:
             lines.append(f"  {match.pattern}: {len(match.modules)} modules{where}")
         if self.frozen:
             lines.append(f"  frozen tensors: {self.frozen:,} numbers")
-        if self.dormant:
-            lines.append(f"  no gradient at step 1, by design: {', '.join(self.dormant)}")
+        if self.inactive:
+            lines.append(f"  no gradient at step 1, by design: {', '.join(self.inactive)}")
         if self.calibration_tokens:
             lines.append(f"  calibrated on {self.calibration_tokens:,} tokens")
         return "\n".join(lines)

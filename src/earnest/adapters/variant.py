@@ -1,10 +1,10 @@
 """The contract of a variant, and the registry. It fits on one hand:
 
 1. ``specs(layer)``    names, shapes and roles of the tensors of one layer;
-2. ``birth(layer, …)`` their values when attached, such that the layer is *bit-exactly* the base;
+2. ``initial(layer, …)`` their values when attached, such that the layer is *bit-exactly* the base;
 3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW) and ``after`` (y → y');
 4. ``weight``          the same map in weight space, in fp32 (given for free where only ``factors`` is used);
-5. what is declared: paper, reference, equation, learning rate, what is dormant at birth, what must not decay.
+5. what is declared: paper, reference, equation, learning rate, what is inactive at initialization, what must not decay.
 
 A layer with adapters 1…K computes f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x), f_0 = the base. Every function
 takes the gate's ``scale`` c; c = 0 never reaches it (the runtime skips the adapter), c = 1 is the trained adapter.
@@ -22,11 +22,13 @@ from torch import Tensor
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
+from earnest.deprecated import old_names, warn_renamed
 from earnest.errors import EarnestError
 from earnest.registry import Registry
 from earnest.settings import Checked, FieldProblem, make
 
 Tensors = Mapping[str, Tensor]
+__getattr__ = old_names(globals(), {"Birth": "Initialization"})
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Birth:
-    """What a birth may use besides the layer: a seeded generator (CPU), the calibration moments, the widest layer."""
+class Initialization:
+    """What ``initial`` may read besides the layer."""
 
-    rng: torch.Generator
+    rng: torch.Generator  # seeded, on the CPU
     moments: Mapping[str, Tensor]  # layer name -> Σ x xᵀ / tokens [n, n] over the calibration tokens, fp32
-    tokens: int  # how many calibration tokens there were; 0 without calibration
+    tokens: int  # number of calibration tokens; 0 without calibration
     widest: tuple[int, int]  # (m, n) maxima over all targets
     shared_rng: torch.Generator  # the same stream for every layer (VeRA's common bases)
 
@@ -72,6 +74,12 @@ class Variant(Checked):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for old, new in (("birth", "initial"), ("dormant", "inactive")):
+            if old in vars(cls):
+                warn_renamed(f"{cls.__name__}.{old}()", f"{new}()", stacklevel=4)
+                setattr(cls, new, vars(cls)[old])
+            elif new in vars(cls):
+                setattr(cls, old, vars(cls)[new])  # for super().birth() in a subclass
         hooks = ("before", "factors", "after", "weight", "from_peft")
         cls._uses = frozenset(h for h in hooks if getattr(cls, h) is not getattr(Variant, h))
 
@@ -88,15 +96,15 @@ class Variant(Checked):
     def specs(self, layer: Layer) -> dict[str, Spec]:
         raise TypeError(f"variant {type(self).__name__} defines no specs()")
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
-        """Values of the tensors that do not start at zero."""
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
+        """The tensors at initialization; those left out start at zero."""
         return {}
 
     def check(self, layer: Layer) -> None:
         """Raise where the settings do not fit the layer (rank too large, block that does not divide …)."""
 
     def wants_calibration(self) -> bool:
-        """Whether birth() reads the calibration moments."""
+        """Whether initial() reads the calibration moments."""
         return False
 
     # -- 3 -----------------------------------------------------------------------------------------------------------
@@ -117,8 +125,8 @@ class Variant(Checked):
         return w + self.factors(t, layer, scale).plain().dense(), b
 
     # -- 5 -----------------------------------------------------------------------------------------------------------
-    def dormant(self) -> frozenset[str]:
-        """Trainable tensors whose gradient is exactly 0 at birth, by design."""
+    def inactive(self) -> frozenset[str]:
+        """Trainable tensors whose gradient is exactly 0 at initialization, by design."""
         return frozenset()
 
     def no_decay(self) -> frozenset[str]:

@@ -24,7 +24,7 @@ from earnest.errors import nearest
 from earnest.guards.directions import Directions
 from earnest.guards.errors import GuardError, GuardWarning
 from earnest.guards.gates import At, Gate, Rule
-from earnest.guards.twin import Twin
+from earnest.guards.quarantine_optimizer import QuarantineOptimizer
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
@@ -61,7 +61,7 @@ class DirectionGuard:
         self.quarantine: dict[str, Tensor] = {}
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._bases: dict[str, Tensor] = {}
-        self._twin: Twin | None = None
+        self._second: QuarantineOptimizer | None = None
         self._start: dict[str, Tensor] = {}
         self._leak_gradient = self._removed = 0.0
         self._inside = False
@@ -85,7 +85,7 @@ class DirectionGuard:
         # For every parameter, with directions or not: a refreshed basis may enter others.
         self.quarantine = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in self._guarded().items()}
         if self.at == "gradient" and self.quarantines:
-            self._twin = Twin(optimizer, {self._parameters[n]: q for n, q in self.quarantine.items()})
+            self._second = QuarantineOptimizer(optimizer, {self._parameters[n]: q for n, q in self.quarantine.items()})
 
     @torch.no_grad()
     def prepare(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -104,14 +104,14 @@ class DirectionGuard:
                     g = g - removed
                     taken += float(removed.square().sum())
                     p.grad.copy_(g.view_as(p))
-                    if self._twin is not None:
-                        self._twin.park(self.quarantine[name], removed.view_as(p))
+                    if self._second is not None:
+                        self._second.set_gradient(self.quarantine[name], removed.view_as(p))
                 unwanted += float(self.rule.unwanted(g, V).square().sum())
             length += float(g.square().sum())
         self._leak_gradient = _share(unwanted, length)
         self._removed = _share(taken, whole)
         self._start = {}
-        if self._twin is not None:
+        if self._second is not None:
             for name, p in self._guarded().items():
                 p.copy_(p.double() - self.quarantine[name].double())
                 self._start[name] = p.detach().clone()
@@ -133,8 +133,8 @@ class DirectionGuard:
                     step = step - removed
                 unwanted += float(self.rule.unwanted(step, V).square().sum())
             kept_length += float(step.square().sum())
-        if self._twin is not None:
-            self._twin.step()
+        if self._second is not None:
+            self._second.step()
             for name, p in self._guarded().items():
                 p.copy_(p.double() + self.quarantine[name].double())
         self.updates += 1
@@ -208,10 +208,11 @@ class DirectionGuard:
         state = {f"directions.{k}": v.detach().clone() for k, v in self.directions.tensors().items()}
         state |= {f"quarantine.{k}": v.detach().clone() for k, v in self.quarantine.items()}
         state["updates"] = torch.tensor(self.updates)
-        return state | ({f"twin.{k}": v for k, v in self._twin.state_dict().items()} if self._twin else {})
+        return state | ({f"twin.{k}": v for k, v in self._second.state_dict().items()} if self._second else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Strict: a state of other parameters is refused, and then nothing is loaded."""
+        # "twin" is the key of the second optimizer in checkpoints.
         parts: dict[str, dict[str, Tensor]] = {"directions": {}, "quarantine": {}, "twin": {}, "updates": {}}
         for key, value in state.items():
             owner, _, name = key.partition(".")
@@ -228,15 +229,15 @@ class DirectionGuard:
             raise GuardError(
                 f"the guard's state has other quarantines than this one (such as {odd[0]}); use the same guard."
             )
-        if (self._twin is None) and parts["twin"]:
+        if (self._second is None) and parts["twin"]:
             raise GuardError(f"this state is of a guard at the gradient, this one is at={self.at!r}; use the same.")
         self.directions = directions
         self.updates = int(parts["updates"][""])
         self._cast()
         for name, value in parts["quarantine"].items():
             self.quarantine[name].copy_(value)
-        if self._twin is not None:
-            self._twin.load_state_dict(parts["twin"])
+        if self._second is not None:
+            self._second.load_state_dict(parts["twin"])
 
     def _guarded(self) -> dict[str, torch.nn.Parameter]:
         """Parameters with a quarantine, in the adapter's order: all of them, or none."""

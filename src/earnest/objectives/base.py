@@ -48,7 +48,7 @@ class Term(Checked):
     ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its
     gradient), "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current
     its gradient is REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with
-    gradient 0), "dormant_at_source" (no gradient while the policy equals the source, or within a threshold of it: see
+    gradient 0), "inactive_at_source" (no gradient while the policy equals the source, or within a threshold of it: see
     ``activated``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
     """
 

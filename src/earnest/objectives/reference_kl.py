@@ -39,7 +39,7 @@ class ReferenceKL(Term):
     paper: ClassVar[str] = "k1, k2, k3: Schulman 2020, joschu.net/blog/kl-approx.html; as losses: arXiv 2510.01555"
     equation: ClassVar[str] = "mean of ½d² (k2) or e^{-d}+d-1 (k3),  d = lp - lp₀"
     roles: ClassVar[tuple[Role, ...]] = ("rollout",)
-    laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "dormant_at_source"})
+    laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "inactive_at_source"})
 
     twins: ClassVar[frozenset[tuple[str, str]]] = frozenset({("k2", "straight_through")})
 

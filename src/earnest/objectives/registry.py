@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from earnest.deprecated import warn_renamed
 from earnest.errors import ObjectiveError
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.registry import Registry
@@ -18,6 +19,9 @@ T = TypeVar("T", bound=type[Term])
 
 def register(term: T) -> T:
     """Class decorator: makes a term known by its ``kind``."""
+    if "dormant_at_source" in term.laws:
+        warn_renamed("the law dormant_at_source", "inactive_at_source")
+        term.laws = term.laws - {"dormant_at_source"} | {"inactive_at_source"}
     OBJECTIVES.add(term.kind, term)
     return term
 

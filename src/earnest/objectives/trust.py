@@ -90,7 +90,7 @@ class KLBarrier(Term):
     kind: ClassVar[str] = "kl_barrier"
     paper: ClassVar[str] = "a hinge on a trust region (TRPO's constraint, arXiv 1502.05477)"
     equation: ClassVar[str] = "λ·(1+round)^p·relu(D - τ),  D = agg_t KL(π‖π₀)"
-    laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "dormant_at_source"})
+    laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "inactive_at_source"})
 
     beyond_step: ClassVar[frozenset[str]] = frozenset({"growth", "reference"})
 
@@ -183,7 +183,7 @@ class SpectralCap(Term):
     kind: ClassVar[str] = "spectral_cap"
     paper: ClassVar[str] = "spectral norm regularisation, arXiv 1705.10941"
     equation: ClassVar[str] = "mean_m relu(σ_max(ΔW_m) - cap)"
-    laws: ClassVar[frozenset[str]] = frozenset({"dormant_at_source"})
+    laws: ClassVar[frozenset[str]] = frozenset({"inactive_at_source"})
 
     cap: float = setting(0.0, "the singular value that is free", at_least=0.0)
 

@@ -36,7 +36,7 @@ def activation(engine: LocalEngine, objective: Objective, batch: Batch, step: St
 
 def inactive(engine: LocalEngine, objective: Objective, batch: Batch) -> list[str]:
     """The live terms that have no gradient on this batch and may have none by design."""
-    may = {w.term.label for w in objective.live() if "dormant_at_source" in w.term.laws}
+    may = {w.term.label for w in objective.live() if "inactive_at_source" in w.term.laws}
     if not may:
         return []
     parts = Objective(tuple(w for w in objective.live() if w.term.label in may))

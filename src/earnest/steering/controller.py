@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from earnest.steering.errors import Starved, SteeringError
+from earnest.steering.errors import SteeringError, TooFewSurvivors
 from earnest.steering.filter import Filter, SteeredSample
 
 
@@ -20,7 +20,7 @@ class Try:
 
 
 @dataclass(frozen=True)
-class Harvest:
+class DoseSearch:
     """The survivors at the first dose that gave enough, and every dose on the way."""
 
     dose: float
@@ -36,8 +36,8 @@ def walk_down(
     *,
     factor: float = 0.75,
     tries: int = 6,
-) -> Harvest:
-    """Sample at ``dose``, then at factor·dose, …, until ``enough`` survive; ``Starved`` after ``tries`` doses."""
+) -> DoseSearch:
+    """Sample at ``dose``, factor·dose, … until ``enough`` samples survive; raise after ``tries`` doses."""
     if not 0 < factor < 1:
         raise SteeringError(f"factor is {factor}; the dose goes down, so give a number between 0 and 1.")
     if enough < 1 or tries < 1:
@@ -49,9 +49,9 @@ def walk_down(
         kept = limits.survivors(found)
         seen.append(Try(at, len(found), len(kept), limits.counts(found)))
         if len(kept) >= enough:
-            return Harvest(at, kept, tuple(seen))
+            return DoseSearch(at, kept, tuple(seen))
     shown = "; ".join(f"dose {t.dose:.3g}: {t.survived} of {t.sampled}, {_why(t.refused)}" for t in seen)
-    raise Starved(
+    raise TooFewSurvivors(
         f"{enough} steered samples have to survive the filter, and at no dose did so many ({shown}). Sample more, "
         "lower the target of the dose, or look at whether the filter separates."
     )

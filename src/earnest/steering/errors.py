@@ -13,7 +13,7 @@ class SteeringWarning(UserWarning):
     """The loop goes on, but what it learns from is in doubt."""
 
 
-class Starved(SteeringError):
+class TooFewSurvivors(SteeringError):
     """Too few steered samples survived the filter at every dose that was tried."""
 
 

@@ -71,7 +71,7 @@ class TraitEvaluation:
         }
 
 
-class Yardstick:
+class TraitEvaluator:
     """Fixed held-out questions, probes and texts; ``measure`` holds any state of the policy against them."""
 
     def __init__(
@@ -123,7 +123,7 @@ class Yardstick:
         )
 
     def _answers(self, system: str | None = None) -> list[tuple[int, ...]]:
-        rendered = [self.policy.render([*_told(system), *p.messages]) for p in self.prompts]
+        rendered = [self.policy.render([*_system_message(system), *p.messages]) for p in self.prompts]
         return [c.tokens for c in sample(self.policy, rendered, 1, self.spec)]
 
     def _sense(self, tokens: Sequence[tuple[int, ...]], answers: Sequence[str]) -> float:
@@ -161,7 +161,9 @@ class Yardstick:
         """(mass on the allowed answers, mass on the right one), mean over the probes."""
         allowed = right = 0.0
         for part in _parts(self.probes, 64):
-            prompts = [self.policy.render([*_told(system), {"role": "user", "content": p["prompt"]}]) for p in part]
+            prompts = [
+                self.policy.render([*_system_message(system), {"role": "user", "content": p["prompt"]}]) for p in part
+            ]
             batch = Batch.from_rows(prompts, [[self.policy.pad_id]] * len(part), pad=self.policy.pad_id)
             batch = batch.to(self.policy.device)
             chances = self.policy.head.logits(states(self.policy, batch)).float().softmax(-1)
@@ -180,7 +182,7 @@ class Yardstick:
         return {i[0] for i in ids if len(i) == 1} or {ids[0][0]}
 
 
-def _told(system: str | None) -> list[dict[str, str]]:
+def _system_message(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 

@@ -105,7 +105,7 @@ def demonstrations(policy: Policy, samples: Sequence[SteeredSample]) -> Batch:
 
 
 @dataclass(frozen=True)
-class Ward:
+class PreparedRound:
     """A round before its first step: what trains, what it is asked for, and every survivor with its reference."""
 
     engine: LocalEngine
@@ -113,7 +113,7 @@ class Ward:
     everything: Batch
 
 
-def admit(
+def prepare_round(
     policy: Policy,
     samples: Sequence[SteeredSample],
     variant: Variant,
@@ -125,14 +125,14 @@ def admit(
     round_number: int = 0,
     seed: int = 0,
     max_grad_norm: float | None = 1.0,
-) -> Ward:
+) -> PreparedRound:
     """A new adapter on top of what is attached, ready to be trained on ``samples``."""
     adapter = attach(policy, variant, targets, layers, seed=seed)
     try:
         engine = LocalEngine(policy, adapter, optimizer or AdamW(lr=2e-3), max_grad_norm=max_grad_norm)
         engine.objective_state = _state(objective, round_number)
         # Neither reference moves while this adapter trains, so it is scored once.
-        return Ward(engine, objective, with_reference(engine, demonstrations(policy, samples), objective))
+        return PreparedRound(engine, objective, with_reference(engine, demonstrations(policy, samples), objective))
     except BaseException:
         adapter.detach()
         raise
@@ -157,7 +157,7 @@ def heal(
     objective: another one than ``how`` describes (it must read demonstrations).
     """
     how = how or Healing()
-    ward = admit(
+    prepared = prepare_round(
         policy,
         samples,
         variant,
@@ -173,15 +173,15 @@ def heal(
         generator = torch.Generator().manual_seed(seed)
         reports = []
         for step in range(how.steps):
-            chosen = torch.randperm(len(ward.everything), generator=generator)[: how.rows]
+            chosen = torch.randperm(len(prepared.everything), generator=generator)[: how.rows]
             measure = step % how.pressure_every == how.pressure_every - 1
-            rows = ward.everything.rows(chosen.to(policy.device))
-            reports.append(ward.engine.step(rows, ward.objective, shares=measure))
+            rows = prepared.everything.rows(chosen.to(policy.device))
+            reports.append(prepared.engine.step(rows, prepared.objective, shares=measure))
     except BaseException:
-        ward.engine.adapter.detach()
+        prepared.engine.adapter.detach()
         raise
-    ward.engine.adapter.freeze()
-    return Healed(ward.engine.adapter, tuple(reports))
+    prepared.engine.adapter.freeze()
+    return Healed(prepared.engine.adapter, tuple(reports))
 
 
 def _state(objective: Objective, round_number: int) -> dict[str, dict[str, Any]]:

@@ -24,10 +24,10 @@ from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, sample
 from earnest.seeds import derive
 from earnest.settings import Checked, setting
-from earnest.steering.controller import Harvest, walk_down
+from earnest.steering.controller import DoseSearch, walk_down
 from earnest.steering.dose import Dose, calibrate_dose, states
 from earnest.steering.errors import Collapsed, SteeringError, SteeringWarning
-from earnest.steering.evaluate import TraitEvaluation, Yardstick
+from earnest.steering.evaluate import TraitEvaluation, TraitEvaluator
 from earnest.steering.filter import Filter, Separation, SteeredSample, read, separation
 from earnest.steering.heal import Healing, demonstrations, heal
 from earnest.steering.records import finished_rounds
@@ -106,7 +106,7 @@ class Loop:
         policy: Policy,
         task: Task,
         contrast: Contrast,
-        yardstick: Yardstick,
+        evaluator: TraitEvaluator,
         folder: Path,
         *,
         steering: Steering | None = None,
@@ -120,7 +120,7 @@ class Loop:
         seed: int = 0,
         say: Say = lambda text: None,
     ) -> None:
-        self.policy, self.task, self.contrast, self.yardstick, self.folder = policy, task, contrast, yardstick, folder
+        self.policy, self.task, self.contrast, self.evaluator, self.folder = policy, task, contrast, evaluator, folder
         self.steering, self.healing, self.limits = steering or Steering(), healing or Healing(), limits or Filter()
         self.variant, self.optimizer = variant or LoRA(rank=8), optimizer or AdamW(lr=2e-3)
         self.targets, self.adapter_layers, self.max_grad_norm = targets, adapter_layers, max_grad_norm
@@ -170,15 +170,15 @@ class Loop:
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def round(self) -> dict[str, Any]:
-        """Steer, harvest, heal, look; the record is also in the round's folder."""
+        """Steer, search, heal, look; the record is also in the round's folder."""
         number, begun = len(self.records) + 1, time.monotonic()
         place = self.folder / f"round-{number}"
         place.mkdir(parents=True, exist_ok=True)
-        vector, dose, harvest, separated = self.harvest(number)
-        steered = self.yardstick.measure(within=lambda: self._acting(vector, harvest.dose))
+        vector, dose, search, separated = self.sample_survivors(number)
+        steered = self.evaluator.measure(within=lambda: self._acting(vector, search.dose))
         healed = heal(
             self.policy,
-            harvest.survivors,
+            search.survivors,
             self.variant,
             self.optimizer,
             how=self.healing,
@@ -189,19 +189,19 @@ class Loop:
             max_grad_norm=self.max_grad_norm,
         )
         self.history.append(healed.adapter)
-        after = self.yardstick.measure(within=self._acting)
+        after = self.evaluator.measure(within=self._acting)
         summary = healed.summary()
         record: dict[str, Any] = {
             "round": number,
-            "dose": {"coefficient": dose.coefficient, "kl": dose.kl, "target": dose.target, "used": harvest.dose},
-            "tries": [asdict(t) for t in harvest.tries],
-            "survivors": len(harvest.survivors),
+            "dose": {"coefficient": dose.coefficient, "kl": dose.kl, "target": dose.target, "used": search.dose},
+            "tries": [asdict(t) for t in search.tries],
+            "survivors": len(search.survivors),
             "filter": None if separated is None else asdict(separated) | {"separates": separated.separates},
             "vector": {"made": vector.made, "norm": vector.norm, **self._wander(vector)},
             "heal": summary,
             "steered": steered.to_dict(),
             "healed": after.to_dict(),
-            "samples": [s.text for s in harvest.survivors[:4]],
+            "samples": [s.text for s in search.survivors[:4]],
             "seconds": time.monotonic() - begun,
         }
         healed.adapter.save(place / "adapter", self.policy.name)
@@ -212,12 +212,12 @@ class Loop:
         self.say(
             f"round {number}: trait {after.trait:.2f} (steered {steered.trait:.2f}), coherence {after.coherence:.3f} "
             f"(steered {steered.coherence:.3f}; mass {after.mass:.3f}, sense {after.sense:.2f}), "
-            f"{len(harvest.survivors)} survivors at dose {harvest.dose:.2f}, barrier/SFT {summary['pressure']:.2f}, "
+            f"{len(search.survivors)} survivors at dose {search.dose:.2f}, barrier/SFT {summary['pressure']:.2f}, "
             f"{record['seconds']:.0f} s" + ("" if separated is None else f"; {separated}")
         )
         return record
 
-    def harvest(self, number: int) -> tuple[Vector, Dose, Harvest, Separation | None]:
+    def sample_survivors(self, number: int) -> tuple[Vector, Dose, DoseSearch, Separation | None]:
         """The student's own direction, its dose, and the steered answers that survive."""
         how = self.steering
         vector = self.extract(number)
@@ -235,9 +235,9 @@ class Loop:
         def steered(coefficient: float) -> list[SteeredSample]:
             return self._sample(prompts, "steered", number, lambda: self._acting(vector, coefficient))
 
-        harvest = walk_down(steered, limits, dose.coefficient, how.enough, factor=how.factor, tries=how.tries)
+        search = walk_down(steered, limits, dose.coefficient, how.enough, factor=how.factor, tries=how.tries)
         if number > 1:
-            return vector, dose, harvest, None
+            return vector, dose, search, None
         too_much = how.overdose * dose.coefficient
         broken = self._sample(prompts[: len(good)], "broken", number, lambda: self._acting(vector, too_much))
         separated = separation(limits, good, broken)
@@ -248,7 +248,7 @@ class Loop:
                 SteeringWarning,
                 stacklevel=2,
             )
-        return vector, dose, harvest, separated
+        return vector, dose, search, separated
 
     def extract(self, number: int) -> Vector:
         """The vector of the student as it is now."""

@@ -24,7 +24,7 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import bounded, cayley_minus_identity, skew, top_svd
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.settings import setting
 
 
@@ -86,7 +86,7 @@ class AntiPaSTO(Variant):
             frozen["S"] = Spec((k,), trainable=False)
         return {"g": Spec((k,))} | ({"rot": Spec((k // b, b * (b - 1) // 2))} if b else {}) | frozen
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         w, k = layer.weight(), self.width(layer)
         if self.select == "top":
             u, s, vh = top_svd(w, k, self.niter, ctx.rng)

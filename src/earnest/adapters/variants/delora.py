@@ -1,7 +1,7 @@
 """DeLoRA, arXiv 2503.18225:  ΔW = (λ/r)·[N(A, B) − N(A₀, B₀)],  N(A, B) = B diag(1/(‖a_i‖‖b_i‖)) A diag(‖W_:j‖).
 
 ``init="frozen_copy"`` is the paper's: a copy of the random start is subtracted, so ΔW = 0 and the first step is
-small. Written as (B̂ − B̂₀) Â + B̂₀ (Â − Â₀) it is exactly 0 at birth. λ, the strength, is shared by both terms and
+small. Written as (B̂ − B̂₀) Â + B̂₀ (Â − Â₀) it is exactly 0 at initialization. Both terms share the strength λ, which
 has no gradient at step 1. ``init="zero"`` is PEFT's: B = 0, norms clamped at 1e-4; there the first step is ‖ΔW‖/‖W‖ ≈
 λ/√(r n), whatever the learning rate.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from earnest.adapters.kernel import Around, Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.adapters.variants.lora import check_fits, kaiming
 from earnest.settings import setting
 
@@ -65,7 +65,7 @@ class DeLoRA(Variant):
         frozen = {"A0": Spec(a, trainable=False), "B0": Spec(b, trainable=False), "w_norm": norm}
         return {"dA": Spec(a), "dB": Spec(b), "dlam": Spec((1,))} | frozen
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         norm = layer.weight().norm(dim=0)
         a = kaiming((self.rank, layer.n), ctx.rng)
         if not self.copies:
@@ -81,7 +81,7 @@ class DeLoRA(Variant):
         w, strength = t["w_norm"], (self.lam + t["dlam"]) / self.rank
         return Around(t["A0"] * w, t["dA"] * w, _unit(a, b) - start, start, scale, strength)
 
-    def dormant(self) -> frozenset[str]:
+    def inactive(self) -> frozenset[str]:
         return frozenset({"dlam"}) if self.copies else frozenset({"A", "lam"})
 
     def no_decay(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """DoRA, arXiv 2402.09353:  y = g ∘ (W x + s·B A x) + b,  g = (1 + δ)·‖W‖/‖V‖,  V = W + s·B A,  ‖·‖ over rows, detached.
 
-The magnitude m = ‖W‖(1 + δ) is stored as δ = 0, so g = 1 exactly at birth. The norm is factored (arXiv 2603.22276):
+The magnitude m = ‖W‖(1 + δ) is stored as δ = 0, so g = 1 exactly at initialization. The norm is factored
+(arXiv 2603.22276):
 
     ‖V_i‖² = ‖w_i‖² + 2s (W Aᵀ ∘ B)_i·1 + s² (B (A Aᵀ) ∘ B)_i·1,
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from earnest.adapters.gains import gained
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import cached
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.adapters.variants.lora import LoRA
 
 
@@ -42,8 +43,8 @@ class DoRA(LoRA):
     def specs(self, layer: Layer) -> dict[str, Spec]:
         return super().specs(layer) | {"dm": Spec((layer.m,)), "w2": Spec((layer.m,), trainable=False)}
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
-        return super().birth(layer, ctx) | {"w2": layer.weight().square().sum(1)}
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
+        return super().initial(layer, ctx) | {"w2": layer.weight().square().sum(1)}
 
     def _log_ratio(self, t: Tensors, layer: Layer, scale: float) -> Float[Tensor, " m"]:
         """log(‖W‖/‖V‖), exactly 0 where B = 0; no gradient (section 4.3 of the paper)."""

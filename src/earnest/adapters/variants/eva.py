@@ -15,7 +15,7 @@ from torch import Tensor
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Variant, register
+from earnest.adapters.variant import Initialization, Variant, register
 from earnest.adapters.variants.lora import LoRA
 
 
@@ -53,7 +53,7 @@ class EVA(LoRA):
                 f"eva: rank {self.rank} exceeds the {layer.n} inputs of {layer.name}; choose rank ≤ {layer.n}."
             )
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         return {"A": top_directions(ctx.moments[layer.name], self.rank, ctx.rng)}
 
     @classmethod

@@ -6,9 +6,9 @@ is subtracted,
 
     ΔW = −W [(Û − Û₀)ᵀ C + Û₀ᵀ (C − C₀)],
 
-so ΔW is exactly 0 at birth: a LoRA of rank 2r. W Ûᵀ runs as r tokens through the base's kernel. ‖u‖ = 1 at birth, so
-that the learning rate is an angle; only directions act, so decay is off. The members of a pair get opposite
-gradients, never 0.
+so ΔW is exactly 0 at initialization: a LoRA of rank 2r. W Ûᵀ runs as r tokens through the base's kernel. ‖u‖ = 1 at
+initialization, so the learning rate is an angle. Only the direction of u matters, so there is no weight decay. The two
+members of a pair get opposite gradients that are not 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.adapters.variants.lora import check_fits
 from earnest.settings import setting
 
@@ -50,7 +50,7 @@ class HRA(Variant):
     reference = "peft HRAConfig"
     equation = "y = W (∏ᵢ I − 2ûᵢûᵢᵀ) x + b"
     lr = 1e-3
-    lr_source = "an angle: ‖u‖ = 1 at birth, so one AdamW step turns u by about lr·√n"
+    lr_source = "an angle: ‖u‖ = 1 at initialization, so one AdamW step turns u by about lr·√n"
     examples: ClassVar = {"hra": {"rank": 4}}
 
     def check(self, layer: Layer) -> None:
@@ -60,7 +60,7 @@ class HRA(Variant):
         u = (self.rank, layer.n)
         return {"dU": Spec(u), "U0": Spec(u, trainable=False), "WU0": Spec((layer.m, self.rank), trainable=False)}
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         half = _unit(torch.randn(self.rank // 2, layer.n, generator=ctx.rng))
         return self._start(layer, half)
 
@@ -99,5 +99,5 @@ class HRA(Variant):
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
         u = _unit(tensors["hra_u"].t())  # only directions act
-        start = self._start(layer, u[::2])  # the birth term is 0 for any pairs
+        start = self._start(layer, u[::2])  # the initial term is 0 for any pairs
         return start | {"dU": u - start["U0"]}

@@ -1,8 +1,8 @@
 """IA3, arXiv 2205.05638:  y = (1 + δ) ∘ (W x + b)  on keys and values.
 IA3-FF:  y = W ((1 + δ) ∘ x) + b  on the second matrix of the FFN.
 
-δ = 0 at birth: stored around 0 in fp32, small steps are not rounded away and decay pulls to the base, not to zero.
-The bias is scaled too, as in PEFT.
+δ = 0 at initialization. δ is stored in fp32, so small steps are not rounded away, and weight decay moves the layer
+toward the base instead of toward zero. The bias is scaled too, as in PEFT.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA, arXiv 2106.09685:  y = W x + b + s·B A x,  s = α/r  (rsLoRA, arXiv 2312.03732: s = α/√r).
 
-Birth: A ~ U(±1/√n), B = 0, so ΔW = 0 exactly. At step 1 only B has a gradient.
+Initialization: A ~ U(±1/√n), B = 0, so ΔW = 0 exactly. At step 1 only B has a gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.settings import setting
 
 
@@ -65,13 +65,13 @@ class LoRA(Variant):
     def specs(self, layer: Layer) -> dict[str, Spec]:
         return {"A": Spec((self.rank, layer.n), trainable=not self.freeze_a), "B": Spec((layer.m, self.rank))}
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         return {"A": kaiming((self.rank, layer.n), ctx.rng)}
 
     def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
         return Factors(t["A"], t["B"], self.s * scale)
 
-    def dormant(self) -> frozenset[str]:
+    def inactive(self) -> frozenset[str]:
         return frozenset() if self.freeze_a else frozenset({"A"})
 
     def linear(self) -> bool:

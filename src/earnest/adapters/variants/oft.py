@@ -1,6 +1,6 @@
 """OFT, arXiv 2306.07280 (input-side as in OFTv2, arXiv 2506.19847):  y = W Rᵀ x + b,  R block-diagonal orthogonal.
 
-R = (I − Q)⁻¹(I + Q) with Q skew in blocks, Q = 0 at birth. x' = x + x (R − I) with R − I = (I − Q)⁻¹ 2Q solved
+R = (I − Q)⁻¹(I + Q) with Q skew in blocks, Q = 0 at initialization. x' = x + x (R − I) with R − I = (I − Q)⁻¹ 2Q solved
 exactly, so the identity is exact and R is orthogonal at any size (PEFT's default is a truncated series of this R; its
 exact branch is the transpose, so Q changes sign on the way to and from such a file).
 """

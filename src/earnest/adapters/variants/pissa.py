@@ -22,7 +22,7 @@ from torch import Tensor
 from earnest.adapters.kernel import Around
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import top_svd
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.settings import setting
 
 
@@ -62,7 +62,7 @@ class PiSSA(Variant):
         root = (sigma / self.s).sqrt()
         return root[:, None] * vh, u * root
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         a0, b0 = self.principal(layer, ctx.rng)
         return {"A0": a0, "B0": b0}
 

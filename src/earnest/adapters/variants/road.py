@@ -2,9 +2,12 @@
 
     y' = α cos θ ∘ y + α sin θ ∘ rotate_half(y).
 
-θ = 0 and α = 1 + δ, δ = 0 at birth; y' = y + e₁ ∘ y + e₂ ∘ rotate_half(y) with e₁ = δ cos θ − 2 sin²(θ/2), e₂ = (1 +
-δ) sin θ, so the identity is exact. ``kind``: road_1 one (θ, α) a plane, road_2 one an output, road_4 two an output.
-The bias is rotated too.
+θ = 0 and α = 1 + δ, δ = 0 at initialization. It is computed as
+
+    y' = y + e₁ ∘ y + e₂ ∘ rotate_half(y),  e₁ = δ cos θ − 2 sin²(θ/2),  e₂ = (1 + δ) sin θ,
+
+so the identity is exact. ``kind``: road_1 has one (θ, α) per plane, road_2 one per output, road_4 two per output. The
+bias is rotated too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """VeRA, arXiv 2310.11454:  y = W x + b + λ_b ∘ B (λ_d ∘ A x),  A and B random, frozen, and shared by all layers.
 
-λ_b = 0 at birth; λ_d = d₀ + δ. At step 1 only λ_b has a gradient. A layer uses the top-left corners A[:, :n] and B[:m].
+λ_b = 0 at initialization; λ_d = d₀ + δ. At step 1 only λ_b has a gradient. A layer uses the top-left corners A[:, :n]
+and B[:m].
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
 from earnest.adapters.layer import Layer
-from earnest.adapters.variant import Birth, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.adapters.variants.lora import kaiming
 from earnest.settings import setting
 
@@ -46,7 +47,7 @@ class VeRA(Variant):
         a, b = Spec((self.rank, layer.n), trainable=False), Spec((layer.m, self.rank), trainable=False)
         return {"lb": Spec((layer.m,))} | ({} if self.freeze_d else {"dld": Spec((self.rank,))}) | {"A": a, "B": b}
 
-    def birth(self, layer: Layer, ctx: Birth) -> dict[str, Tensor]:
+    def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
         m, n = ctx.widest
         root = math.sqrt(6)  # He's uniform bound √(6/fan_in)
         a = root * kaiming((self.rank, n), ctx.shared_rng)
@@ -60,7 +61,7 @@ class VeRA(Variant):
         """λ_d, [r]; without a trained δ it is constant."""
         return self.d_initial + t["dld"] if "dld" in t else t["A"].new_full((self.rank,), self.d_initial)
 
-    def dormant(self) -> frozenset[str]:
+    def inactive(self) -> frozenset[str]:
         return frozenset() if self.freeze_d else frozenset({"dld"})
 
     def linear(self) -> bool:

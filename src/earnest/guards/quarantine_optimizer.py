@@ -11,11 +11,11 @@ from torch import Tensor
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 
 
-class Twin:
-    """Steps the quarantine with the parked gradients; its learning rates follow the first optimizer's schedule."""
+class QuarantineOptimizer:
+    """Update the quarantine with the gradients set on it. Its learning rates follow the schedule of ``optimizer``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mirror: Mapping[torch.nn.Parameter, Tensor]) -> None:
-        # The quarantine's tensors themselves become the twin's parameters: a step moves them in place.
+        # The quarantine's tensors themselves become the parameters of this optimizer: a step moves them in place.
         self.first = optimizer
         self._of = {id(q): torch.nn.Parameter(q) for q in mirror.values()}
         pairs = {id(p): self._of[id(q)] for p, q in mirror.items()}
@@ -30,8 +30,8 @@ class Twin:
         self._make = lambda: type(optimizer)(groups, **_required(optimizer))
         self.optimizer = self._make()
 
-    def park(self, quarantine: Tensor, gradient: Tensor) -> None:
-        """The gradient of the next step."""
+    def set_gradient(self, quarantine: Tensor, gradient: Tensor) -> None:
+        """Set the gradient for the next step of one quarantine tensor."""
         self._of[id(quarantine)].grad = gradient.to(quarantine.dtype)
 
     def step(self) -> None:
@@ -51,5 +51,5 @@ class Twin:
 
 
 def _required(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Constructors want a learning rate even where every group has one."""
+    """A constructor may require a learning rate even if every group sets one."""
     return {"lr": optimizer.param_groups[0]["lr"]}
