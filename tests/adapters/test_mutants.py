@@ -272,13 +272,13 @@ def _no_fingerprint(real: Any) -> Any:
 
 
 def _rounded_file(real: Any) -> Any:
-    return lambda path, tensors: real(path, {k: v.bfloat16().float() for k, v in tensors.items()})
+    return lambda path, tensors, *rest: real(path, {k: v.bfloat16().float() for k, v in tensors.items()}, *rest)
 
 
 def _one_zeroed(real: Any) -> Any:
-    def write(path: Any, tensors: Any) -> None:
+    def write(path: Any, tensors: Any, *rest: Any) -> None:
         first = next(iter(tensors))
-        real(path, {k: v * 0 if k == first else v for k, v in tensors.items()})
+        real(path, {k: v * 0 if k == first else v for k, v in tensors.items()}, *rest)
 
     return write
 
