@@ -5,8 +5,8 @@
 
 The job is supervised: the answers of a task's training prompts. The learning rate of each variant is chosen on a
 validation part from a grid around its default (×0.3, ×1, ×3, and on by 3 while the best is at an end), then the seeds
-are run anew and scored on held-out prompts. The control is the adapter frozen at initialization, which is the base. Spread
-is the standard deviation over seeds.
+are run anew and scored on held-out prompts. The control is the adapter frozen at initialization, which is the base. The
+spread is the standard deviation over seeds.
 """
 
 from __future__ import annotations

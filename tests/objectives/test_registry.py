@@ -179,7 +179,7 @@ def test_contradictions_between_fields_are_refused() -> None:
         (lambda: SDPO(support="full", top_k=5), "top_k"),
         (lambda: SDPO(wrap=TAID(temperature=2.0)), "temperature on sdpo"),
         (lambda: TAID(t_start=0.9, t_end=0.5), "t_end"),
-        (lambda: objectives.ReferenceKL(estimator="k1"), "no loss"),
+        (lambda: objectives.ReferenceKL(estimator="k1"), "cannot be a loss"),
         (lambda: objectives.ReferenceKL(estimator="k2", importance="attached"), "attached"),
         (lambda: GRPO() + GRPO(), "two terms are called 'grpo'"),
         (lambda: GRPO() * float("inf"), "finite"),
@@ -208,7 +208,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         if (kind, name) == ("reference_kl", "estimator"):
             return [{"estimator": "k2"}, {"estimator": "k3"}]  # straight_through shares k2's gradient: tested by itself
         if name == "level":
-            return []  # the same gradient under one advantage a sequence; tested in test_policy_gradient
+            return []  # the same gradient with one advantage per sequence; tested in test_policy_gradient
         return [{name: c} | ({"tau": 0.01} if kind == "kl_barrier" else {}) for c in what.choices]
     if what.nested:
         options: list[object] = [None]
@@ -420,12 +420,12 @@ def test_advantages_by_the_wrong_estimator_are_refused() -> None:
 
 def test_a_barrier_against_another_reference_is_refused() -> None:
     batch, policy = full_batch()
-    with pytest.raises(SignalError, match="kl_barrier: is held against the 'previous'"):
+    with pytest.raises(SignalError, match="kl_barrier: uses the 'previous' policy"):
         policy.evaluate(batch, KLBarrier(reference="previous"))
     assert batch.reference is not None
     previous = batch.with_signals(reference=replace(batch.reference, kind="previous"))
     policy.evaluate(previous, KLBarrier(reference="previous"))
-    with pytest.raises(SignalError, match="kl_barrier: is held against the 'base'"):
+    with pytest.raises(SignalError, match="kl_barrier: uses the 'base' policy"):
         policy.evaluate(previous, KLBarrier())
 
 

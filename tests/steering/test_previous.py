@@ -89,7 +89,7 @@ def test_one_batch_has_one_reference() -> None:
     against_base = with_reference(engine, rows(), KLBarrier())
     kept = with_reference(engine, against_base, KLBarrier(reference="previous"))
     assert kept.reference == against_base.reference, "what the batch carries is kept"
-    with pytest.raises(SignalError, match="held against the 'previous' policy"):
+    with pytest.raises(SignalError, match="uses the 'previous' policy"):
         Objective.of(KLBarrier(reference="previous")).check(kept)
 
 

@@ -25,7 +25,8 @@ from earnest.deprecated import warn_renamed
 
 
 class Adapter:
-    """One variant on a set of layers of one model, behind one gate. Made by `attach` or `load_adapter`."""
+    """One variant on a set of layers of one model, with one gate for all of them. `attach` and `load_adapter` make
+    it."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Adapter:
         return self.inactive_at_initialization()
 
     def freeze(self, frozen: bool = True) -> None:
-        """Make it history (or trainable again): it acts, and gets no gradient."""
+        """Freeze the adapter, or make it trainable again. A frozen adapter still acts; it gets no gradient."""
         for slot in self.slots.values():
             for p in slot._parameters.values():
                 assert p is not None
@@ -92,12 +93,12 @@ class Adapter:
     # -- the gate ------------------------------------------------------------------------------------------------------
     @property
     def scale(self) -> float:
-        """The gate: 0 is the base model, bit for bit; 1 the adapter as trained."""
+        """The gate: at 0 the model is the base, bit for bit; at 1 it has the adapter as trained."""
         return self._gate.scale
 
     @scale.setter
     def scale(self, value: float) -> None:
-        self._alive()
+        self._require_attached()
         if not math.isfinite(value):
             raise AdapterError(f"scale must be finite, got {value!r}")
         if value != self._gate.scale and any(s.layer.stash is not None for s in self.slots.values()):
@@ -106,7 +107,7 @@ class Adapter:
 
     @contextmanager
     def scaled(self, value: float) -> Iterator[Adapter]:
-        """The adapter at another scale, inside the block."""
+        """Set another scale inside the block."""
         before = self._gate.scale
         self.scale = value
         try:
@@ -115,31 +116,31 @@ class Adapter:
             self._gate.scale = before
 
     def off(self) -> Any:
-        """The base policy, bit for bit, inside the block."""
+        """Switch the adapter off inside the block: the base, bit for bit."""
         return self.scaled(0.0)
 
     # -- weight space --------------------------------------------------------------------------------------------------
     @property
     def mergeable(self) -> bool:
-        """Whether merge() would work: every layer has a dense weight of its own, none is quantised."""
+        """Whether merge() is possible: every layer has a dense weight of its own, and none is quantised."""
         return all(slot.layer.mergeable for slot in self.slots.values())
 
     def merging_pays(self, tokens: int) -> bool:
-        """Whether merging once is less work than ``tokens`` (rows × new tokens) through the unmerged adapter.
+        """Whether one merge is less work than ``tokens`` (rows × new tokens) through the unmerged adapter.
 
-        At inner rank r a merge costs Σ m·n·r products and a token Σ (m + n)·r, so r cancels: it pays from
-        Σ m·n / Σ (m + n) tokens on, half the width of a square layer.
+        At rank r a merge costs Σ m·n·r products and each token costs Σ (m + n)·r, so r cancels: merging is cheaper
+        above Σ m·n / Σ (m + n) tokens, which is half the width of a square layer.
         """
         layers = [slot.layer for slot in self.slots.values()]
         return tokens * sum(x.m + x.n for x in layers) >= sum(x.m * x.n for x in layers)
 
     def merge(self) -> None:
-        """Write W' = what the layer computes now (every open adapter on it), in fp32 with one rounding.
+        """Write W', the map that the layer computes now with all its active adapters: in fp32, rounded once.
 
-        The base's own tensors are set aside, not overwritten: unmerge() puts the same objects back. A tied weight stays
-        tied to the base's value elsewhere. Merged layers run without a gradient only.
+        The base's own tensors are kept, and unmerge() puts the same objects back. Other modules that share a tied
+        weight keep the base's value. Merged layers run only without a gradient.
         """
-        self._alive()
+        self._require_attached()
         if self._merged is not None:
             raise AdapterError(f"adapter {self.name!r} is merged already")
         if self._gate.rows is not None:
@@ -156,7 +157,8 @@ class Adapter:
         self._merged = {path: self._live_key(slot) for path, slot in self.slots.items()}
 
     def unmerge(self) -> None:
-        """Put the base's tensors back, bit for bit. Raises, after doing so, where parameters moved meanwhile."""
+        """Put the base's tensors back, bit for bit. Then raise if the adapter's parameters changed while it was
+        merged."""
         if self._merged is None:
             raise AdapterError(f"adapter {self.name!r} is not merged")
         keys, self._merged = self._merged, None
@@ -165,8 +167,8 @@ class Adapter:
         moved = [path for path, slot in self.slots.items() if self._live_key(slot) != keys[path]]
         if moved:
             raise AdapterError(
-                f"parameters of {moved[0]} changed while merged, so what was computed since used stale weights; "
-                "update between merges"
+                f"parameters of {moved[0]} changed while merged, so later outputs used stale weights; "
+                "update parameters only while unmerged"
             )
 
     @staticmethod
@@ -175,7 +177,7 @@ class Adapter:
 
     @contextmanager
     def merged(self) -> Iterator[Adapter]:
-        """Merged inside the block: sampling at the base's own speed."""
+        """Merge inside the block: sampling then runs at the speed of the base."""
         self.merge()
         try:
             yield self
@@ -183,7 +185,7 @@ class Adapter:
             self.unmerge()
 
     def merge_report(self) -> dict[str, dict[str, float]]:
-        """Per module: ‖ΔW‖/‖W‖, and which share of ΔW one rounding to the base's dtype loses."""
+        """Per module: ‖ΔW‖/‖W‖, and the share of ΔW that rounding to the base's dtype loses."""
         out = {}
         for path, slot in self.slots.items():
             w0 = slot.layer.weight()
@@ -194,22 +196,22 @@ class Adapter:
         return out
 
     def deltas(self) -> Iterator[tuple[str, Tensor]]:
-        """(module path, ΔW [m, n] in fp32) of this adapter on the base weight, at the present scale."""
+        """(module path, ΔW [m, n] in fp32) of this adapter on the base weight, at the current scale."""
         for path, delta in self.delta_operators():
             yield path, delta.dense()
 
     def delta_operators(self) -> Iterator[tuple[str, Delta]]:
-        """(module path, ΔW as an operator): matvec, rmatvec, norms; ΔW is not formed where factors exist."""
+        """(module path, ΔW as an operator): matvec, rmatvec, norms. ΔW is not formed if the variant has factors."""
         for path, slot in self.slots.items():
             yield path, Delta(slot)
 
     # -- state ---------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of every tensor: exact, enough for a bit-equal resume."""
+        """Copies of every tensor; a run that loads them resumes bit for bit."""
         return {n: t.detach().clone() for n, t in self.named_tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Strict: missing, unexpected and misshapen keys are errors, and then nothing is loaded."""
+        """Load a state. Missing, unexpected and misshapen keys are errors; then nothing is loaded."""
         own = self.named_tensors()
         check_keys(own, state)
         with torch.no_grad():
@@ -242,8 +244,8 @@ class Adapter:
         return export_lora(self, Path(folder), base_model, rank)
 
     def detach(self) -> None:
-        """Give the model back: weights, requires_grad, forward and hooks as before attach."""
-        self._alive()
+        """Remove the adapter: weights, requires_grad, forward and hooks are as before attach."""
+        self._require_attached()
         if self._merged is not None:
             self.unmerge()
         for slot in self.slots.values():
@@ -254,20 +256,20 @@ class Adapter:
         self._release()
         self.attached = False
 
-    def _alive(self) -> None:
+    def _require_attached(self) -> None:
         if not self.attached:
             raise AdapterError(f"adapter {self.name!r} is detached; attach or load it again")
 
 
 def check_keys(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise where the keys or shapes of a state differ from the adapter's own."""
+    """Raise if the keys or shapes of a state differ from the adapter's."""
     missing = [k for k in own if k not in state]
     unexpected = [k for k in state if k not in own]
     misshapen = [k for k in own if k in state and own[k].shape != state[k].shape]
     if missing or unexpected or misshapen:
         parts = [_list("missing", missing), _list("unexpected", unexpected)]
         parts += [f"{k}: shape {tuple(state[k].shape)}, expected {tuple(own[k].shape)}" for k in misshapen[:3]]
-        raise AdapterError("this state is not this adapter's: " + "; ".join(p for p in parts if p))
+        raise AdapterError("the state does not fit this adapter: " + "; ".join(p for p in parts if p))
     bad = [k for k in own if not bool(torch.isfinite(state[k]).all())]
     if bad:
         raise AdapterError(f"{bad[0]} has values that are not finite; the state is damaged")
@@ -282,16 +284,17 @@ def _list(what: str, names: Sequence[str]) -> str:
 def rows(
     model: Any, adapters: Sequence[Adapter | Sequence[Adapter] | None], among: Collection[Adapter] | None = None
 ) -> Iterator[None]:
-    """Different adapters for different rows of a batch: one entry a row (an adapter, several, or None for the base).
+    """Apply different adapters to different rows of a batch: one entry per row (an adapter, several, or None: the
+    base).
 
-    Adapters of the model that no row names are off inside the block. A scale set before stays in force. ``among``: all
-    adapters of the model, from whoever keeps count of them, so that the model need not be searched.
+    Adapters that no row names are off inside the block. The scales of the others stay as they are. ``among``: all
+    adapters of the model, if the caller knows them; otherwise the model is searched.
     """
     model = model if isinstance(model, nn.Module) else model.model
     wanted: dict[int, list[int]] = {}
     for row, entry in enumerate(adapters):
         for adapter in () if entry is None else (entry,) if isinstance(entry, Adapter) else entry:
-            adapter._alive()
+            adapter._require_attached()
             wanted.setdefault(id(adapter._gate), []).append(row)
     if among is None:
         slots = [s for m in model.modules() for s in slots_of(m)]
@@ -299,7 +302,7 @@ def rows(
         slots = [next(iter(a.slots.values())) for a in among]  # a merged adapter is merged on all its layers
     gates = {id(s.gate): s.gate for s in slots}
     if any(s.layer.stash is not None for s in slots):
-        raise AdapterError("the model is merged; rows() needs unmerged layers")
+        raise AdapterError("the model is merged; rows() needs unmerged layers, so call unmerge() first")
     strangers = set(wanted) - set(gates)
     if strangers:
         raise AdapterError("rows() names an adapter of another model")
@@ -317,5 +320,5 @@ def rows(
 
 
 def without_adapters(model: Any) -> AbstractContextManager[None]:
-    """The base policy, bit for bit, inside the block: every adapter of the model is off, frozen history included."""
+    """Switch every adapter of the model off inside the block, frozen ones too: the base, bit for bit."""
     return rows(model, ())

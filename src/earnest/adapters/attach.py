@@ -1,4 +1,4 @@
-"""attach(): put a variant on a model's layers, or leave the model exactly as it was."""
+"""attach(): put a variant on a model's layers. After an error the model is exactly as before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attach(
     seed: int = 0,
     name: str | None = None,
 ) -> Adapter:
-    """Put ``variant`` on the target layers; the base is frozen, and bit-exactly what it was.
+    """Put ``variant`` on the target layers and freeze the base. The outputs stay bit-exactly those of the base.
 
     targets       names (a path or its tail), "all-linear" or "re:<regex>"; None: the variant's default
     layers        block numbers (negative from the end); None: all
@@ -60,7 +60,7 @@ def attach(
     with torch.inference_mode(False), torch.no_grad():
         views = _views(model, modules)
         widest = (max(v.m for v in views.values()), max(v.n for v in views.values()))
-        tensors = {n: _born(variant, v, seed, moments, tokens, widest) for n, v in views.items()}
+        tensors = {n: _initial_tensors(variant, v, seed, moments, tokens, widest) for n, v in views.items()}
     return mount(model, variant, views, tensors, matches, name, tokens)
 
 
@@ -79,12 +79,12 @@ def _views(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Laye
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             raise AdapterError(
-                f"{path}: nn.MultiheadAttention reads its weight past forward(), an adapter would do nothing"
+                f"{path}: nn.MultiheadAttention does not call forward() of this layer, so an adapter would do nothing"
             )
         if "forward" in module.__dict__:
             raise AdapterError(
-                f"{path}.forward was replaced on the instance (accelerate hooks, a patch): it would hide the adapter; "
-                "attach before that"
+                f"{path}.forward was replaced on the instance (accelerate hooks, a patch) and would hide the adapter; "
+                "attach before the replacement"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise AdapterError(f"{path} is scripted; attach to the eager model")
@@ -100,16 +100,16 @@ def _rng(seed: int, what: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _born(
+def _initial_tensors(
     variant: Variant, layer: Layer, seed: int, moments: Mapping[str, Tensor], tokens: int, widest: tuple[int, int]
 ) -> dict[str, Tensor]:
-    # A layer's stream depends on the seed and its path only, so other targets do not change it.
+    # A layer's random stream depends only on the seed and its path, so other targets do not change it.
     variant.check(layer)
     ctx = Initialization(_rng(seed, layer.name), moments, tokens, widest, _rng(seed, "shared"))
     given = variant.initial(layer, ctx)
     specs = variant.specs(layer)
     unknown = set(given) - set(specs)
-    assert not unknown, f"{variant.name}.initial() makes {unknown}, which specs() does not name"
+    assert not unknown, f"{variant.name}.initial() returns {unknown}, which specs() does not name"
     return {n: given[n] if n in given else torch.zeros(s.shape) for n, s in specs.items()}
 
 
@@ -122,11 +122,13 @@ def mount(
     name: str | None,
     tokens: int = 0,
 ) -> Adapter:
-    """Install ready tensors; a failure on the way takes everything back."""
+    """Install the tensors; after an error everything is removed again."""
     taken = {s.adapter_name for m in model.modules() for s in slots_of(m)}
     name = name or next(n for i in range(len(taken) + 1) if (n := f"adapter{i}" if i else "default") not in taken)
     if name in taken:
-        raise AdapterError(f"the model has an adapter {name!r} already; taken names: {', '.join(sorted(taken))}")
+        raise AdapterError(
+            f"the model already has an adapter {name!r}; choose a name other than {', '.join(sorted(taken))}"
+        )
     gate = Gate()
     slots: dict[str, Slot] = {}
     base = [p for n, p in model.named_parameters() if not _is_slot(n)]
@@ -168,7 +170,7 @@ def _is_slot(name: str) -> bool:
 
 
 def _freeze(base: list[nn.Parameter]) -> Callable[[], None]:
-    """Freeze base parameters; the returned function gives each its flag back when the last adapter lets go."""
+    """Freeze base parameters. The returned function restores requires_grad once no adapter needs them frozen."""
     for p in base:
         entry = _LEDGER.setdefault(p, [p.requires_grad, 0])
         entry[1] += 1
@@ -186,10 +188,11 @@ def _freeze(base: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def _hook_reentrant(model: nn.Module) -> Callable[[], None]:
-    """Reentrant checkpointing drops the gradient where no *input* needs one, as with a frozen base.
+    """Make the embedding's output require a gradient while reentrant checkpointing is on.
 
-    So the embedding's output is made to need it; looked up at every training forward, because checkpointing may be
-    switched on later."""
+    Reentrant checkpointing drops the gradient if no *input* requires one, as with a frozen base. Every training forward
+    looks again, because checkpointing may be switched on later.
+    """
     get = getattr(model, "get_input_embeddings", None)
     embed = get() if callable(get) else None
     blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]

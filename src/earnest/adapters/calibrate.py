@@ -1,4 +1,5 @@
-"""Second moments of the targets' inputs on calibration data: Σ x xᵀ / tokens, without padding, one a distinct input."""
+"""Second moments of the targets' inputs on calibration data: Σ x xᵀ / tokens without padding, one per distinct
+input."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
 
-MAX_TOKENS = 65_536  # more calibration tokens than this do not move the top directions
+MAX_TOKENS = 65_536  # more calibration tokens do not change the top directions
 
 
 def _mask(batch: Mapping[str, Any], ids: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def input_moments(
     sums: dict[str, Tensor] = {}
     alias: dict[str, str] = {}  # q, k and v read the same tensor: one matrix for the three
     seen: dict[tuple[int, int, int], str] = {}
-    keep: list[Tensor] = []  # keeps the inputs of one forward alive, so that addresses are not reused
+    keep: list[Tensor] = []  # holds the inputs of one forward pass, so that addresses are not reused
     mask_now: list[Tensor] = []
 
     def watch(name: str) -> Any:
@@ -43,7 +44,7 @@ def input_moments(
             keep.append(x)
             if x.shape[:-1] != mask_now[0].shape:
                 raise AdapterError(
-                    f"{name}: its input {tuple(x.shape)} does not line up with the batch {tuple(mask_now[0].shape)}"
+                    f"{name}: its input {tuple(x.shape)} does not match the batch {tuple(mask_now[0].shape)}"
                 )
             rows = x[mask_now[0].to(x.device)].float()
             total = rows.t() @ rows

@@ -1,4 +1,4 @@
-"""What the conformance table is run on: three models, every variant's examples, and one `Case` of them."""
+"""The subjects of the conformance table: three models, every variant's examples, and `Case`, one combination."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from earnest.adapters.variant import VARIANTS, Variant
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 3e-6  # of the largest value, for two correct computations in fp32
-NOISE = 8.0  # in bf16 and fp16: as many times the rounding noise of the base model itself
+NOISE = 8.0  # in bf16 and fp16: the allowed multiple of the base model's own rounding noise
 
 
 class Broken(AssertionError):
@@ -74,7 +74,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_
 
 
 def subjects() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Label -> (variant, settings that fit the tiny models), as each variant's file declares them."""
+    """Label -> (variant, settings that fit the tiny models), from the ``examples`` of each variant."""
     out = {}
     for name, cls in sorted(VARIANTS.items()):
         examples = cls.__dict__.get("examples") or {name: {}}
@@ -153,7 +153,7 @@ class Case:
 
 
 def first_linear(model: nn.Module) -> nn.Module:
-    """A layer that an adapter may sit on."""
+    """The first layer that can have an adapter."""
     return next(iter(linears(model).values()))
 
 

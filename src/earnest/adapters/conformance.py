@@ -1,7 +1,7 @@
 """The conformance table: every variant × dtype × model against the same checks. `earnest adapters --check` prints it.
 
-A check is a function of a `Case` that raises `Broken`. The table's power is proved by mutation in
-tests/adapters/test_mutants.py, which lists broken variants and the check that kills each.
+A check is a function of a `Case` that raises `Broken`. tests/adapters/test_mutants.py lists broken variants, each with
+the check that finds it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def _bits(model: nn.Module) -> dict[str, Tensor]:
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 def identity(case: Case) -> None:
-    """Bit-exactly the base at initialization."""
+    """The outputs at initialization are bit-exactly those of the base."""
     model, _ = case.ready(perturbed=False)
     case.equal(case.logits(model), case.base_logits, "logits at initialization")
 
 
 def gradients(case: Case) -> None:
-    """At step 1 exactly the declared tensors have no gradient, the base has none at all; later every tensor has one."""
+    """At step 1 exactly the declared tensors have a zero gradient; later none has. The base never has a gradient."""
     model, adapter = case.ready(perturbed=False)
     case.loss(model).backward()
-    silent = {n for n, p in adapter.named_parameters().items() if p.grad is None or not bool(p.grad.any())}
+    zero = {n for n, p in adapter.named_parameters().items() if p.grad is None or not bool(p.grad.any())}
     declared = adapter.inactive_at_initialization()
-    need(silent == declared, f"without gradient at step 1: {sorted(silent ^ declared)[:2]} differ from the declaration")
+    need(zero == declared, f"without gradient at step 1: {sorted(zero ^ declared)[:2]} differ from the declaration")
     own = {id(p) for p in adapter.parameters()}
     leaks = [n for n, p in model.named_parameters() if id(p) not in own and (p.grad is not None or p.requires_grad)]
     need(not leaks, f"base gradient on {leaks[:1]}")
@@ -66,7 +66,7 @@ def gradients(case: Case) -> None:
 
 
 def training(case: Case) -> None:
-    """Steps move every tensor and lower the loss; base bits stay; off() is the base."""
+    """Training changes every tensor, lowers the loss and leaves the base's bits; off() gives the base."""
     model = case.model()
     before = _bits(model)
     adapter = case.attach(model)
@@ -103,7 +103,7 @@ def liveness(case: Case) -> None:
         moved = case.logits(model)
         with torch.no_grad():
             p.copy_(keep)
-        need(not torch.equal(moved, here), f"{name} does not act")
+        need(not torch.equal(moved, here), f"{name} does not change the output")
     case.equal(case.logits(model), here, "after putting every parameter back")
 
 
@@ -131,7 +131,7 @@ def strictness(case: Case) -> None:
 
 
 def merging(case: Case) -> None:
-    """Merged = unmerged up to one rounding; unmerged again bit for bit; a tied weight elsewhere is left alone."""
+    """Merging changes the output by one rounding at most; unmerging restores every bit; tied weights elsewhere stay."""
     model, adapter = case.ready()
     here, before = case.logits(model), _bits(model)
     objects = {n: id(p) for n, p in model.named_parameters()}
@@ -149,7 +149,7 @@ def merging(case: Case) -> None:
 
 
 def saving(case: Case) -> None:
-    """A reload is bit-equal on a fresh model; one zeroed tensor in the file is not."""
+    """A reload on a fresh model is bit-equal; with one tensor of the file set to zero it is not."""
     model, adapter = case.ready()
     here = case.logits(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +179,7 @@ def saving(case: Case) -> None:
 
 
 def scaling(case: Case) -> None:
-    """Half the gate is neither the base nor the whole; it is merged, saved and reloaded as it is."""
+    """Scale 0.5 differs from 0 and from 1, and survives merging, saving and loading."""
     model, adapter = case.ready()
     whole = case.logits(model)
     adapter.scale = 0.5
@@ -196,7 +196,7 @@ def scaling(case: Case) -> None:
 
 
 def stacking(case: Case) -> None:
-    """On a frozen LoRA: the identity again; each alone with the other off; no gradient below; any detach order."""
+    """On top of a frozen LoRA: exact at initialization, each works alone, no gradient below, detached in any order."""
     model = case.model()
     history = attach(model, get_variant("lora", rank=2), targets=case.targets, seed=5)
     perturb(history, seed=11)
@@ -239,25 +239,25 @@ def detaching(case: Case) -> None:
     perturb(adapter)
     case.loss(model).backward()
     adapter.detach()
-    need(classes == {n: type(m) for n, m in model.named_modules()}, "detach leaves modules or classes behind")
+    need(classes == {n: type(m) for n, m in model.named_modules()}, "detach does not restore modules or classes")
     need(flags == {n: p.requires_grad for n, p in model.named_parameters()}, "detach leaves requires_grad changed")
-    need(hooks == _hooks(model), "detach leaves hooks behind, or takes another's away")
+    need(hooks == _hooks(model), "detach leaves its hooks or removes another's")
     for hook in own:
         hook.remove()
-    need(not any("forward" in m.__dict__ for m in model.modules()), "detach leaves a forward behind")
+    need(not any("forward" in m.__dict__ for m in model.modules()), "detach leaves a forward on an instance")
     case.equal(case.logits(model), case.base_logits, "detached")
     try:
         adapter.scale = 0.5
     except AdapterError:
         return
-    raise Broken("a detached adapter took a new scale")
+    raise Broken("a detached adapter accepted a new scale")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _hooks(model: nn.Module) -> list[tuple[str, str, int, int]]:
-    """(module, kind, key, the function itself): a hook that takes another's place shows, too."""
+    """(module, kind, key, id of the function): also finds a hook that replaced another."""
     return [
         (name, kind, key, id(hook))
         for name, module in model.named_modules()
@@ -267,7 +267,7 @@ def _hooks(model: nn.Module) -> list[tuple[str, str, int, int]]:
 
 
 def checkpointing(case: Case) -> None:
-    """Gradients with gradient checkpointing, reentrant or not, are those without."""
+    """Gradient checkpointing, reentrant or not, does not change the gradients."""
     grads = []
     for reentrant in (None, False, True):
         model, adapter = case.ready()
@@ -304,7 +304,7 @@ def compiling(case: Case) -> None:
     for a, p in zip(eager, adapter.parameters(), strict=True):
         assert p.grad is not None
         case.close(p.grad, a, "compiled gradient")
-    ids = case.ids[:, :-1]  # as the loss has them: another length would be compiled anew, with dynamic shapes
+    ids = case.ids[:, :-1]  # the loss's length: another one would be compiled again, with dynamic shapes
     with adapter.off():
         case.equal(compiled(ids).logits, model(ids).logits, "compiled, off")
 
@@ -316,7 +316,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         checkpointing,
     )
 }  # fmt: skip
-SLOW_CHECKS: dict[str, Callable[[Case], None]] = {"compiling": compiling}  # seconds each: on one model, in one dtype
+SLOW_CHECKS: dict[str, Callable[[Case], None]] = {"compiling": compiling}  # slow, so on one model in one dtype
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -358,15 +358,15 @@ def check_subject(
             for check_name, check in (checks | SLOW_CHECKS if first else checks).items():
                 try:
                     check(case)
-                except Exception as e:  # whatever a variant raises is its row, not the end of the table
+                except Exception as e:  # an error of one variant belongs in its row and does not end the table
                     faults.append(f"{check_name} on {model} {dtype}: {e}")
                     clean = False
                     exact = exact and check_name != "identity"
         passed += [dtype] if clean else []
-    silent = ", ".join(sorted(variant.inactive()))
+    zero = ", ".join(sorted(variant.inactive()))
     return ConformanceRow(
         label, variant.reference, parameters, "bit-exact" if exact else "NOT the base",
-        f"all but {silent}" if silent else "all", " ".join(passed), _forward(variant), tuple(faults),
+        f"all but {zero}" if zero else "all", " ".join(passed), _forward(variant), tuple(faults),
     )  # fmt: skip
 
 
@@ -376,8 +376,7 @@ def run(
     dtypes: Iterable[str] = ("fp32", "bf16", "fp16"),
     compile: bool = False,
 ) -> Iterator[ConformanceRow]:
-    """Check variants one after the other; yields a row each (so that a progress bar can follow). ``compile`` adds the
-    slow check of torch.compile."""
+    """Check variants one after the other and yield a row for each. ``compile`` adds the slow check of torch.compile."""
     for label in labels if labels is not None else SUBJECTS:
         if label not in SUBJECTS:
             raise AdapterError(f"unknown subject {label!r}; known: {', '.join(SUBJECTS)}")

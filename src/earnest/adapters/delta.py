@@ -10,15 +10,15 @@ from earnest.adapters.kernel import Factors
 from earnest.adapters.runtime import Slot
 
 BLOCK = 8
-"""Vectors that are iterated at once."""
+"""Vectors per block of the iteration."""
 MOST = 200
-"""Iterations, where the block's own values are nearly equal to the next."""
+"""Most iterations; needed only if the singular values of the block are close to the next one."""
 CLOSE = 1e-4
-"""The pair is found when ΔWᵀu misses σv by so much of σ."""
+"""The iteration stops when ‖ΔWᵀu − σv‖ is below this share of σ."""
 
 
 class Delta:
-    """ΔW = W' − W of one slot on the base weight, at its present scale; nothing dense is formed where factors exist."""
+    """ΔW = W' − W of one slot on the base weight, at the current scale. ΔW is not formed if the variant has factors."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -27,7 +27,7 @@ class Delta:
         plain = variant.uses("factors") and not variant.uses("weight") and slot.gate.scale != 0.0
         with torch.no_grad():
             self._factors: Factors | None = None
-            if plain:  # not the slot's own: those are cast for sampling
+            if plain:  # not slot.factors(): those are cast for sampling
                 self._factors = variant.factors(slot.tensors, slot.layer, slot.gate.scale).plain()
             self._left = self._factors.left() if self._factors is not None else None
         self._dense: Tensor | None = None
@@ -68,8 +68,8 @@ class Delta:
     def leading(self) -> tuple[Float[Tensor, " m"], Float[Tensor, " n"]]:
         """Unit vectors u, v with ΔW v = σ u and ΔWᵀ u = σ v for the largest σ; u is 0 where ΔW is.
 
-        Iterated on a block of vectors until they are found: with a single one, two nearly equal values would hold it
-        up, and σ would be too small and its derivative another one's.
+        Subspace iteration on a block of vectors. With a single vector, two nearly equal singular values would slow the
+        iteration down; σ would be too small and its derivative wrong.
         """
         rng = torch.Generator().manual_seed(0)
         start = torch.randn(self.shape[1], min(BLOCK, *self.shape), generator=rng).to(self._slot.layer.device)
@@ -77,7 +77,7 @@ class Delta:
         for _ in range(MOST):
             image = self.matvec(basis)
             if not bool(torch.isfinite(image).all()):
-                return image[:, 0], basis[:, 0]  # for the loss to be refused by its own name
+                return image[:, 0], basis[:, 0]  # not finite: the caller refuses the loss and names it
             left, values, right = torch.linalg.svd(image, full_matrices=False)
             u, v = left[:, 0], basis @ right[0]
             if float(values[0]) <= torch.finfo(values.dtype).tiny:

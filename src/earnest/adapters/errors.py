@@ -1,4 +1,4 @@
-"""The one error of this package, a ``ValueError`` for the user."""
+"""The error of this package."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from earnest.errors import EarnestError
 
 
 class AdapterError(EarnestError):
-    """An adapter cannot be attached, loaded, merged or exported as asked."""
+    """An adapter cannot be attached, loaded, merged or exported with the given settings."""

@@ -1,9 +1,9 @@
-"""Adapters on disk: PEFT's two files for everybody, and two of our own that keep the exact fp32 offsets.
+"""Adapters on disk: two files in PEFT's format, and two of earnest's own that keep the exact fp32 offsets.
 
     adapter_config.json, adapter_model.safetensors      PEFT's format (where the variant has one, or is exactly a LoRA)
     earnest_adapter.json, earnest_adapter.safetensors   variant, settings, base fingerprint, exact tensors
 
-`load_adapter` takes either pair, strictly: missing, unexpected and misshapen tensors are errors.
+`load_adapter` reads either pair. Missing, unexpected and misshapen tensors are errors.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shared_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """The variant's common tensors, once: every layer holds a top-left corner of the largest."""
+    """The variant's shared tensors, each once: a layer holds a top-left corner of the largest."""
     out: dict[str, Tensor] = {}
     for name in sorted(adapter.variant.shared):
         parts = [slot.tensors[name] for slot in adapter.slots.values()]
@@ -78,9 +78,10 @@ def shared_tensors(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path:
-    """Write both pairs of files, at the adapter's present scale.
+    """Write both pairs of files, at the adapter's current scale.
 
-    Where PEFT has no exact form, its pair is left out and the reason is in our JSON."""
+    If PEFT has no exact form, its pair is left out, and earnest's JSON gives the reason.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     base_model = base_model or _loaded_from(adapter.model)
     shared = shared_tensors(adapter)
@@ -115,7 +116,7 @@ def _loaded_from(model: nn.Module) -> str | None:
 
 
 def _loadable(model: nn.Module, name: str | None) -> str | None:
-    """The base model's name as transformers and PEFT can load it: a hub id, else the folder that it came from."""
+    """The base model's name as transformers and PEFT can load it: a hub id, or else its folder."""
     where = _loaded_from(model)
     if where is None or not Path(where).is_dir() or (name and "/" in name and not Path(name).expanduser().exists()):
         return name
@@ -153,7 +154,7 @@ def load_adapter(
     name: str | None = None,
     expressions: bool = True,
 ) -> Adapter:
-    """Attach a saved adapter: ours exactly, a folder that PEFT wrote, or the adapter of a run folder.
+    """Attach a saved adapter from a folder of earnest's, a folder of PEFT's, or a run folder.
 
     ``check_base=False`` skips the comparison of the base's fingerprint.
     ``expressions=False`` refuses a PEFT config whose module names are regular expressions. Use it for files from

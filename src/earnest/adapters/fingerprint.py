@@ -1,4 +1,5 @@
-"""Which base an adapter belongs to: an exact hash for equal dtypes, a sketch that survives rounding for others."""
+"""Which base an adapter belongs to: an exact hash for equal dtypes; for other dtypes a sketch that tolerates
+rounding."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def base_fingerprint(layers: Mapping[str, Layer]) -> dict[str, Any]:
 
 
 def check_fingerprint(want: Mapping[str, Any], layers: Mapping[str, Layer]) -> None:
-    """Raise unless the layers' weights are the ones that ``want`` was taken from (up to the dtype's rounding)."""
+    """Raise unless ``want`` is the fingerprint of these layers' weights, up to the dtype's rounding."""
     have = base_fingerprint(layers)
     if have["dtype"] == want["dtype"]:
         if have["sha256"] != want["sha256"]:

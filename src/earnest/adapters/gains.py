@@ -1,7 +1,7 @@
 """The elementwise core: y + e ∘ y (IA3, DoRA) and y + e₁ ∘ y + e₂ ∘ rotate_half(y) (RoAd), with e = 0 the identity.
 
 Legend: N tokens (leading dimensions flattened), m outputs, G groups of 2·h outputs.
-What is kept for backward is y alone; the gradient of y is one pass over g.
+Only y is kept for backward; the gradient of y is one pass over g.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Gained(torch.autograd.Function):
 
 
 def gained(y: Float[Tensor, "*N m"], e: Float[Tensor, " m"]) -> Float[Tensor, "*N m"]:
-    """y + e ∘ y, in y's dtype. In bf16 1 + e would swallow a small e; in fp32 and wider (1 + e) ∘ y is as good."""
+    """y + e ∘ y, in y's dtype. In bf16, 1 + e would round a small e away; in fp32 and wider (1 + e) ∘ y is exact
+    enough."""
     if y.dtype.itemsize >= 4:
         return y * (1 + e.to(y.dtype))
     e = e.to(y.dtype)
@@ -67,7 +68,7 @@ class _Turned(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, e1, e2 = ctx.saved_tensors
         need_y, need_1, need_2 = ctx.needs_input_grad
-        # rotate_halfᵀ (e₂ ∘ g): what output 1 took from input 0, input 0 gets from output 1
+        # rotate_halfᵀ (e₂ ∘ g): the transpose exchanges the halves and their signs
         dy = _turn(g, e1, -e2.flip(1) if e2.shape[1] == 2 else -e2) if need_y else None
         d1 = (g * y).sum(0).sum_to_size(e1.shape) if need_1 else None
         d2 = torch.stack([-(g[:, :, 0] * y[:, :, 1]).sum(0), (g[:, :, 1] * y[:, :, 0]).sum(0)], 1) if need_2 else None
@@ -82,7 +83,7 @@ def _turn(y: Float[Tensor, "N G 2 h"], e1: Float[Tensor, "G p h"], e2: Float[Ten
 
 
 def turned(y: Float[Tensor, "*N m"], e1: Float[Tensor, "G p h"], e2: Float[Tensor, "G p h"]) -> Float[Tensor, "*N m"]:
-    """y + e₁ ∘ y + e₂ ∘ rotate_half(y) in groups of two halves; p = 1 where both halves share their numbers, or 2."""
+    """y + e₁ ∘ y + e₂ ∘ rotate_half(y) in groups of two halves; p = 1 if both halves share e₁ and e₂, otherwise 2."""
     pairs = y.reshape(-1, e1.shape[0], 2, e1.shape[-1])
     e1, e2 = e1.to(y.dtype), e2.to(y.dtype)
     if not torch.is_grad_enabled():

@@ -1,10 +1,10 @@
-"""The low-rank core: y + s·(x Aᵀ) Bᵀ, the one kernel behind LoRA, PiSSA, EVA, DeLoRA, DoRA, HRA, VeRA and AntiPaSTO.
+"""The low-rank core: y + s·(x Aᵀ) Bᵀ, the kernel of LoRA, PiSSA, EVA, DeLoRA, DoRA, HRA, VeRA and AntiPaSTO.
 
 Legend: N tokens (leading dimensions flattened), n inputs, m outputs, k rank.
-The adapter's fp32 tensors are cast to the base's dtype inside; what is kept for backward is x in the base's dtype (the
-very tensor that q, k and v share; not at all where A is frozen) and h = x Aᵀ [N, k] (not where B is frozen).
-An offset from a frozen start, D (A₀ + δ) + P δ, has rank 2r; `Around` knows that A₀ and P are frozen and that δ is on
-both sides, so that backward costs what the trained halves need: 10 products of rank r instead of 12 (a LoRA: 6).
+The kernel casts the adapter's fp32 tensors to the base's dtype. For backward it keeps x in the base's dtype (the tensor
+that q, k and v share; not if A is frozen) and h = x Aᵀ [N, k] (not if B is frozen).
+An offset from a frozen start, D (A₀ + δ) + P δ, has rank 2r. `Around` uses that A₀ and P are frozen and that δ occurs
+twice, so forward and backward cost 10 products of rank r instead of 12 (a LoRA: 6).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 SMALL = 2**17
-"""Numbers in an output below which a call's own cost decides: then plain autograd is used, not an own Function."""
+"""Outputs with fewer numbers than this use plain autograd: there the overhead of a custom Function dominates."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Factors:
         return self
 
     def cast(self, dtype: torch.dtype) -> Factors:
-        """The same for sampling: in the base's dtype, gain and core folded into B (a full basis stays shared)."""
+        """The factors for sampling: in the base's dtype, with gain and core folded into B (a full basis stays
+        shared)."""
         k, most = self.A.shape[0], min(self.A.shape[1], self.B.shape[0])
         if self.core is not None and self.gain is None and 2 * k > most:
             return Factors(self.A.to(dtype), self.B.to(dtype), self.scale, self.core.to(dtype))
@@ -71,7 +72,7 @@ class Around:
     strength: Float[Tensor, 1] | None = None
 
     def plain(self) -> Factors:
-        """The same as one pair of factors."""
+        """This ΔW as one pair of factors."""
         b = torch.cat([self.left, self.frozen], 1)
         b = b if self.strength is None else b * self.strength
         return Factors(torch.cat([self.start + self.delta, self.delta]), b, self.scale)
@@ -97,7 +98,7 @@ class _LowRank(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable  # h is kept as a constant: a second derivative would be wrong, so it raises
+    @once_differentiable  # h is a saved constant: a second derivative would be wrong, so it raises
     def backward(ctx: Any, g: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return None, None, None, None, None
@@ -117,7 +118,7 @@ TINY = 1e-12
 
 
 def _beside(left: Tensor, frozen: Tensor, strength: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """strength · [D, P], multiplied before it is cast: in bf16 a strength near 1 would lose its small changes."""
+    """strength · [D, P], multiplied before the cast: in bf16 a strength near 1 would lose its small changes."""
     both = torch.cat([left, frozen], 1)
     return (both if strength is None else both * strength).to(dtype)
 
@@ -158,11 +159,11 @@ class _Around(torch.autograd.Function):
         r = delta.shape[0]
         u = (g @ _beside(left, frozen, strength, g.dtype)).mul_(ctx.s)
         d_left = d_strength = None
-        if need_strength:  # u has the strength in it already
+        if need_strength:  # u already contains the strength
             away = torch.where(strength.abs() < TINY, torch.full_like(strength, TINY), strength)
             d_strength = (u.float() * h.float()).sum() / away if u.dtype.itemsize < 4 else (u * h).sum() / away
         if need_left:
-            d_left = (h[:, :r].t() @ g).t().mul_(ctx.s)  # gᵀ h takes half as long again
+            d_left = (h[:, :r].t() @ g).t().mul_(ctx.s)  # gᵀ h takes 1.5 times as long
             d_left = d_left if strength is None else d_left.to(strength.dtype) * strength
         d_delta = (u[:, :r] + u[:, r:]).t() @ x if need_delta else None
         dx = u @ torch.cat([start + delta, delta]).to(g.dtype) if need_x else None
@@ -188,7 +189,7 @@ def low_rank(y: Float[Tensor, "*N m"], x: Float[Tensor, "*N n"], f: Factors | Ar
 def _factored(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Factors) -> Float[Tensor, "N m"]:
     dtype = y.dtype
     if f.core is not None or f.gain is not None:
-        # A and B are frozen bases here, so plain autograd keeps h (and B h, with a gain) and nothing else.
+        # A and B are frozen bases here, so plain autograd keeps only h (and B h, with a gain).
         h = x @ f.A.to(dtype).t()
         h = h if f.core is None else _apply_core(h, f.core.to(dtype))
         if f.gain is None:
@@ -198,7 +199,7 @@ def _factored(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Factors) -> F
     if cast and torch.is_grad_enabled() and (f.A.requires_grad or f.B.requires_grad or x.requires_grad):
         out: Tensor = _LowRank.apply(y, x, f.A, f.B, f.scale)[0]
         return out
-    # Without a cast autograd keeps the very same two tensors, and a call costs less.
+    # Without a cast, autograd keeps the same two tensors, and a call costs less.
     return torch.addmm(y, x @ f.A.to(dtype).t(), f.B.to(dtype).t(), alpha=f.scale)
 
 

@@ -1,4 +1,4 @@
-"""One adapted linear map, seen the same way whatever module carries it.
+"""One adapted linear map, with the same interface for every kind of module.
 
 ``y = x Wᵀ + b`` with W [m, n]: ``nn.Linear``, GPT-2's ``Conv1D`` (stores Wᵀ), and *opaque* linear-like modules
 (quantised weights, other libraries' kernels), of which only the forward is used. Legend: m outputs, n inputs, k rows.
@@ -22,7 +22,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Has in/out features and maps the last dimension: what `attach` can adapt."""
+    """Whether `attach` can adapt the module: it has in and out features and maps the last dimension."""
     if _is_conv1d(module):
         return True
     has_size = all(isinstance(getattr(module, a, None), int) for a in ("in_features", "out_features"))
@@ -38,7 +38,7 @@ class Layer:
         self.name = name
         self.module = module
         self.base_class: type[nn.Module] = type(module)
-        self.stash: tuple[Tensor, Tensor | None] | None = None  # the true weight and bias while merged
+        self.stash: tuple[Tensor, Tensor | None] | None = None  # the base's weight and bias while merged
         self.cache: dict[Any, tuple[Any, Tensor, tuple[Tensor, ...]]] = {}  # derived values, see runtime.cached
         weight: Any = getattr(module, "weight", None)
         if _is_conv1d(module):
@@ -52,13 +52,13 @@ class Layer:
         self._inner = probe.dtype if probe is not None and probe.is_floating_point() else torch.float32
 
     def check_rank(self, variant: str, rank: int) -> None:
-        """Refuse a rank that the weight does not have."""
+        """Refuse a rank above that of the weight."""
         if rank > (most := min(self.m, self.n)):
             raise AdapterError(f"{variant}: rank {rank} exceeds {self.name}'s {most}; choose rank ≤ {most}.")
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what the base computes now: a model may be cast after `attach`."""
+        """The dtype in which the base computes now: a model may be cast after `attach`."""
         weight = self.stash[0] if self.stash is not None else getattr(self.module, "weight", None)
         if not isinstance(weight, Tensor):
             weight = next(iter([*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]), None)
@@ -74,16 +74,16 @@ class Layer:
 
     @property
     def mergeable(self) -> bool:
-        """Whether a dense weight can be written: not for quantised weights (requantising would lose silently), nor
-        where the weight is not the module's own parameter (a parametrisation)."""
+        """Whether a dense weight can be written: not if the weight is quantised (quantising again would lose the
+        update), and not if it is not the module's own parameter (a parametrisation)."""
         return self.kind != "opaque" and self.module._parameters.get("weight") is not None
 
     def base(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The untouched forward of the module."""
+        """The original forward of the module."""
         return self.base_class.forward(self.module, *args, **kwargs)
 
     def rows(self, u: Float[Tensor, "k n"]) -> Float[Tensor, "k m"]:
-        """u Wᵀ without the bias, differentiable in u: k extra tokens through the base's own kernel."""
+        """u Wᵀ without the bias, differentiable in u: computed as k extra tokens through the base's kernel."""
         u = u.to(self.dtype)
         if self.kind == "opaque":
             return self._without_bias(u)
@@ -91,7 +91,7 @@ class Layer:
         return F.linear(u, weight) if self.kind == "linear" else u @ weight
 
     def weight(self) -> Float[Tensor, "m n"]:
-        """W in fp32, detached; exact. An opaque module is read through its forward: W = base(I)ᵀ."""
+        """W in fp32, detached and exact. For an opaque module W = base(I)ᵀ, from its forward."""
         with torch.no_grad():
             if self.kind == "opaque":
                 return self._probe()
@@ -100,13 +100,13 @@ class Layer:
             return w if self.kind == "linear" else w.t().contiguous()
 
     def _without_bias(self, u: Tensor) -> Tensor:
-        if isinstance(self.module, nn.Linear):  # a quantised weight dispatches for itself
+        if isinstance(self.module, nn.Linear):  # a quantised weight has its own dispatch
             return F.linear(u, self.module.weight)
         params, bias = self.module._parameters, self.module._parameters.get("bias")
         if bias is None:
             out = self.base(u)
             return out if self.bias is None else out - self.bias
-        params["bias"] = None  # exact: (w + b) − b would round; not for several threads at once
+        params["bias"] = None  # exact, while (w + b) − b would round; not thread-safe
         try:
             return self.base(u)
         finally:
@@ -119,7 +119,7 @@ class Layer:
         want, got = u @ w.t(), self._without_bias(u.to(self.dtype)).float()
         if not torch.allclose(want, got, rtol=0.05, atol=0.05 * float(want.abs().max() + 1e-12)):
             raise AdapterError(
-                f"{self.name} ({self.base_class.__name__}) is no linear map (activations quantised?), so "
+                f"{self.name} ({self.base_class.__name__}) is not a linear map (are its activations quantised?), so "
                 "its weight cannot be read; use a variant that needs no weight: lora, eva, ia3, ia3_ff, road, vera"
             )
         return w

@@ -36,10 +36,10 @@ _PLACES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 def _places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each entry of a block: where its value stands in the upper triangle, and its sign (0 on the diagonal)."""
+    """For each entry of a block: the index of its value in the upper triangle, and its sign (0 on the diagonal)."""
     found = None if torch.compiler.is_compiling() else _PLACES.get((block, device))
     if found is None:
-        with torch.inference_mode(False):  # kept for all: a tensor born in inference mode could not be trained with
+        with torch.inference_mode(False):  # shared by all: a tensor made in inference mode cannot take part in training
             found = _make_places(block, device)
         if not torch.compiler.is_compiling():
             _PLACES[block, device] = found
@@ -57,8 +57,8 @@ def _make_places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def bounded(x: Float[Tensor, "g b b"], max_angle: float) -> Float[Tensor, "g b b"]:
     """x scaled so that no angle of its Cayley rotation exceeds max_angle.
 
-    The Cayley angle of an eigenvalue ±iσ is 2·atan σ, and σ_max ≤ ‖x‖_F/√2 for a skew matrix: so the whole rotation is
-    bounded, not single entries.
+    The Cayley angle of an eigenvalue ±iσ is 2·atan σ, and σ_max ≤ ‖x‖_F/√2 for a skew matrix. So the bound holds
+    for the whole rotation, not for single entries.
     """
     limit = math.tan(max_angle / 2)
     square = x.pow(2).sum((-1, -2), keepdim=True) / 2

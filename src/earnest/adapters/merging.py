@@ -1,4 +1,4 @@
-"""Merging a layer: W' in fp32, one rounding, the base's own tensors set aside and put back."""
+"""Merging a layer: W' is computed in fp32 and rounded once; the base's own tensors are kept and put back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from earnest.adapters.runtime import slots_of
 
 @torch.no_grad()
 def merged_weight(layer: Layer) -> tuple[Tensor, Tensor | None]:
-    """(W', b') in fp32 of everything that is open on the layer."""
+    """(W', b') in fp32 of the layer with all its active adapters."""
     w, b = layer.weight(), layer.bias
     b = None if b is None else b.detach().float()
     for slot in slots_of(layer.module):
@@ -29,7 +29,7 @@ def merge_layer(layer: Layer) -> None:
     if not layer.mergeable:
         raise AdapterError(
             f"{layer.name} is a {layer.base_class.__name__} whose weight is quantised or not its own: merging would "
-            "round the update away silently; run it unmerged, or merge into the unquantised model"
+            "round the update away; run it unmerged, or merge into the unquantised model"
         )
     w, b = merged_weight(layer)
     w = w.to(layer.dtype)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
-# Settings of PEFT that change what is computed and that nothing here reads: refused unless empty.
+# PEFT settings that change the result and that earnest does not support: refused unless empty.
 _UNREAD = (
     "modules_to_save", "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias",
     "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
@@ -37,7 +37,7 @@ def _has_conv1d(adapter: Adapter) -> bool:
 
 
 def target_modules(model: nn.Module, modules: Mapping[str, Any]) -> list[str]:
-    """The shortest list of names that means exactly these modules under PEFT's rule (a path or its tail)."""
+    """The shortest list of names that selects exactly these modules by PEFT's rule (a path or its tail)."""
     names = linears(model)
     every = [n for n, _ in model.named_modules() if n]
     for depth in (1, 2):
@@ -59,7 +59,8 @@ def common_config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
 
 
 def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
-    """(A [k, n], B [m, k]) in fp32 per module with every scale folded into B, where the variant is exactly low-rank."""
+    """(A [k, n], B [m, k]) in fp32 per module, with every scale folded into B; None if the variant is not exactly
+    low-rank."""
     out = {}
     for path, slot in adapter.slots.items():
         if adapter.variant.portable_rank(slot.layer) is None:
@@ -73,12 +74,12 @@ def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
 def peft_files(
     adapter: Adapter, shared: Mapping[str, Tensor], base_model: str | None
 ) -> tuple[tuple[dict[str, Any], dict[str, Tensor]] | None, str]:
-    """((config, tensors), how) in PEFT's own form for the variant, as an exact LoRA otherwise, or (None, why not).
+    """((config, tensors), how) in PEFT's form of the variant, or else as an exact LoRA; otherwise (None, why not).
 
-    PEFT's forms have no gate: at a scale other than 1 only a LoRA can hold it, folded into B.
+    PEFT's forms have no gate. A scale other than 1 can be written only as a LoRA, folded into B.
     """
     if adapter.scale == 0.0:
-        return None, "the gate is at 0, where the adapter is the base: set its scale, and save again"
+        return None, "the scale is 0, so the adapter has no effect: set its scale and save again"
     config, own = common_config(adapter, base_model), adapter.variant.peft_config()
     refused = own is not None and own["peft_type"] not in _CONV1D_TYPES and _has_conv1d(adapter)
     if own is not None and adapter.scale == 1.0 and not refused:
@@ -114,7 +115,7 @@ def lora_files(
 
 
 def _expected(model: nn.Module, config: Mapping[str, Any]) -> set[str]:
-    """The linear layers that a PEFT config means."""
+    """The linear layers that a PEFT config selects."""
     names, want = linears(model), config.get("target_modules")
 
     def hit(rule: Any, name: str) -> bool:
@@ -135,7 +136,7 @@ def _expected(model: nn.Module, config: Mapping[str, Any]) -> set[str]:
 
 
 def refuse_expressions(config: Mapping[str, Any]) -> None:
-    """Raise where a PEFT config selects modules by regular expression instead of by name."""
+    """Raise if a PEFT config selects modules by regular expression instead of by name."""
     for key in ("target_modules", "exclude_modules"):
         if isinstance(config.get(key), str) and config[key] != "all-linear":
             raise AdapterError(
@@ -145,7 +146,7 @@ def refuse_expressions(config: Mapping[str, Any]) -> None:
 
 
 def variant_of(config: Mapping[str, Any]) -> Variant:
-    """The variant that a PEFT config describes; refuses settings that would change the result unread."""
+    """The variant that a PEFT config describes. Settings that change the result and are not supported are refused."""
     for key in _UNREAD:
         if config.get(key):
             raise AdapterError(

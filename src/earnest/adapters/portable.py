@@ -1,9 +1,9 @@
 """A plain LoRA for servers.
 
-Every scale is folded into B, alpha = r, one rank for all modules, no rsLoRA, no init that names another base: vLLM,
-TGI and llama.cpp read neither rank_pattern nor init_lora_weights, so anything else would be served wrong without an
-error. Exact for LoRA, rsLoRA, EVA, VeRA, AntiPaSTO (rank r) and PiSSA, DeLoRA, HRA (2r where there is a frozen copy
-or a term of the initialization).
+Every scale is folded into B, alpha = r, one rank for all modules, no rsLoRA, no init that names another base. vLLM,
+TGI and llama.cpp ignore rank_pattern and init_lora_weights, so with other settings they would give wrong outputs
+without an error. The export is exact for LoRA, rsLoRA, EVA, VeRA and AntiPaSTO (rank r), and for PiSSA, DeLoRA and HRA
+(rank 2r if there is a frozen copy or an initial term).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: al
 
 
 def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, rank: int | None = None) -> Path:
-    """Write the portable pair of files at the adapter's present scale; ``rank`` pads to a larger one (default: the
-    smallest that vLLM can hold)."""
+    """Write the portable pair of files at the adapter's current scale. ``rank``: pad to this rank (default: the
+    smallest one that vLLM accepts)."""
     from earnest.adapters.files import OWN_CONFIG, OWN_MODEL, write_json, write_tensors
 
     if adapter.scale == 0.0:

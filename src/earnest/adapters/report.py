@@ -1,4 +1,4 @@
-"""What attach did, as data that prints well."""
+"""The result of attach: which layers matched, with which sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from earnest.adapters.targets import Match, block_index
 
 @dataclass(frozen=True)
 class AttachReport:
-    """Per target pattern the modules that matched; parameters; dtypes; what is inactive at initialization."""
+    """Modules per target pattern, parameters, dtypes, and the tensors that are inactive at initialization."""
 
     name: str
     variant: str

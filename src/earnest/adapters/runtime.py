@@ -1,9 +1,9 @@
-"""Where adapters sit in a model: slots on a layer, gates, and the forward that runs them.
+"""How adapters are installed in a model: slots on a layer, gates, and the forward that runs them.
 
-A layer with adapters keeps its identity, its weight and its place in the model; only its class is replaced by a
+A layer with adapters stays the same object with the same weight; only its class is replaced by a
 subclass with another ``forward`` (so `isinstance`, deepcopy, hooks, checkpointing and torch.compile see a normal
-module). Its slots are child modules: `model.parameters()` has the adapter's parameters, `model.state_dict()` stays
-the base's own.
+module). Its slots are child modules: `model.parameters()` includes the adapter's parameters, `model.state_dict()` has
+only the base's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from earnest.adapters.variant import Spec, Tensors, Variant
 SLOTS = "earnest_slots"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 KEPT = 16
-"""Derived values that a layer keeps at most."""
+"""The most derived values that a layer keeps."""
 
 
 class Gate:
@@ -51,23 +51,23 @@ class Slot(nn.Module):
                 self.register_parameter(name, nn.Parameter(value))
             else:
                 self.register_buffer(name, value)
-        self._cached: tuple[Any, Factors, tuple[Tensor, ...]] | None = None  # with the tensors: no id is used twice
+        self._cached: tuple[Any, Factors, tuple[Tensor, ...]] | None = None  # with its tensors: ids are not reused
         self.adapter_name = ""
         self.has_before, self.has_after = variant.uses("before"), variant.uses("after")
         self.has_factors = variant.uses("factors")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        # Read at every call, never kept: functional_call and .to() replace the entries.
+        # Read at every call: functional_call and .to() replace the entries.
         return {**self._parameters, **self._buffers}  # type: ignore[dict-item]
 
     def trainable(self) -> dict[str, Tensor]:
-        """The tensors that training moves (also while frozen as history)."""
+        """The tensors that training changes, also while the adapter is frozen."""
         t = self.tensors
         return {n: t[n] for n, spec in self.specs.items() if spec.trainable}
 
     def factors(self) -> Factors | Around:
-        """The variant's factors; while no gradient is wanted they are kept until a parameter changes."""
+        """The variant's factors. Without a gradient they are cached until a parameter changes."""
         t, scale, layer = self.tensors, self.gate.scale, self.layer
         if self.variant.cheap:
             return self.variant.factors(t, layer, scale)
@@ -91,7 +91,8 @@ class Slot(nn.Module):
         return self.variant.after(self.tensors, y, self.layer, self.gate.scale) if self.has_after else y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Slot:
-        """`model.to(dtype)` moves the slot but keeps its fp32: rounding parameters would undo small updates."""
+        """`model.to(dtype)` moves the slot to the device and keeps fp32: rounded parameters would lose small
+        updates."""
         self._cached = None
 
         def keep_dtype(x: Tensor) -> Tensor:
@@ -103,17 +104,17 @@ class Slot(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing: `model.state_dict()` is the base's; `adapter.state_dict()` has the adapter."""
+        """Write nothing: `model.state_dict()` is the base's; `adapter.state_dict()` has the adapter."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, for the same reason."""
+        """Read nothing, for the same reason."""
 
 
 def state_key(tensors: Tensors, exact: bool = True) -> tuple[Any, ...]:
-    """A key that changes when a tensor does.
+    """A key that changes when one of the tensors changes.
 
-    Autograd's version counter misses writes through ``.data``, so on the CPU the bytes are hashed as well; on other
-    devices, where that would synchronise, the version and the address are all there is.
+    Autograd's version counter misses writes through ``.data``, so on the CPU the key also has a hash of the bytes. On
+    other devices a hash would synchronise, so the key has only the version and the address.
     """
     return tuple((id(t), t._version, t.data_ptr(), _checksum(t) if exact and t.is_cpu else 0) for t in tensors.values())
 
@@ -123,7 +124,7 @@ def _checksum(t: Tensor) -> int:
 
 
 def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """compute(), kept on the layer until one of the tensors changes; not while compiling or under torch.func."""
+    """compute(), cached on the layer until one of the tensors changes. No cache while compiling or under torch.func."""
     if torch.compiler.is_compiling() or _in_transform(tensors):
         with _exactly(layer):
             return compute()
@@ -131,7 +132,7 @@ def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Calla
     key = (extra, layer.dtype, state_key(tensors))
     found = layer.cache.get(place)
     if found is None or found[0] != key:
-        if len(layer.cache) >= KEPT:  # of tensors that were given for one call
+        if len(layer.cache) >= KEPT:  # entries for tensors that were passed to one call only
             layer.cache.clear()
         with _exactly(layer):
             found = layer.cache[place] = (key, compute(), tuple(tensors.values()))
@@ -139,12 +140,12 @@ def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Calla
 
 
 def _in_transform(tensors: Tensors) -> bool:
-    """Whether torch.func holds them: such tensors have no address, and are another's in every call."""
+    """Whether torch.func wraps them: such tensors have no address and differ in every call."""
     return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors.values())
 
 
 def _exactly(layer: Layer) -> Any:
-    """Derived values are computed in their own dtype, also inside autocast: they outlive it in a cache."""
+    """Switch autocast off for derived values: the cache may outlive the autocast block."""
     kind = layer.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -159,7 +160,7 @@ def _on_rows(x: Tensor, gate: Gate, layer: Layer) -> Tensor:
     if x.dim() < 3 or x.shape[0] != gate.batch:
         raise AdapterError(
             f"{layer.name}: rows() was given {gate.batch} rows and the layer's input has shape {tuple(x.shape)}; "
-            "it needs [rows, positions, width] with as many rows (a layer that flattens its batch cannot be mixed)"
+            "it needs [rows, positions, width] with as many rows (a layer that flattens its batch cannot mix them)"
         )
     assert gate.rows is not None
     return x.index_select(0, gate.rows.to(x.device))
@@ -172,8 +173,8 @@ def run_slots(
     rest: tuple[Any, ...] = (),
     more: Mapping[str, Any] = NOTHING,
 ) -> Tensor:
-    """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is open."""
-    if len(slots) == 1 and slots[0].gate.rows is None and slots[0].gate.scale != 0.0:  # the usual case, without lists
+    """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is not 0."""
+    if len(slots) == 1 and slots[0].gate.rows is None and slots[0].gate.scale != 0.0:  # fast for the usual case
         slot = slots[0]
         return slot.run_after(layer.base(slot.run_before(x) if slot.has_before else x, *rest, **more), x)
     live = [s for s in slots if s.gate.scale != 0.0]
@@ -233,7 +234,7 @@ class Holder(nn.ModuleList):
 
 
 def layer_of(name: str, module: nn.Module) -> Layer:
-    """The module's Layer; the one that it already has, where it is adapted already."""
+    """The module's Layer: the existing one if the module is already adapted."""
     holder = module._modules.get(SLOTS)
     return holder.layer if isinstance(holder, Holder) else Layer(name, module)
 
@@ -251,7 +252,7 @@ def install(slot: Slot) -> None:
 
 
 def uninstall(slot: Slot) -> None:
-    """Take a slot off; the last one off gives the module its class back."""
+    """Remove a slot; after the last one the module has its own class again."""
     module = slot.layer.module
     slot.layer.cache.clear()
     rest = [s for s in slots_of(module) if s is not slot]

@@ -1,4 +1,4 @@
-"""Which modules a target pattern means, and a loud answer where it means none."""
+"""The modules that a target pattern selects; a pattern that selects none is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import is_linear_like
 from earnest.adapters.runtime import SLOTS
 
-# Default targets by role, first family that the model has: Llama/Qwen/Gemma/…, GPT-2, GPT-NeoX/Falcon, Phi, OPT/BERT.
+# Default targets by role, of the first family found in the model:
+# Llama/Qwen/Gemma/…, GPT-2, GPT-NeoX/Falcon, Phi, OPT/BERT.
 ROLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": (("q_proj", "v_proj"), ("c_attn",), ("query_key_value",), ("qkv_proj",), ("query", "value")),
     "keys_values": (("k_proj", "v_proj"), ("c_attn",), ("query_key_value",), ("qkv_proj",), ("key", "value")),
@@ -23,14 +24,14 @@ ROLES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Match:
-    """What one pattern matched."""
+    """The modules that one pattern matched."""
 
     pattern: str
     modules: tuple[str, ...]
 
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear-like module by its path, adapters' own tensors left out."""
+    """Every linear-like module by its path, without those of adapters."""
     return {n: m for n, m in model.named_modules() if is_linear_like(m) and SLOTS not in n.split(".")}
 
 
@@ -98,7 +99,9 @@ def find_targets(
     if wanted is not None:
         bare = wanted - {block_index(n) for n in chosen}
         if bare:
-            raise AdapterError(f"no target in layer(s) {sorted(bare)}: {', '.join(patterns)} match only other layers")
+            raise AdapterError(
+                f"no target in layer(s) {sorted(bare)}: {', '.join(patterns)} match only in other layers"
+            )
     return {n: names[n] for n in names if n in chosen}, tuple(matches)
 
 

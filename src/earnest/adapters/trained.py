@@ -10,7 +10,7 @@ from earnest.errors import EarnestError
 from earnest.models import Policy, load
 
 TEMPLATE = "chat_template.jinja"
-"""Beside the adapter's files, where the recipe gave a chat template."""
+"""Stored with the adapter's files if the recipe sets a chat template."""
 
 
 def load_trained(place: Path, model: str | None = None) -> tuple[Policy, Adapter]:

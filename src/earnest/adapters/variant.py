@@ -1,13 +1,13 @@
-"""The contract of a variant, and the registry. It fits on one hand:
+"""The interface of a variant, and the registry. A variant defines:
 
-1. ``specs(layer)``    names, shapes and roles of the tensors of one layer;
-2. ``initial(layer, …)`` their values when attached, such that the layer is *bit-exactly* the base;
+1. ``specs(layer)``       names, shapes and dtypes of the tensors of one layer;
+2. ``initial(layer, …)``  their values at initialization, such that the layer is *bit-exactly* the base;
 3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW) and ``after`` (y → y');
-4. ``weight``          the same map in weight space, in fp32 (given for free where only ``factors`` is used);
-5. what is declared: paper, reference, equation, learning rate, what is inactive at initialization, what must not decay.
+4. ``weight``             the same map in weight space, in fp32 (inherited if only ``factors`` is defined);
+5. facts: paper, reference, equation, learning rate, tensors inactive at initialization, tensors without weight decay.
 
 A layer with adapters 1…K computes f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x), f_0 = the base. Every function
-takes the gate's ``scale`` c; c = 0 never reaches it (the runtime skips the adapter), c = 1 is the trained adapter.
+takes the gate's ``scale`` c; c = 1 is the trained adapter. At c = 0 the runtime skips the adapter.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Variant(Checked):
     paper: ClassVar[str] = ""  # arXiv id
     reference: ClassVar[str] = ""  # the independent implementation that the tests compare with
     equation: ClassVar[str] = ""
-    lr: ClassVar[float] = 1e-4  # default learning rate for AdamW …
-    lr_source: ClassVar[str] = ""  # … and where it comes from
+    lr: ClassVar[float] = 1e-4  # default learning rate for AdamW
+    lr_source: ClassVar[str] = ""  # the source of that default
     targets: ClassVar[tuple[str, ...]] = ("attention",)  # default roles, see targets.py
     shared: ClassVar[frozenset[str]] = frozenset()  # frozen tensors that all layers share (as top-left corners)
-    detached: ClassVar[str] = ""  # what is held fixed in the derivative by definition; then it is not the loss's own
-    cheap: ClassVar[bool] = False  # factors() is free, so it is not cached for sampling
+    detached: ClassVar[str] = ""  # what the method holds fixed in the derivative, which then is not the exact one
+    cheap: ClassVar[bool] = False  # factors() costs nothing, so sampling does not cache them
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # rows of the conformance table: label -> small settings
     _uses: ClassVar[frozenset[str]] = frozenset()
 
@@ -101,7 +101,7 @@ class Variant(Checked):
         return {}
 
     def check(self, layer: Layer) -> None:
-        """Raise where the settings do not fit the layer (rank too large, block that does not divide …)."""
+        """Raise if the settings do not fit the layer (a rank too large, a block that does not divide …)."""
 
     def wants_calibration(self) -> bool:
         """Whether initial() reads the calibration moments."""
@@ -134,15 +134,15 @@ class Variant(Checked):
         return frozenset()
 
     def linear(self) -> bool:
-        """Whether ΔW(θ + θ') = ΔW(θ) + ΔW(θ') in the trained tensors: then parts of an update are parts of ΔW."""
+        """Whether ΔW(θ + θ') = ΔW(θ) + ΔW(θ') in the trained tensors."""
         return False
 
     def linear_note(self) -> str:
-        """Why not, for the error message."""
+        """Why the variant is not linear, for the error message."""
         return self.equation
 
     def portable_rank(self, layer: Layer) -> int | None:
-        """The rank of the exact LoRA that this is, or None where there is none (then it can only be merged)."""
+        """The rank of the LoRA that equals this variant exactly, or None (then it can only be merged)."""
         if self.uses("before") or self.uses("after") or not self.uses("factors"):
             return None
         return int(getattr(self, "rank", 0)) or None
@@ -153,7 +153,8 @@ class Variant(Checked):
 
     # -- PEFT's own format for this variant, where PEFT has one ------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
-        """PEFT's config fields (peft_type and the method's own), or None: then it is written as a LoRA, where exact."""
+        """PEFT's config fields (peft_type and the method's own), or None: then it is written as a LoRA if that is
+        exact."""
         return None
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
@@ -166,7 +167,7 @@ class Variant(Checked):
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        """The variant that a PEFT config describes, or None where it is not of this class."""
+        """The variant that a PEFT config describes, or None if the config is not of this class."""
         return None
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
@@ -174,7 +175,7 @@ class Variant(Checked):
         raise TypeError(f"variant {self.name} is not read from PEFT's format")
 
     def as_read(self) -> Variant:
-        """What an adapter read from PEFT's format is from then on."""
+        """The variant to use after reading from PEFT's format."""
         return self
 
     def peft_suffixes(self) -> Sequence[str]:
@@ -190,10 +191,10 @@ V = TypeVar("V", bound=type[Variant])
 
 
 def register(cls: V) -> V:
-    """Class decorator: makes a variant known under its ``name``."""
+    """Class decorator: registers a variant under its ``name``."""
     for fact in ("name", "paper", "reference", "equation"):
         if not getattr(cls, fact):
-            raise AdapterError(f"variant {cls.__name__} declares no {fact}; every variant has one")
+            raise AdapterError(f"variant {cls.__name__} declares no {fact}; add it to the class")
     if not (cls.uses("before") or cls.uses("factors") or cls.uses("after")):
         raise AdapterError(f"variant {cls.name!r} defines none of before(), factors(), after(): it would do nothing")
     if (cls.uses("before") or cls.uses("after")) and not cls.uses("weight"):
@@ -211,7 +212,7 @@ def get_variant(name: str, **values: Any) -> Variant:
 
 
 def list_variants() -> list[dict[str, Any]]:
-    """One row a variant: name, paper, reference, equation, default learning rate and settings with their defaults."""
+    """One row per variant: name, paper, reference, equation, default learning rate and settings with their defaults."""
     return [
         {
             "name": cls.name,

@@ -4,7 +4,7 @@
 
 A term is a frozen dataclass. It declares the roles whose tokens it reads, the signals that it needs and the per-token
 scalars that it needs from the engine; ``evaluate`` turns them into one differentiable number. It never sees a model. A
-term that misses something raises before anything is computed, naming itself and what is missing: never a quiet 0.
+term that lacks an input raises before anything is computed; the error names the term and the input.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from earnest.signals.wants import Wants
 
 @dataclass(frozen=True)
 class Value:
-    """A term's value: the loss as a graph on the scalars, a description of what ran (made by the code that ran), and
-    metrics; for a term that reads divergences also their names and how they were computed."""
+    """A term's result: the loss as a graph on the scalars, a description of what ran, and metrics.
+
+    A term that reads divergences also has their names and how they were computed.
+    """
 
     loss: Tensor
     ran: str
@@ -42,14 +44,13 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Term(Checked):
-    """One channel of a loss. Subclasses are frozen dataclasses with a unique ``kind``, the first equation in their
-    file.
+    """One part of a loss. Subclasses are frozen dataclasses with a unique ``kind``.
 
     ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its
     gradient), "batch_local" (its normaliser is the micro-batch's own), "reinforce_on_policy" (with behaviour = current
     its gradient is REINFORCE's under its own normaliser), "zero_at_source" (identical distributions cost 0 with
-    gradient 0), "inactive_at_source" (no gradient while the policy equals the source, or within a threshold of it: see
-    ``activated``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
+    gradient 0), "inactive_at_source" (no gradient while the policy equals the source, or is within a threshold of it:
+    see ``activated``). Fields are ``settings.setting``s: validated here, listed by ``earnest objectives``.
     """
 
     error: ClassVar[type[EarnestError]] = ObjectiveError
@@ -72,7 +73,7 @@ class Term(Checked):
 
     @property
     def additive(self) -> bool:
-        """True where the loss is a sum over rows of functions of that row's scalars and of the global counts alone."""
+        """Whether the loss is a sum over rows, each a function of that row's scalars and of the global counts only."""
         return True
 
     def signals(self) -> frozenset[Signal]:
@@ -81,7 +82,7 @@ class Term(Checked):
 
     @property
     def reference_kind(self) -> Who:
-        """Whose numbers its reference signals are: the base's, or the previous round's."""
+        """The policy that its reference signals come from: the base, or the previous round's."""
         return "base"
 
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
@@ -97,12 +98,12 @@ class Term(Checked):
         return None
 
     def of_rounds(self) -> tuple[str, ...]:
-        """The settings of this instance that only a loop of several rounds obeys (``steering``)."""
+        """The settings of this instance that have an effect only in a loop of several rounds (``steering``)."""
         return ()
 
     @classmethod
     def example(cls) -> Self:
-        """An instance with its defaults; terms with required fields say which value stands for one."""
+        """An instance with the defaults. A term with required fields overrides it."""
         return cls()
 
     def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
@@ -110,7 +111,7 @@ class Term(Checked):
         return batch.has_role(self.roles)[batch.row]
 
     def counts(self, batch: Batch) -> Counts:
-        """What it divides by on this (whole) batch, and how much of its roles' tokens and rows it reads."""
+        """What the term divides by on this whole batch, and the share of its roles' tokens and rows that it reads."""
         mine = self.tokens(batch)
         eligible = [size for role, size in zip(batch.role, batch.sizes, strict=True) if role in self.roles and size]
         found = batch.counts(mine)
@@ -118,35 +119,37 @@ class Term(Checked):
         return replace(found, coverage=share, left_out=len(eligible) - found.sequences)
 
     def idle(self, batch: Batch) -> str | None:
-        """Why this batch legitimately gives the term nothing to do (no failed row for a term of failed rows), or
+        """Why this batch legitimately has no token for the term (such as no failed row for a term of failed rows), or
         None."""
         return self.unfound(batch)
 
     def unfound(self, batch: Batch) -> str | None:
-        """That its rows were looked for and not found, or None. Rows that were not looked for are an error (check)."""
+        """A sentence if its rows were looked for and not found, else None. Rows not looked for are an error (check)."""
         if batch.active_roles & set(self.roles) or not set(self.roles) & set(batch.sought):
             return None
         return f"no {' or '.join(self.roles)} row was found for this batch"
 
     def activated(self, metrics: Mapping[str, float]) -> Self:
-        """This term with its threshold, if it has one, within reach of these metrics: what an audit checks while the
-        term is inactive by design."""
+        """This term with its threshold, if any, lowered so that it is active at these metrics.
+
+        The audit uses it while the term is inactive by design.
+        """
         return self
 
     def initial_state(self) -> dict[str, Any]:
-        """State that lives from step to step and in the checkpoint (JSON-able); most terms have none."""
+        """The state that the term keeps between steps and in the checkpoint (JSON); most terms have none."""
         return {}
 
     def advance(self, state: Mapping[str, Any], value: float, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The state after an update that saw this value and these metrics."""
+        """The state after an update with this value and these metrics."""
         return dict(state)
 
     def next_round(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state as a new round (a new adapter on a frozen history) begins."""
+        """The state at the beginning of a new round (a new adapter on top of frozen ones)."""
         return dict(state)
 
     def check(self, batch: Batch) -> str | None:
-        """Raise where this batch lacks what the term needs; otherwise return why it is idle, or None.
+        """Raise if this batch lacks what the term needs; otherwise return why it is idle, or None.
 
         The engine calls it once per step, before anything is computed.
         """
@@ -166,7 +169,7 @@ class Term(Checked):
         for signal in sorted(self.signals()):
             if batch.find(signal) is None:
                 raise SignalError(
-                    f"{self.label}: needs the signal {signal!r}, which the batch does not carry; collect the batch "
+                    f"{self.label}: needs the signal {signal!r}, which the batch does not have; collect the batch "
                     "with en.collect(…, objective=objective), supply it (earnest.signals), or take the term out of "
                     "the objective."
                 )
@@ -178,7 +181,7 @@ class Term(Checked):
             )
         if "advantages" in self.signals() and batch.estimator not in (*self.estimators, "given"):
             raise SignalError(
-                f"{self.label}: is defined with advantages by {' or '.join(self.estimators)}, the batch's are by "
+                f"{self.label}: is defined with advantages by {' or '.join(self.estimators)}, the batch has those by "
                 f"{batch.estimator!r}; collect it with en.collect(…, objective=objective), make them with "
                 f"with_advantages(batch, rewards, {self.estimators[0]!r}), or take another objective."
             )
@@ -187,8 +190,7 @@ class Term(Checked):
             if (why := self.idle(batch)) is not None:
                 return why
             raise SignalError(
-                f"{self.label}: no active token is left for it in this batch; check the masks and the teacher's "
-                "coverage."
+                f"{self.label}: the batch has no active token for it; check the masks and the teacher's coverage."
             )
         if not (total := batch.weight_of(tokens)) > 0:
             raise SignalError(
@@ -311,8 +313,8 @@ class Objective:
     def wants(self) -> Wants:
         """The rows and signals that a batch must have for the live terms.
 
-        Roles are those that terms name; a term that reads any row names none. A batch carries one reference, so the
-        terms that read one must agree whose it is.
+        A term that reads any row adds no role. A batch has one reference, so all terms that read a reference must use
+        the same policy.
         """
         terms = [w.term for w in self.live()]
         named = {role for term in terms if term.roles != ROLES for role in term.roles}
@@ -320,7 +322,7 @@ class Objective:
         if len(set(kinds.values())) > 1:
             shown = ", ".join(f"{label}: {kind}" for label, kind in kinds.items())
             raise SignalError(
-                f"the terms are held against different policies ({shown}), and a batch carries one reference; "
+                f"the terms use different reference policies ({shown}), and a batch has one reference; "
                 "give them the same one."
             )
         reads = [t.estimators for t in terms if "advantages" in t.signals()]
@@ -329,8 +331,8 @@ class Objective:
         return Wants(roles, self.signals(), allowed, next(iter(kinds.values()), "base"))
 
     def check(self, batch: Batch) -> dict[str, str]:
-        """Raise where a live term lacks something, or where none of them has anything to do; otherwise return the
-        idle terms, each with the reason."""
+        """Raise if a live term lacks an input, or if all of them are idle; otherwise return the idle terms, each with
+        the reason."""
         live = list(self.live())
         if not live:
             raise ObjectiveError(
@@ -344,7 +346,7 @@ class Objective:
         return idle
 
     def idle(self, batch: Batch) -> dict[str, str]:
-        """The live terms that this batch legitimately gives nothing to do, each with the reason."""
+        """The live terms for which this batch legitimately has no token, each with the reason."""
         reasons = {w.term.label: w.term.idle(batch) for w in self.live()}
         return {label: why for label, why in reasons.items() if why is not None}
 
@@ -395,7 +397,7 @@ class Objective:
             values[label] = replace(value, metrics={**value.metrics, **more})
             part = value.loss * w.weight
             total = part if total is None else total + part
-        if total is None:  # a micro-batch in which no live term has a row: 0, as a graph, so that its backward is 0 too
+        if total is None:  # no live term has a row in this micro-batch: 0, with a graph, so backward works
             total = torch.stack([field.values.sum() * 0 for field in scalars.values()]).sum()
         return Evaluation(total, values, idle)
 
@@ -404,9 +406,9 @@ class Objective:
         return {w.term.label: w.term.counts(batch) for w in self.live()}
 
     def advance(self, state: Mapping[str, Mapping[str, Any]], values: Mapping[str, Value]) -> dict[str, dict[str, Any]]:
-        """Every term's state after an update that saw these (whole-batch) values.
+        """Every term's state after an update with these values of the whole batch.
 
-        A term that was idle keeps its own.
+        The state of an idle term does not change.
         """
         after = {label: dict(own) for label, own in state.items()}
         for w in self.live():
@@ -419,5 +421,5 @@ class Objective:
         return after
 
     def next_round(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Every term's state as a new round begins."""
+        """Every term's state at the beginning of a new round."""
         return {w.term.label: w.term.next_round(state.get(w.term.label, w.term.initial_state())) for w in self.terms}

@@ -1,11 +1,12 @@
-"""Distillation from a teacher that the batch carries, and self-distillation from the policy's own better-informed self.
+"""Distillation from a teacher in the batch, and self-distillation from the policy with feedback in its prompt.
 
     Distill   mean over covered tokens of GJS_α(S, T)
     SDPO      mean over covered tokens of sg[min(ρ, c)]·w_g·GJS_α(S, T)
 
-SDPO's teacher is the policy itself, shown feedback or a sibling's success (``signals.teachers``); rows without one
-are left out and counted. w_g = √(p̂(1-p̂)) with the success rate p̂ of the row's group is SC-SDPO's weight;
-``route="failed"`` is SRPO's half of a sum whose other half is ``GRPO(route="correct")``.
+SDPO's teacher is the policy itself with a feedback-conditioned prompt: feedback, or a correct completion of the same
+group (``signals.teachers``). Rows without a teacher are left out and counted. w_g = √(p̂(1-p̂)), with the success rate p̂
+of the row's group, is SC-SDPO's weight;
+``route="failed"`` is one half of SRPO; the other half is ``GRPO(route="correct")``.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Distill(TeacherTerm):
     alpha: float = setting(
         0.5, "α: 0 is the forward KL, 1 the reverse, between them the Jensen–Shannon family", at_least=0.0, at_most=1.0
     )
-    normalised: bool = setting(False, "divide by α(1-α), so that moving α does not rescale the learning rate")
-    wrap: TAID | EntropyAware | None = setting(None, "what changes the divergence from inside")
+    normalised: bool = setting(False, "divide by α(1-α), so that α does not change the scale of the gradient")
+    wrap: TAID | EntropyAware | None = setting(None, "a method that changes the divergence: taid or entropy_aware")
 
     def validate(self) -> None:
         super().validate()
@@ -78,11 +79,11 @@ class Distill(TeacherTerm):
 @register
 @dataclass(frozen=True, kw_only=True)
 class SDPO(Distill):
-    """Self-distillation policy optimisation: the policy told what was wrong teaches the policy untold."""
+    """Self-distillation policy optimisation: the policy with a feedback-conditioned prompt is the teacher."""
 
     kind: ClassVar[str] = "sdpo"
     paper: ClassVar[str] = "SDPO, arXiv 2601.20802"
-    equation: ClassVar[str] = "mean_t sg[min(ρ, c)]·w_g·GJS_α(S, T_told)"
+    equation: ClassVar[str] = "mean_t sg[min(ρ, c)]·w_g·GJS_α(S, T_feedback)"
     roles: ClassVar[tuple[Role, ...]] = ("rollout",)
     laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source", "stop_gradient"})
 
@@ -105,7 +106,7 @@ class SDPO(Distill):
 
     @property
     def additive(self) -> bool:
-        return self.weighting == "none"  # a group's success rate may need rows of another micro-batch
+        return self.weighting == "none"  # a group may extend over several micro-batches
 
     def signals(self) -> frozenset[Signal]:
         more: set[Signal] = set()
@@ -153,11 +154,11 @@ class SDPO(Distill):
 
 
 def success_variance(batch: Batch) -> tuple[Float[Tensor, " R"], Metric]:
-    """√(p̂(1-p̂)) for every row, p̂ the share of correct rollouts in its group.
+    """√(p̂(1-p̂)) for every row, and the share of groups where it is not 0.
 
-    And the share of groups where it is not 0.
+    p̂ is the share of correct rollouts in the row's group.
     """
-    assert batch.correct is not None, "check() demands it"
+    assert batch.correct is not None, "check() requires it"
     rollout = batch.has_role(("rollout",))
     _, place = torch.unique(batch.group, return_inverse=True)
     groups = int(place.max()) + 1

@@ -1,4 +1,4 @@
-"""Entropy-aware on-policy distillation: imitate where the teacher is sure, cover where it is not (arXiv 2603.07079).
+"""Entropy-aware on-policy distillation (arXiv 2603.07079): reverse KL, plus forward KL where the teacher is uncertain.
 
     L_t = KL(S‖T) + 1[H(T) > h]·w·KL(T‖S)
 

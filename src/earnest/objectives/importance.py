@@ -1,10 +1,10 @@
-"""Truncated importance sampling between the program that sampled and the program that trains.
+"""Truncated importance sampling between the program that samples and the program that trains.
 
     w = exp(q_prox - q_behaviour),  loss ← sg[clip or mask(w)] · loss
 
-q_behaviour are the sampler's own log-probs, q_prox the trainer's of the same tokens under the weights that sampled.
-Where the two programs agree w is 1. ``truncate`` (Yao et al. 2025, "Your efficient RL framework secretly brings you
-off-policy training") bounds w, ``mask`` (MIS, Liu & Li et al. 2025) drops what lies outside the bound.
+q_behaviour are the sampler's log-probs; q_prox are the trainer's log-probs of the same tokens with the same weights. If
+the two programs agree, w is 1. ``truncate`` (Yao et al. 2025, "Your efficient RL framework secretly brings you
+off-policy training") bounds w, ``mask`` (MIS, Liu & Li et al. 2025) drops tokens outside the bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TruncatedIS(Checked):
     cap: float = setting(2.0, "the largest weight that is allowed", above=0.0)
     floor: float = setting(0.0, "the smallest weight that is allowed", at_least=0.0)
     level: str = setting(
-        "token", "one weight a token, or one a sequence: exp of the summed log-ratio", choices=("token", "sequence")
+        "token", "one weight per token, or one per sequence: exp of the summed log-ratio", choices=("token", "sequence")
     )
     mode: str = setting(
         "truncate", "clamp a weight outside the bounds, or drop its tokens", choices=("truncate", "mask")
@@ -41,7 +41,7 @@ class TruncatedIS(Checked):
             raise ObjectiveError(f"TruncatedIS: floor {self.floor} must be below cap {self.cap}.")
 
     def weights(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        """sg[w] for every token, and what was cut."""
+        """sg[w] for every token, and metrics of the weights outside the bounds."""
         log_weight = view.proximal.detach() - view.behaviour.detach()
         if self.level == "sequence":
             log_weight = view.row_sum(log_weight)[view.segment]

@@ -1,4 +1,4 @@
-"""Metrics that stay right when a batch is cut into micro-batches: each knows how two parts make a whole."""
+"""Metrics of a batch that is split into micro-batches: each can merge the values of two parts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The per-token scalars that an objective may ask an engine for. A need is a value: two terms that ask for the same
-share it.
+"""The per-token scalars that an objective can request from an engine. Terms with equal needs share the result.
 
-The engine answers each need with one number an active token (or a covered one, for a teacher that covers some of
-them), and takes back the loss's derivative by each number. No objective sees a logit.
+The engine returns one number per active token for each need (for a teacher: per covered token) and receives the loss's
+derivative by each number. Objectives do not see logits.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Tail = Literal["bucket", "renormalise", "unnormalised"]
 
 @dataclass(frozen=True)
 class LogProb:
-    """log softmax(z/temperature)[target], in nats. Shape [N], or [N, K] for K targets a position."""
+    """log softmax(z/temperature)[target], in nats. Shape [N], or [N, K] for K targets per position."""
 
     temperature: float = 1.0
 
@@ -34,7 +33,7 @@ class Divergence:
     """GJS_α between the student S and a source T, per token: α·KL(T‖M) + (1-α)·KL(S‖M), M = (1-α)S + αT.
 
     α = 0 is KL(T‖S) (forward), α = 1 is KL(S‖T) (reverse). ``normalised`` divides by α(1-α), which makes the family
-    continuous. ``support`` and ``tail`` say which K tokens are compared and what becomes of the rest; ``blend`` = t
+    continuous. ``support`` selects the K tokens that are compared, ``tail`` how the others count; ``blend`` = t
     replaces T by softmax((1-t)·sg[z_S] + t·z_T) (TAID).
     """
 
@@ -58,7 +57,7 @@ class SourceEntropy:
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """σ_max(ΔW) of every adapted module. Shape [L], one a module; not a per-token scalar."""
+    """σ_max(ΔW) of every adapted module. Shape [L], one number per module; not a per-token scalar."""
 
 
 Need = LogProb | Entropy | Divergence | SourceEntropy | SpectralNorm

@@ -1,10 +1,10 @@
-"""Policy gradients with a clipped ratio, which differ in what they divide by.
+"""Policy gradients with a clipped ratio. They differ in their normaliser.
 
     ρ = exp(lp - q),   ℓ = -min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A),   dual clip: ℓ ≤ -δA where A < 0
 
-q are the log-probs of the policy that sampled. They are required: with q = sg[lp] the gradient is REINFORCE's, and
-that has its own name here (``Reinforce``). Law: at q = lp the gradient is REINFORCE under the same normaliser, since
-1 lies inside the clip range.
+q are the log-probs of the policy that sampled. They are required: with q = sg[lp] the gradient is that of REINFORCE,
+which is a term of its own (``Reinforce``). Law: at q = lp the gradient is that of REINFORCE with the same normaliser,
+because 1 lies inside the clip range.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from earnest.signals.batch import Batch, Role
 
 ROUTES = ("all", "correct", "failed")
 LARGEST_LOG_RATIO = 60.0
-"""exp(60) is finite in float32 and far above every clip; also its product with an advantage of 1e12 is finite."""
+"""exp(60) is far above every clip; in float32 it is finite, also times an advantage of 1e12."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Term):
-    """What every policy gradient shares: rollouts, advantages, routing, the log-prob at the sampling temperature."""
+    """Base of policy gradients: rollouts, advantages, routing, and the log-prob at the sampling temperature."""
 
     roles: ClassVar[tuple[Role, ...]] = ("rollout",)
 
@@ -65,7 +65,7 @@ class PolicyGradient(Term):
 
 def routed(batch: Batch, route: str) -> Bool[Tensor, " N"]:
     """The tokens of the rows that a route takes."""
-    if route == "all" or batch.correct is None:  # check() demands ``correct`` for the other routes
+    if route == "all" or batch.correct is None:  # check() requires ``correct`` for the other routes
         return torch.ones(batch.active.shape[0], dtype=torch.bool, device=batch.device)
     return (batch.correct if route == "correct" else ~batch.correct)[batch.row]
 
@@ -90,15 +90,16 @@ class RatioGradient(PolicyGradient):
         return self.logprobs(view) - (view.behaviour if self.correction is None else view.proximal)
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        """The loss of each token before normalising, and the metrics of its clip."""
+        """The loss per token before normalising, and the metrics of the clip."""
         raise NotImplementedError  # abstract: every registered term defines it
 
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        """One number from the tokens: the objective's own normaliser, by default the mean over the batch's tokens."""
+        """The loss from the per-token values: the objective's normaliser, by default the mean over the batch's
+        tokens."""
         return view.token_mean(values)
 
     def described(self) -> str:
-        """Its kind with the settings that decided the loss, for reports."""
+        """The kind with the settings that affect the loss, for reports."""
         return self.kind
 
     def evaluate(self, view: View) -> Value:
@@ -121,7 +122,7 @@ class RatioGradient(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped(RatioGradient):
-    """PPO's clipped surrogate for each token."""
+    """PPO's clipped surrogate per token."""
 
     clip: float = setting(
         0.2, "ε: the ratio is clipped below at 1-ε, and above at 1+ε unless clip_high is set", above=0.0, at_most=1.0
@@ -144,8 +145,7 @@ class Clipped(RatioGradient):
     def validate(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= self.ceiling:
             raise ObjectiveError(
-                f"{self.label}: dual_clip {self.dual_clip} must be above the upper clip {self.ceiling:g}, or it would "
-                "undo it; raise it."
+                f"{self.label}: dual_clip {self.dual_clip} must be above the upper clip {self.ceiling:g}; raise it."
             )
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
@@ -158,7 +158,7 @@ class Clipped(RatioGradient):
     def clipped(self, view: View, log_ratio: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
         """-min(ρA, clip(ρ)A) with ρ = exp(log_ratio), bounded by -δA where A < 0."""
         advantage = view.advantages
-        # Where the clip removes the gradient anyway, ρ must stay finite: 0 · ∞ would be NaN.
+        # ρ must be finite where the clip sets the gradient to 0: 0 · ∞ would be NaN.
         removed = advantage >= 0 if self.dual_clip is None else torch.ones_like(advantage, dtype=torch.bool)
         ratio = torch.where(removed, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio).exp()
         bounded = self.bound(view, ratio)
@@ -191,7 +191,7 @@ class GRPO(Clipped):
 @register
 @dataclass(frozen=True, kw_only=True)
 class DAPO(Clipped):
-    """Clip-higher, and every token of the whole batch weighs the same."""
+    """A higher upper clip, and the same weight for every token of the whole batch."""
 
     kind: ClassVar[str] = "dapo"
     paper: ClassVar[str] = "DAPO, arXiv 2503.14476"
@@ -204,7 +204,7 @@ class DAPO(Clipped):
 @register
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(Clipped):
-    """Without GRPO's two biases: a constant divisor instead of each length, and advantages without the std."""
+    """GRPO without its two biases: the divisor is constant instead of each length, and advantages have no std."""
 
     kind: ClassVar[str] = "dr_grpo"
     paper: ClassVar[str] = "Understanding R1-Zero-like training, arXiv 2503.20783"
@@ -220,7 +220,7 @@ class DrGRPO(Clipped):
         idle = super().check(batch)
         if self.max_length is None and batch.max_length is None:
             raise SignalError(
-                f"{self.label}: divides by the longest allowed completion, which neither the batch nor the term has; "
+                f"{self.label}: divides by the longest allowed completion, which neither the batch nor the term sets; "
                 "set Batch.max_length or DrGRPO(max_length=…)."
             )
         return idle
@@ -232,10 +232,10 @@ class DrGRPO(Clipped):
 @register
 @dataclass(frozen=True, kw_only=True)
 class BNPO(Clipped):
-    """Divides by the tokens of the micro-batch at hand, so it depends on how the batch is cut: by definition, and
-    declared.
+    """The mean over the tokens of each micro-batch, so by definition it depends on how the batch is split.
 
-    Parts of a batch are averaged by their share of its sequences; in one piece it is DAPO's mean with equal clips.
+    Micro-batches are averaged by their share of the sequences. For a batch in one piece it is DAPO's mean with equal
+    clips.
     """
 
     kind: ClassVar[str] = "bnpo"

@@ -7,7 +7,8 @@
             robust      [-(1-ε)·logσ(βh) + ε·logσ(-βh)] / (1-2ε)
     SimPO   -logσ(β(mean lp_c - mean lp_r) - γ),  no reference
 
-``Batch.pair`` says which two rows are a pair, never their order. logσ is one function, never log(sigmoid).
+``Batch.pair`` gives the two rows of a pair; their order has no meaning. logσ is computed as one function, without
+overflow.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from earnest.signals.batch import Batch, Role
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Term):
-    """What pairs have in common. A pair may lie in two micro-batches, so the loss is one of the whole batch."""
+    """Base of losses on pairs. The two rows may be in different micro-batches, so the loss needs the whole batch."""
 
     roles: ClassVar[tuple[Role, ...]] = ("chosen", "rejected")
 
@@ -49,7 +50,7 @@ class Preference(Term):
         rejected: Float[Tensor, " P"],
         ran: str,
     ) -> Value:
-        """The mean over pairs, with the rewards that the loss implies."""
+        """The mean over pairs, with the implicit rewards as metrics."""
         metrics: dict[str, Metric] = {
             "accuracy": Mean.of(chosen > rejected),
             "margin": Mean.of(chosen - rejected),
@@ -75,16 +76,16 @@ class DPO(Preference):
     )
     equation: ClassVar[str] = "-logσ(β[(lp_c - lp₀_c) - (lp_r - lp₀_r)])"
 
-    beta: float = setting(0.1, "β: how far the policy may leave the reference for a preference; ipo's τ", above=0.0)
+    beta: float = setting(0.1, "β: strength of the constraint to the reference (larger: closer); ipo's τ", above=0.0)
     loss: str = setting("sigmoid", "the shape of the loss", choices=("sigmoid", "ipo", "hinge", "robust"))
     smoothing: float = setting(
-        0.0, "ε: share of pairs whose label is taken to be wrong (sigmoid and robust)", at_least=0.0, below=0.5
+        0.0, "ε: assumed share of pairs with a wrong label (sigmoid and robust)", at_least=0.0, below=0.5
     )
 
     def validate(self) -> None:
         if self.smoothing and self.loss in ("ipo", "hinge"):
             raise ObjectiveError(
-                f"{self.label}: smoothing {self.smoothing} has no meaning with loss {self.loss!r}; use 'sigmoid' or "
+                f"{self.label}: smoothing {self.smoothing} has no effect with loss {self.loss!r}; use 'sigmoid' or "
                 "'robust', or leave it at 0."
             )
         if self.loss == "robust" and not self.smoothing:
@@ -121,7 +122,7 @@ class DPO(Preference):
 @register
 @dataclass(frozen=True, kw_only=True)
 class SimPO(Preference):
-    """Preferences by the mean log-prob a token, with a margin and without a reference."""
+    """Preferences by the mean log-prob per token, with a margin and without a reference."""
 
     kind: ClassVar[str] = "simpo"
     paper: ClassVar[str] = "SimPO, arXiv 2405.14734"
@@ -131,7 +132,7 @@ class SimPO(Preference):
     gamma: float = setting(
         0.5, "γ: the margin by which the chosen answer must win, in units of the logit", at_least=0.0
     )
-    smoothing: float = setting(0.0, "ε: share of pairs whose label is taken to be wrong", at_least=0.0, below=0.5)
+    smoothing: float = setting(0.0, "ε: assumed share of pairs with a wrong label", at_least=0.0, below=0.5)
 
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
         return (LogProb(),)

@@ -1,10 +1,11 @@
-"""A penalty on the sampled KL to the reference, named by the gradient that it really has.
+"""A penalty on the sampled KL to the reference. Reports name the KL whose gradient it has.
 
     d = lp - lp₀,   k2 = ½d²,   k3 = e^{-d} + d - 1
 
 Both values estimate KL(π‖π₀) on samples of π. As losses they differ (arXiv 2510.01555): on-policy E∇k2 = ∇KL(π‖π₀),
-but E∇k3 = ∇KL(π₀‖π), the *forward* KL. ``straight_through`` has k3's value and k2's gradient. k1 = d is no loss: its
-gradient has no reference in it and mean 0. Off-policy each needs the ratio: ``detached`` multiplies by sg[ρ];
+but E∇k3 = ∇KL(π₀‖π), the *forward* KL. ``straight_through`` has k3's value and k2's gradient. k1 = d cannot be a
+loss: its gradient does not depend on the reference and has mean 0. Off-policy each needs the ratio: ``detached``
+multiplies by sg[ρ];
 ``attached`` by ρ itself, which turns k3's gradient into the reverse KL's (E_μ∇(ρ·k3) = E_π[d·∇lp]).
 """
 
@@ -33,7 +34,7 @@ REVERSE, FORWARD = "gradient of KL(π‖π₀)", "gradient of KL(π₀‖π)"
 @register
 @dataclass(frozen=True, kw_only=True)
 class ReferenceKL(Term):
-    """Keeps rollouts near the reference policy, by an estimate on the sampled tokens."""
+    """Keeps the policy near the reference, by an estimate of the KL on the sampled tokens."""
 
     kind: ClassVar[str] = "reference_kl"
     paper: ClassVar[str] = "k1, k2, k3: Schulman 2020, joschu.net/blog/kl-approx.html; as losses: arXiv 2510.01555"
@@ -60,8 +61,8 @@ class ReferenceKL(Term):
     def __post_init__(self) -> None:
         if self.estimator == "k1":
             raise ObjectiveError(
-                f"{self.label}: k1 = lp - lp₀ is no loss: its gradient has no reference in it and mean 0. Use 'k2' "
-                "(or put k1 into the reward)."
+                f"{self.label}: k1 = lp - lp₀ cannot be a loss: its gradient does not depend on the reference. "
+                "Use 'k2' (or put k1 into the reward)."
             )
         super().__post_init__()
 
@@ -80,7 +81,7 @@ class ReferenceKL(Term):
 
     @property
     def gradient(self) -> str:
-        """Whose gradient this is in expectation: on-policy, or over μ where the ratio is in."""
+        """The KL whose gradient this is in expectation: on-policy, or over μ with the ratio."""
         name = FORWARD if self.estimator == "k3" and self.importance != "attached" else REVERSE
         return name if self.importance != "none" else f"{name} on-policy"
 

@@ -1,4 +1,4 @@
-"""Every term by its kind: what YAML names, what ``earnest objectives`` lists, and what the registry's tests run."""
+"""Every term by its kind: the name in YAML and in ``earnest objectives``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=type[Term])
 
 
 def register(term: T) -> T:
-    """Class decorator: makes a term known by its ``kind``."""
+    """Class decorator: registers a term by its ``kind``."""
     if "dormant_at_source" in term.laws:
         warn_renamed("the law dormant_at_source", "inactive_at_source")
         term.laws = term.laws - {"dormant_at_source"} | {"inactive_at_source"}
@@ -27,7 +27,7 @@ def register(term: T) -> T:
 
 
 def build(kind: str, **values: Any) -> Term:
-    """The term of this kind with these fields; nested settings may be mappings, as YAML has them."""
+    """The term of this kind with these fields; nested settings may be mappings, as in YAML."""
     try:
         return make(OBJECTIVES.find(kind), values)
     except FieldProblem as problem:
@@ -51,7 +51,7 @@ def build_objective(terms: Sequence[Mapping[str, Any]]) -> Objective:
 
 @dataclass(frozen=True)
 class TermInfo:
-    """One term, for people: what ``earnest objectives`` prints."""
+    """The description of a term that ``earnest objectives`` prints."""
 
     kind: str
     cls: str
@@ -60,7 +60,7 @@ class TermInfo:
     equation: str
     roles: tuple[str, ...]
     signals: tuple[str, ...]
-    more_signals: tuple[tuple[str, str], ...]  # (signal, the setting with which it is read, too)
+    more_signals: tuple[tuple[str, str], ...]  # (signal, the setting with which the term reads it)
     laws: tuple[str, ...]
     fields: tuple[FieldInfo, ...]
 
@@ -71,7 +71,7 @@ def describe() -> list[TermInfo]:
 
 
 def info_of(term: type[Term]) -> TermInfo:
-    """One term."""
+    """The description of one term."""
     return TermInfo(
         kind=term.kind,
         cls=term.__name__,
@@ -96,7 +96,7 @@ def _conditional(term: type[Term]) -> dict[str, str]:
         for value in values:
             try:
                 wanted = replace(default, **{name: value}).signals()
-            except ObjectiveError:  # it contradicts another default
+            except ObjectiveError:  # the setting contradicts another default
                 continue
             shown = value if isinstance(value, str | bool) else f"{type(value).__name__}(…)"
             for signal in wanted - default.signals():

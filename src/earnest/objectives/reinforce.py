@@ -1,6 +1,6 @@
-"""Policy gradients without a ratio: correct for one update per rollout.
+"""Policy gradients without a ratio. They are correct for one update per batch of rollouts.
 
-reinforce   ℓ = -A·lp, each token alone
+reinforce   ℓ = -A·lp, per token
 rloo        ℓ = -A·Σ_t lp, the completion as one action, A = r_i - mean_{j≠i} r_j
 """
 

@@ -1,9 +1,9 @@
-"""Policy gradients whose ratio belongs to the sequence.
+"""Policy gradients with one ratio per sequence.
 
     s_i = exp(mean_t(lp - q)),   ℓ_i = -min(s_i A_i, clip(s_i, 1-ε, 1+ε_high)·A_i)
 
-GSPO's token form replaces s_i by sg[s_i]·exp(lp_t - sg[lp_t]): the same gradient where a sequence has one advantage,
-and the one to use where its tokens have several. LUSPO multiplies each sequence's loss by its length.
+GSPO's token form replaces s_i by sg[s_i]·exp(lp_t - sg[lp_t]): the same gradient if a sequence has one advantage.
+Use it if the advantages differ within a sequence. LUSPO multiplies each sequence's loss by its length.
 
 Under a token-level importance correction w_t the two forms differ: the sequence form multiplies s_i·A_i by mean_t(w_t),
 the token form multiplies each token's gradient by its own w_t.
@@ -29,7 +29,7 @@ from earnest.settings import setting
 class SequenceRatio(Clipped):
     """The clipped surrogate on the geometric-mean ratio of each sequence."""
 
-    # With one advantage a sequence the token form has the sequence form's gradient, by construction.
+    # With one advantage per sequence both forms have the same gradient, by construction.
     twins: ClassVar[frozenset[tuple[str, str]]] = frozenset({("sequence", "token")})
 
     clip: float = setting(3e-4, "ε: the sequence ratio is clipped below at 1-ε", above=0.0, at_most=1.0)
@@ -38,7 +38,7 @@ class SequenceRatio(Clipped):
     )
     level: str = setting(
         "sequence",
-        "one advantage a sequence and its own ratio, or the token form for advantages that differ within one",
+        "one advantage and one ratio per sequence, or the token form for advantages that differ within a sequence",
         choices=("sequence", "token"),
     )
 
@@ -61,7 +61,7 @@ class SequenceRatio(Clipped):
         if bool(apart.any()):
             row = int(view.row[apart][0])
             raise SignalError(
-                f"{self.label}: level='sequence' takes one advantage a sequence, row {row} has several; use "
+                f"{self.label}: level='sequence' takes one advantage per sequence, row {row} has several; use "
                 "level='token'."
             )
 
@@ -83,7 +83,7 @@ class GSPO(SequenceRatio):
 @register
 @dataclass(frozen=True, kw_only=True)
 class LUSPO(SequenceRatio):
-    """GSPO with each sequence's loss times its length, so that long answers do not count less a token."""
+    """GSPO with each sequence's loss times its length, so that tokens of long answers do not count less."""
 
     kind: ClassVar[str] = "luspo"
     paper: ClassVar[str] = "LUSPO (length-unbiased sequence policy optimisation), arXiv 2602.05261"

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of the target tokens, the terminal one included.
+"""Supervised fine-tuning: the negative log-likelihood of the target tokens, with the end-of-sequence token.
 
 L = -Σ w·log π(y_t | y_<t) / Σ w
 """

@@ -1,4 +1,4 @@
-"""Policy gradients that never cut a token's gradient off: CISPO bounds its weight, SAPO fades it.
+"""Policy gradients without a hard clip: CISPO bounds the weight of a token, SAPO reduces it smoothly.
 
 cispo   ℓ = -sg[min(ρ, c)]·A·lp                 c is an absolute bound on the ratio, such as 5
 sapo    ℓ = -(4/τ)·σ(τ(ρ - 1))·A                τ⁺ where A > 0, τ⁻ elsewhere
@@ -23,7 +23,7 @@ from earnest.settings import setting
 @register
 @dataclass(frozen=True, kw_only=True)
 class CISPO(RatioGradient):
-    """REINFORCE on every token, weighted by the bounded ratio; every token of the whole batch weighs the same."""
+    """REINFORCE on every token, weighted by the bounded ratio; every token of the whole batch has the same weight."""
 
     kind: ClassVar[str] = "cispo"
     paper: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585; absolute bound: ScaleRL, arXiv 2510.13786"
@@ -31,7 +31,9 @@ class CISPO(RatioGradient):
     laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy", "stop_gradient"})
 
     max_ratio: float = setting(
-        5.0, "c: absolute upper bound on the ratio; at 1 or above, or the on-policy law breaks", at_least=1.0
+        5.0,
+        "c: absolute upper bound on the ratio; at least 1, so that on-policy gradients are those of REINFORCE",
+        at_least=1.0,
     )
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
@@ -58,7 +60,7 @@ class SAPO(RatioGradient):
     tau_negative: float = setting(1.05, "τ⁻: how fast it closes elsewhere", above=0.0)
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        ratio = self.log_ratio(view).clamp(max=LARGEST_LOG_RATIO).exp()  # the gate is closed long before
+        ratio = self.log_ratio(view).clamp(max=LARGEST_LOG_RATIO).exp()  # the gate is closed at much smaller ratios
         tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative)
         gate = torch.sigmoid(tau * (ratio - 1))
         metrics: dict[str, Metric] = {"gate": Mean.of(4 * gate * (1 - gate))}

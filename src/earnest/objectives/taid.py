@@ -1,4 +1,4 @@
-"""TAID: the teacher starts near the student and walks away from it (arXiv 2501.16937).
+"""TAID (arXiv 2501.16937): the target moves from near the student to the teacher.
 
     p_t = softmax((1-t)·sg[z_S] + t·z_T),   L = KL(p_t‖S)
     m ← βm + (1-β)(L_prev - L)/(L_prev + ε),   t ← min(t_end, max(linear schedule, t + α_t·σ(m)·(1-t)))
@@ -44,8 +44,8 @@ class TAID(TeacherTerm):
     steps: int = setting(
         1000, "updates over which the schedule's floor rises linearly from t_start to t_end", at_least=1
     )
-    rate: float = setting(5e-4, "α_t: how far one update may push t beyond the schedule", at_least=0.0)
-    momentum: float = setting(0.99, "β: memory of the loss's relative change", at_least=0.0, below=1.0)
+    rate: float = setting(5e-4, "α_t: how much one update may raise t above the schedule", at_least=0.0)
+    momentum: float = setting(0.99, "β: momentum of the loss's relative change", at_least=0.0, below=1.0)
 
     def validate(self) -> None:
         super().validate()

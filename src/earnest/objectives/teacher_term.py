@@ -1,4 +1,4 @@
-"""What channels with a teacher share: the tokens it covers, the support they are compared on, a wrapper's way in."""
+"""Base of terms with a teacher: the covered tokens, the support of the comparison, and wrappers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_TOP_K = 100
 
 @dataclass(frozen=True, eq=False)
 class PerToken:
-    """A divergence for each token of a view, what ran, and metrics."""
+    """A divergence per token of a view, a description of what ran, and metrics."""
 
     values: Float[Tensor, " n"]
     ran: str
@@ -31,14 +31,14 @@ class PerToken:
 
 
 def plain(divergence: Divergence, view: View) -> PerToken:
-    """The divergence as it is, with what the engine says about it."""
+    """The divergence without a wrapper, with the engine's description."""
     values = view.scalar(divergence)
     return PerToken(values, view.ran(divergence), dict(view.field(divergence).metrics or {}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTerm(Term):
-    """A channel that reads a teacher, on the tokens that it covers."""
+    """A term that reads a teacher, on the tokens that the teacher covers."""
 
     laws: ClassVar[frozenset[str]] = frozenset({"zero_at_source"})
 
@@ -52,7 +52,7 @@ class TeacherTerm(Term):
     )
     tail: str = setting(
         "bucket",
-        "what becomes of the other tokens: one bucket, dropped and renormalised, or the unnormalised reverse KL on K",
+        "how the other tokens count: as one bucket, dropped and renormalised, or the unnormalised reverse KL on K",
         choices=("bucket", "renormalise", "unnormalised"),
     )
     temperature: float = setting(1.0, "both distributions are softmax(z/temperature)", above=0.0)
@@ -61,7 +61,7 @@ class TeacherTerm(Term):
         if self.support == "full" and (self.top_k is not None or self.tail != "bucket"):
             raise ObjectiveError(
                 f"{self.label}: support 'full' compares every token, so top_k {self.top_k} and tail {self.tail!r} "
-                "would do nothing; "
+                "have no effect; "
                 "choose support='student' or 'teacher', or leave them out."
             )
 
@@ -85,7 +85,7 @@ class TeacherTerm(Term):
         return Divergence("teacher", alpha, normalised, self.support, k, self.tail, self.temperature)  # type: ignore[arg-type]
 
     def demand_bare(self, owner: str) -> None:
-        """As a wrapper a term has no support of its own: refuse fields that would be ignored."""
+        """Refuse fields that a wrapper ignores: it has no support of its own."""
         for f in fields(TeacherTerm):
             if getattr(self, f.name) != f.default:
                 raise ObjectiveError(

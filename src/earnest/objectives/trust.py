@@ -4,8 +4,8 @@
     SpectralCap    mean over adapted modules of relu(σ_max(ΔW) - cap)
     EntropyBonus   -mean H(π)
 
-A mean hides a few looping tokens among many good ones; the rmse does not. τ means something else for each, so
-``calibrate_tau`` reads it off a healthy batch.
+A mean hides a few looping tokens among many good ones; the rmse does not. Each aggregate needs another τ, and
+``calibrate_tau`` computes it from a healthy batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGGREGATES = ("mean", "rmse", "p95", "max")
 
 
 def aggregate(values: Float[Tensor, " n"], over: str) -> Float[Tensor, ""]:
-    """One number from a divergence a position, in float32 at least; its gradient at all zeros is 0, never NaN."""
+    """One number from the divergences per position, in float32 or wider; at all zeros its gradient is 0, not NaN."""
     if values.numel() == 0:
         raise SignalError(f"there is no position to take the {over} of; check the mask.")
     values = values if values.dtype == torch.float64 else values.float()
@@ -51,9 +51,9 @@ def aggregate(values: Float[Tensor, " n"], over: str) -> Float[Tensor, ""]:
 
 
 class Root(torch.autograd.Function):
-    """√x whose slope at 0 is 0: the subgradient that leaves a policy at its reference alone.
+    """√x with slope 0 at x = 0, so a policy at its reference has a zero gradient.
 
-    No eps to vanish in 16 bits.
+    It needs no epsilon, which would round to 0 in 16 bits.
     """
 
     @staticmethod
@@ -75,9 +75,8 @@ def calibrate_tau(divergence: Float[Tensor, " n"], over: str = "rmse", margin: f
     found = float(aggregate(divergence.detach(), over))
     if not found > 0:
         raise ObjectiveError(
-            f"the batch's divergence is {found:g}: the policy is still its reference, so it shows nothing to "
-            "calibrate on; "
-            "take a batch after some healthy training, or set tau by hand."
+            f"the batch's divergence is {found:g}: the policy equals its reference, so tau cannot be "
+            "calibrated on it; take a batch after some healthy training, or set tau by hand."
         )
     return margin * found
 
@@ -85,7 +84,8 @@ def calibrate_tau(divergence: Float[Tensor, " n"], over: str = "rmse", margin: f
 @register
 @dataclass(frozen=True, kw_only=True)
 class KLBarrier(Term):
-    """Free inside a radius τ around the reference, a wall beyond it; all roles, over the whole optimizer batch."""
+    """No cost up to a divergence τ from the reference, a linear cost above it; all roles, over the whole optimizer
+    batch."""
 
     kind: ClassVar[str] = "kl_barrier"
     paper: ClassVar[str] = "a hinge on a trust region (TRPO's constraint, arXiv 1502.05477)"
@@ -95,14 +95,14 @@ class KLBarrier(Term):
     beyond_step: ClassVar[frozenset[str]] = frozenset({"growth", "reference"})
 
     tau: float = setting(
-        1.0, "τ: the divergence that is free, in nats; it means something else for each aggregate", at_least=0.0
+        1.0, "τ: the divergence without cost, in nats; each aggregate needs another value", at_least=0.0
     )
     over: str = setting("rmse", "how positions are aggregated", choices=AGGREGATES)
     direction: str = setting("reverse", "KL(π‖π₀) or KL(π₀‖π)", choices=("reverse", "forward"))
     reference: str = setting(
-        "base", "against which policy: the untouched base, or the previous round", choices=("base", "previous")
+        "base", "the reference policy: the base without adapters, or the previous round", choices=("base", "previous")
     )
-    strength: float = setting(1.0, "λ: how steep the wall is", above=0.0)
+    strength: float = setting(1.0, "λ: slope of the cost above τ", above=0.0)
     growth: float = setting(0.0, "p: λ is multiplied by (1+round)^p; negative decays, positive grows")
 
     @property
@@ -128,7 +128,7 @@ class KLBarrier(Term):
         assert batch.reference is not None, "check() demands it"
         if batch.reference.kind != self.reference:
             raise SignalError(
-                f"{self.label}: is held against the {self.reference!r} policy, the batch's reference is "
+                f"{self.label}: uses the {self.reference!r} policy as its reference, the batch's reference is "
                 f"{batch.reference.kind!r}; "
                 f"supply that one, or set reference={batch.reference.kind!r}."
             )
@@ -178,14 +178,14 @@ class KLBarrier(Term):
 @register
 @dataclass(frozen=True, kw_only=True)
 class SpectralCap(Term):
-    """Keeps the largest singular value of every adapted module's ΔW small; it reads the adapter, not the tokens."""
+    """A penalty on the largest singular value of every adapted module's ΔW. It reads the adapter, not the tokens."""
 
     kind: ClassVar[str] = "spectral_cap"
     paper: ClassVar[str] = "spectral norm regularisation, arXiv 1705.10941"
     equation: ClassVar[str] = "mean_m relu(σ_max(ΔW_m) - cap)"
     laws: ClassVar[frozenset[str]] = frozenset({"inactive_at_source"})
 
-    cap: float = setting(0.0, "the singular value that is free", at_least=0.0)
+    cap: float = setting(0.0, "the largest singular value without cost", at_least=0.0)
 
     @property
     def additive(self) -> bool:

@@ -1,5 +1,5 @@
-"""``View``: one term's sight of a batch, flat over the n active tokens of its roles, with the reductions that terms
-share.
+"""``View``: the part of a batch that one term reads, flat over the n active tokens of its roles, with shared
+reductions.
 
 Shapes: N active tokens of the batch, n of the view, S sequences (rows with a token in the view), P preference pairs.
 """
@@ -25,7 +25,7 @@ from earnest.signals.distributions import check_logprobs
 class Field:
     """A scalar's values for the active tokens ``at`` (None: for all N, in order), and what computed them.
 
-    A function that computes a divergence also names it, and says whether it is exact or sampled.
+    For a divergence it also has the name, and whether it is exact or sampled.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ Scalars = Mapping[Need, Field]
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Tokens ``index`` (into the batch's active tokens) as one term sees them."""
+    """The tokens of one term: ``index`` into the batch's active tokens."""
 
     batch: Batch
     scalars: Scalars
@@ -74,7 +74,7 @@ class View:
     def scalar(self, need: Need) -> Tensor:
         """The scalar's values for exactly these tokens, with its graph.
 
-        Refused where they are not what the need says.
+        Raise if shape or values do not fit the need.
         """
         field = self.field(need)
         N = self.batch.active.shape[0]
@@ -99,11 +99,11 @@ class View:
                 )
             values = field.values[mine]
         self._check_values(need, values.detach())
-        return values if values.dtype == torch.float64 else values.float()  # sums of bf16 are not sums
+        return values if values.dtype == torch.float64 else values.float()  # bf16 is too coarse for sums
 
     def field(self, need: Need) -> Field:
         if need not in self.scalars:
-            raise SignalError(f"{self.label}: the engine did not return {need}, which the term asked for.")
+            raise SignalError(f"{self.label}: the engine did not return {need}, which the term needs.")
         return self.scalars[need]
 
     def per_module(self, need: SpectralNorm) -> Float[Tensor, " L"]:
@@ -111,7 +111,7 @@ class View:
         values = self.field(need).values
         if values.ndim != 1 or values.numel() == 0:
             raise SignalError(
-                f"{self.label}: {need} must have shape [L], one value an adapted module, got {list(values.shape)}."
+                f"{self.label}: {need} must have shape [L], one value per adapted module, got {list(values.shape)}."
             )
         self._check_values(need, values.detach())
         return values if values.dtype == torch.float64 else values.float()
@@ -125,13 +125,14 @@ class View:
             check_logprobs(f"{self.label}: {need}", values)
 
     def computed(self, needs: Iterable[Need]) -> tuple[str | None, str | None]:
-        """(the divergences among these needs, how they were computed), in the words of what computed them."""
+        """(the divergences among these needs, how they were computed), as the functions that computed them describe
+        it."""
         found = [f for need in needs if (f := self.scalars.get(need)) is not None and f.divergence is not None]
         names = dict.fromkeys(f.divergence or "" for f in found)
         return " + ".join(names) or None, " + ".join(dict.fromkeys(f.estimator or "" for f in found)) or None
 
     def ran(self, need: Need) -> str:
-        """What computed this scalar, in its own words."""
+        """The description of the computation of this scalar."""
         return self.field(need).ran
 
     @property
@@ -144,23 +145,23 @@ class View:
 
     @property
     def advantages(self) -> Float[Tensor, " n"]:
-        assert self.batch.advantages is not None, "check() demands it"
+        assert self.batch.advantages is not None, "check() requires it"
         return self.batch.advantages[self.index]
 
     @property
     def behaviour(self) -> Float[Tensor, " n"]:
-        assert self.batch.behaviour is not None, "check() demands it"
+        assert self.batch.behaviour is not None, "check() requires it"
         return self.batch.behaviour[self.index]
 
     @property
     def proximal(self) -> Float[Tensor, " n"]:
-        assert self.batch.proximal is not None, "check() demands it"
+        assert self.batch.proximal is not None, "check() requires it"
         return self.batch.proximal[self.index]
 
     @property
     def reference(self) -> Float[Tensor, " n"]:
         """log π₀(target) of the reference policy."""
-        assert self.batch.reference is not None and self.batch.reference.logprobs is not None, "check() demands it"
+        assert self.batch.reference is not None and self.batch.reference.logprobs is not None, "check() requires it"
         return self.batch.reference.logprobs[self.index]
 
     # --- sequences --------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class View:
     # --- reductions to one number, by the whole batch's counts --------------------------------------------------------
 
     def total(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, ""]:
-        """Σ w·x, over K targets a position too."""
+        """Σ w·x, also over K targets per position."""
         return (values * self.weight.to(values.dtype)).sum()
 
     def token_mean(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, ""]:
@@ -213,7 +214,7 @@ class View:
         return self.row_mean(values).sum() / self.counts.sequences
 
     def pairs(self) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
-        """Places in ``rows`` of the chosen and the rejected row of every pair, pair by pair."""
+        """Indices in ``rows`` of the chosen and of the rejected row of every pair."""
         places: dict[int, dict[str, int]] = {}
         for place, row in enumerate(self.rows.tolist()):
             pair, role = int(self.batch.pair[row]), self.batch.role[row]

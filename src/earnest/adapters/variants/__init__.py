@@ -1,1 +1,1 @@
-"""One file per variant. The registry imports every module in this folder: a file here is known by its place."""
+"""One file per variant. The registry imports every module in this folder, so a new file needs no other entry."""

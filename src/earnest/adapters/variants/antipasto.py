@@ -4,10 +4,10 @@ In delta form, with h = Vᵀ x and R − I = (I − cX)⁻¹ 2cX (exactly 0 at X
 
     y = W x + b + U [ S ∘ (R − I) h + δ ∘ R h ].
 
-``gain="elu"``: δ = S ∘ ELU(c g), so S + δ > 0 always. ``gain="delta"``: δ = c·g, plain. ``block=0``: no rotation.
+``gain="elu"``: δ = S ∘ ELU(c g), so S + δ > 0 always. ``gain="delta"``: δ = c·g. ``block=0``: no rotation.
 ``rank=None``: the full basis, U and V square; with ``gain="delta", block=0`` this is the δS form y = Wx + U (δS ∘
-Vᵀx) that guards project. ``max_angle`` bounds the whole rotation (not single entries). U and V are frozen, so only h
-is kept for backward. The gate c is the paper's α: R(−c) = R(c)⁻¹.
+Vᵀx) that guards use. ``max_angle`` bounds the whole rotation, not single entries. U and V are frozen, so only h is kept
+for backward. The gate c is the paper's α: R(−c) = R(c)⁻¹.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``init="frozen_copy"`` is the paper's: a copy of the random start is subtracted, so ΔW = 0 and the first step is
 small. Written as (B̂ − B̂₀) Â + B̂₀ (Â − Â₀) it is exactly 0 at initialization. Both terms share the strength λ, which
-has no gradient at step 1. ``init="zero"`` is PEFT's: B = 0, norms clamped at 1e-4; there the first step is ‖ΔW‖/‖W‖ ≈
-λ/√(r n), whatever the learning rate.
+has no gradient at step 1. ``init="zero"`` is PEFT's: B = 0, norms clamped at 1e-4. Its first step is ‖ΔW‖/‖W‖ ≈
+λ/√(r n) at any learning rate.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DeLoRA(Variant):
         return frozenset({"dlam"}) if self.copies else frozenset({"A", "lam"})
 
     def no_decay(self) -> frozenset[str]:
-        return frozenset() if self.copies else frozenset({"A", "B"})  # only their directions act
+        return frozenset() if self.copies else frozenset({"A", "B"})  # only their directions matter
 
     def portable_rank(self, layer: Layer) -> int | None:
         return 2 * self.rank if self.copies else self.rank

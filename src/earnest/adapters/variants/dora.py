@@ -5,8 +5,8 @@ The magnitude m = ‖W‖(1 + δ) is stored as δ = 0, so g = 1 exactly at initi
 
     ‖V_i‖² = ‖w_i‖² + 2s (W Aᵀ ∘ B)_i·1 + s² (B (A Aᵀ) ∘ B)_i·1,
 
-with W Aᵀ as r extra tokens through the base's own kernel, and kept until A or B changes. g − 1 is computed as such,
-without cancellation. On a stack, W is the base weight. The gate scales s and δ.
+with W Aᵀ computed as r extra tokens through the base's kernel, and cached until A or B changes. g − 1 is computed
+directly, without cancellation. With several adapters on a layer, W is the base weight. The gate scales s and δ.
 """
 
 from __future__ import annotations

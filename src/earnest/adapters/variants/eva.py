@@ -1,7 +1,7 @@
 """EVA, arXiv 2410.07170:  LoRA whose A starts at the top-r right singular vectors of the layer's inputs; B = 0.
 
 The directions are eigenvectors of Σ x xᵀ over the calibration tokens (padding left out, not centred, one rank for all
-layers). Where the tokens span fewer than r directions the rest is a random orthonormal complement, so no row is dead.
+layers). If the tokens span fewer than r directions, the rest is a random orthonormal complement, so every row is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def top_directions(c: Float[Tensor, "n n"], k: int, rng: torch.Generator) -> Flo
     """k orthonormal rows: the top eigenvectors of c, completed at random beyond its rank."""
     values, vectors = torch.linalg.eigh(c.double().cpu())
     order = values.argsort(descending=True)[:k]
-    kept = vectors[:, order][:, values[order] > 1e-7 * values.max()]  # fp32 sums: below this is rounding
+    kept = vectors[:, order][:, values[order] > 1e-7 * values.max()]  # smaller values are rounding errors of fp32 sums
     fill = torch.randn(c.shape[0], k - kept.shape[1], generator=rng, dtype=torch.float64)
-    for _ in range(2):  # twice is enough for orthogonality to the last digit
+    for _ in range(2):  # two passes give orthogonality to the last digit
         fill = fill - kept @ (kept.t() @ fill)
     basis = torch.cat([kept, torch.linalg.qr(fill).Q], 1)
     return basis.t().float()

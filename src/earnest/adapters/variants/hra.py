@@ -1,7 +1,7 @@
 """HRA, arXiv 2405.17484:  y = W R x + b,  R = H_1 … H_r,  H_i = I − 2 û_i û_iᵀ.
 
 The product of reflections in WY form: R = I − Ûᵀ C with C = (striu(Û Ûᵀ) + ½ I)⁻¹ Û, one triangular solve. The rows
-start as equal pairs, for which R = I; U = U₀ + δU is trained as an offset. What the paired start leaves by rounding
+start as equal pairs, for which R = I; U = U₀ + δU is trained as an offset. The rounding error of the paired start
 is subtracted,
 
     ΔW = −W [(Û − Û₀)ᵀ C + Û₀ᵀ (C − C₀)],
@@ -98,6 +98,6 @@ class HRA(Variant):
         return HRA(int(config["r"])) if config.get("peft_type") == "HRA" else None
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
-        u = _unit(tensors["hra_u"].t())  # only directions act
+        u = _unit(tensors["hra_u"].t())  # only directions matter
         start = self._start(layer, u[::2])  # the initial term is 0 for any pairs
         return start | {"dU": u - start["U0"]}

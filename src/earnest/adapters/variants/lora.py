@@ -26,7 +26,7 @@ def kaiming(shape: tuple[int, int], rng: torch.Generator) -> Tensor:
 
 
 def check_fits(rank: int, name: str, layer: Layer) -> None:
-    """A rank above both sides of a layer is refused; between them it is wasteful and usual where keys are narrow."""
+    """Refuse a rank above both sides of a layer. A rank between them is wasteful, but usual for narrow keys."""
     most = max(layer.m, layer.n)
     if rank > most:
         raise AdapterError(f"{name}: rank {rank} exceeds {layer.name}'s {most}; choose rank ≤ {most}")
@@ -40,7 +40,7 @@ class LoRA(Variant):
     rank: int = setting(8, "r, the rank of the update", at_least=1)
     alpha: float = setting(16.0, "α: the update is multiplied by s = α/r", above=0.0)
     rslora: bool = setting(False, "s = α/√r instead of α/r (rsLoRA)")
-    freeze_a: bool = setting(False, "train B alone (LoRA-FA, arXiv 2308.03303): ΔW is linear in what is trained")
+    freeze_a: bool = setting(False, "train B alone (LoRA-FA, arXiv 2308.03303): ΔW is linear in the trained tensor")
 
     name = "lora"
     paper = "2106.09685"
@@ -102,7 +102,7 @@ class LoRA(Variant):
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
         init = config.get("init_lora_weights", True)
-        # Inits that leave the base weight as it is; the mutating ones (pissa, olora, corda, …) mean another base.
+        # Inits that leave the base weight as it is; the others (pissa, olora, corda, …) change it.
         plain = init in (True, False, "gaussian", "orthogonal", "eva")
         if config.get("peft_type") != "LORA" or config.get("use_dora") or not plain:
             return None

@@ -68,7 +68,7 @@ class OFT(Variant):
         keep = torch.is_grad_enabled()
         off = self._off(t, scale) if keep else cached(layer, "oft", t, scale, lambda: self._off(t, scale))
         shaped = x.reshape(-1, off.shape[0], self.block)
-        if x.dtype == torch.float32:  # 1·x + 0·… is x, so the identity is exact here too, and there is no sum to make
+        if x.dtype == torch.float32:  # 1·x + 0·… is x, so the identity is exact without a separate sum
             off = off + torch.eye(self.block, device=off.device)
             return torch.einsum("ngk,gkc->ngc", shaped, off).reshape(x.shape)
         return x + torch.einsum("ngk,gkc->ngc", shaped, off.to(x.dtype)).reshape(x.shape)
@@ -112,7 +112,7 @@ class OFT(Variant):
 
 @dataclass(frozen=True)
 class _PeftSeries(OFT):
-    """An OFT file whose R is PEFT's truncated series: read where the series has converged, refused otherwise."""
+    """An OFT file whose R is PEFT's truncated series: read if the series has converged, refused otherwise."""
 
     terms: int = setting(5, "terms of PEFT's series", at_least=1)
 

@@ -5,8 +5,8 @@ copies:
 
     B A − B₀ A₀ = δB A + B₀ δA,
 
-a LoRA of rank 2r that is exactly 0 at δ = 0 in every dtype, and has no large terms that cancel. Both get gradient at
-step 1.
+a LoRA of rank 2r that is exactly 0 at δ = 0 in every dtype, without large terms that cancel. δA and δB both have a
+gradient at step 1.
 """
 
 from __future__ import annotations
@@ -83,6 +83,6 @@ class PiSSA(Variant):
         return ("lora_A.weight", "lora_B.weight")
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
-        # B₀A₀ is the truncated W whatever signs the SVD chose, so ΔW is exact.
+        # B₀A₀ is the truncated W for any signs of the singular vectors, so ΔW is exact.
         a0, b0 = self.principal(layer, torch.Generator().manual_seed(0))
         return {"A0": a0, "B0": b0, "dA": tensors["lora_A.weight"] - a0, "dB": tensors["lora_B.weight"] - b0}

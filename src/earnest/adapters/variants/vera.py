@@ -28,7 +28,7 @@ class VeRA(Variant):
 
     rank: int = setting(256, "r, the rank of the shared random matrices", at_least=1)
     d_initial: float = setting(0.1, "d₀: every λ_d at initialization; not 0")
-    freeze_d: bool = setting(False, "train λ_b alone, so that ΔW is linear in what is trained")
+    freeze_d: bool = setting(False, "train λ_b alone, so that ΔW is linear in the trained tensor")
 
     name = "vera"
     paper = "2310.11454"
