@@ -212,7 +212,7 @@ def test_modules_whose_forward_would_be_bypassed_are_refused() -> None:
             self.attn = nn.MultiheadAttention(8, 2)
             self.proj = nn.Linear(8, 8)
 
-    with pytest.raises(AdapterError, match="past forward"):
+    with pytest.raises(AdapterError, match="does not call forward"):
         attach(Block(), LoRA(2), targets=["out_proj"])
     block = Block()
     block.proj.forward = block.proj.forward

@@ -332,7 +332,7 @@ def test_missing_roles_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("breakage", "words"),
-    [("nan", "not finite"), ("inf", "not finite"), ("shape", "nothing is broadcast|one value an")],
+    [("nan", "not finite"), ("inf", "not finite"), ("shape", "nothing is broadcast|one value per")],
 )
 def test_a_broken_scalar_is_refused_by_name(kind: str, breakage: str, words: str) -> None:
     """NaN, inf, and a shape that torch would broadcast ([N,1] against [N] gives [N,N]) in each scalar it reads."""

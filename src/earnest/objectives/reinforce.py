@@ -1,7 +1,9 @@
-"""Policy gradients without a ratio. They are correct for one update per batch of rollouts.
+"""Policy gradients without a ratio.
 
-reinforce   ℓ = -A·lp, per token
-rloo        ℓ = -A·Σ_t lp, the completion as one action, A = r_i - mean_{j≠i} r_j
+    reinforce   ℓ = -A·lp, per token
+    rloo        ℓ = -A·Σ_t lp, the completion as one action, A = r_i - mean_{j≠i} r_j
+
+They are correct for one update per batch of rollouts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Supervised fine-tuning: the negative log-likelihood of the target tokens, with the end-of-sequence token.
+"""Supervised fine-tuning: the negative log-likelihood of the target tokens.
 
-L = -Σ w·log π(y_t | y_<t) / Σ w
+    L = -Σ w·log π(y_t | y_<t) / Σ w
+
+The end-of-sequence token is one of the targets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Policy gradients without a hard clip: CISPO bounds the weight of a token, SAPO reduces it smoothly.
+"""Policy gradients without a hard clip.
 
-cispo   ℓ = -sg[min(ρ, c)]·A·lp                 c is an absolute bound on the ratio, such as 5
-sapo    ℓ = -(4/τ)·σ(τ(ρ - 1))·A                τ⁺ where A > 0, τ⁻ elsewhere
+    cispo   ℓ = -sg[min(ρ, c)]·A·lp                 c is an absolute bound on the ratio, such as 5
+    sapo    ℓ = -(4/τ)·σ(τ(ρ - 1))·A                τ⁺ where A > 0, τ⁻ elsewhere
+
+CISPO bounds the weight of a token, SAPO reduces it smoothly.
 """
 
 from __future__ import annotations
