@@ -43,10 +43,6 @@ class Setting:
     optional: bool = False  # whether None is one of them
 
     @property
-    def integer(self) -> bool:
-        return self.types == (int,)
-
-    @property
     def boolean(self) -> bool:
         return self.types == (bool,)
 

@@ -17,9 +17,8 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import unquote, urlparse
+from urllib.parse import urlparse
 
 from earnest.errors import EarnestError, MissingExtra
 
@@ -312,12 +311,6 @@ def open_store(url: str) -> Store:
             f"store={url}: give s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or file:///folder."
         )
     return ObjectStore(url)
-
-
-def folder_of(url: str) -> Path | None:
-    """The folder of a ``file://`` URL."""
-    parts = urlparse(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def join(url: str, name: str) -> str:

@@ -153,7 +153,7 @@ def _illegal(what: Setting) -> list[object]:
         values.append(what.below)
     if what.at_most is not None:
         values.append(what.at_most + 1)
-    return [*values, 1.5] if what.integer else values
+    return [*values, 1.5] if what.types == (int,) else values
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -391,10 +391,3 @@ def cells(row: ConformanceRow) -> tuple[str, ...]:
     return (
         row.variant, row.reference, f"{row.parameters:,}", row.init, row.step1, row.dtypes, row.forward, row.verdict,
     )  # fmt: skip
-
-
-def table(rows: Iterable[ConformanceRow]) -> str:
-    """The rows as a Markdown table."""
-    lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
-    lines += [" | ".join(cells(row)) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)

@@ -87,18 +87,3 @@ class Delta:
                 break
             basis = torch.linalg.qr(back).Q
         return u, v
-
-    @torch.no_grad()
-    def spectral_norm(self) -> float:
-        """‖ΔW‖₂."""
-        return float(self.matvec(self.leading()[1]).norm())
-
-    @torch.no_grad()
-    def frobenius_norm(self) -> float:
-        """‖ΔW‖_F; from factors through two k×k Gram matrices."""
-        if self._factors is None or self._left is None:
-            return float(self.dense().norm())
-        a = self._factors.A.double()
-        left = self._left.double()
-        square = ((left.t() @ left) * (a @ a.t())).sum()
-        return abs(self._factors.scale) * float(square.clamp_min(0).sqrt())

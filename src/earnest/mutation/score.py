@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from earnest.audit import Finding
 from earnest.errors import EarnestError
 from earnest.mutation.operators import Mutant, mutants
 
@@ -74,20 +73,6 @@ class Score:
             share = 1 - alive / len(mine)
             lines.append(f"| `{file}` | {len(mine)} | {len(mine) - alive} | {alive} | {share:.0%} |")
         return "\n".join(lines)
-
-
-def findings(score: Score) -> Iterator[Finding]:
-    """The score as a row of a verdict (law MU: a change that breaks the training code breaks a test)."""
-    alive = [f"{o.file}:{o.line} ({o.what})" for o in score.survivors]
-    meaning = f"These changes of training code pass every test: {'; '.join(alive[:3])}{' …' if len(alive) > 3 else ''}."
-    yield Finding(
-        "MU",
-        "the tests",
-        f"{len(score.outcomes) - len(alive)} of {len(score.outcomes)} mutants are detected",
-        "all",
-        "fails" if alive or not score.outcomes else "holds",
-        meaning if alive else "",
-    )
 
 
 def score_tests(

@@ -151,9 +151,6 @@ h3 { margin: 1.2rem 0 .3rem; }
 """
 
 
-COSTS = ("who", "replies", "tries", "prompt tokens", "answer tokens", "dollars")
-
-
 def _section(title: str, *parts: Html) -> Html:
     return el("section", el("h2", title), *parts)
 

@@ -67,10 +67,6 @@ class Bus:
     def watched(self) -> bool:
         return bool(self._readers)
 
-    def recent(self, may: Callable[[Event], bool]) -> list[Event]:
-        with self._lock:
-            return [e for e in self._ring if may(e)]
-
     async def listen(
         self, may: Callable[[Event], bool], after: int | None, hidden: Collection[str] = ()
     ) -> AsyncGenerator[str]:

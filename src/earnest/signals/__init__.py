@@ -19,7 +19,6 @@ from earnest.signals.lessons import lessons as lessons
 from earnest.signals.lessons import strip_thinking as strip_thinking
 from earnest.signals.pairs import pairs_of as pairs_of
 from earnest.signals.reference import with_reference as with_reference
-from earnest.signals.teachers import TEACHERS as TEACHERS
 from earnest.signals.teachers import BaseTeacher as BaseTeacher
 from earnest.signals.teachers import LiveTeacher as LiveTeacher
 from earnest.signals.teachers import TeacherPolicy as TeacherPolicy

@@ -25,8 +25,6 @@ from earnest.signals.batch import Batch, Teacher
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
 from earnest.signals.scorer import Scorer, distribution
 
-TEACHERS = ("live", "base", "ema", "trust_region")
-
 
 class TeacherPolicy(Protocol):
     """Anything that scores rows: this policy, an average of it, another model, a service."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import secrets
 import threading
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from earnest.serve.decode import Done, Flight
     from earnest.serve.host import Host
 
-log = logging.getLogger("earnest.serve")
 _CLOSING = Failed("the server is shutting down.", "server")
 _PARAMS = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
 _FIELDS = {
