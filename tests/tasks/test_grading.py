@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from earnest.tasks import Grade, GraderErrors, Prompt, Split, Task, TaskError, get_task, grade_all
+from earnest.tasks.grading import THREADS
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,44 @@ def test_bad_requests() -> None:
     with pytest.raises(TaskError, match="max_error_share=2"):
         grade_all(task, prompts, ["1", "2"], max_error_share=2)
     assert grade_all(task, [], []) == []
+
+
+@dataclass(frozen=True)
+class Odd(Flaky):
+    """Its grade is whatever the completion asks for."""
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade:
+        if completion == "sleep":
+            time.sleep(30)
+        if completion == "wait":
+            time.sleep(0.1)
+        odd: dict[str, Any] = {"none": None, "number": 1.0, "text": Grade("1", "", True)}  # type: ignore[arg-type]
+        found: Grade = odd.get(completion, Grade(1.0, completion, True))
+        return found
+
+
+def test_a_result_of_the_wrong_type_is_an_error_too() -> None:
+    prompts = Odd().prompts("train", 4, 0)
+    grades = grade_all(Odd(), prompts, ["none", "number", "text", "fine"], max_error_share=1.0)
+    assert [g.reward for g in grades] == [0.0, 0.0, 0.0, 1.0]
+    assert "NoneType, and not a Grade" in str(grades[0].extras["error"])
+    assert "float, and not a Grade" in str(grades[1].extras["error"])
+    assert "'1', a str, and not a number" in str(grades[2].extras["error"])
+
+
+def test_a_grading_that_takes_too_long_is_abandoned_and_counted() -> None:
+    completions = ["sleep", *map(str, range(2 * THREADS)), "sleep"]
+    started = time.monotonic()
+    grades = grade_all(Odd(), Odd().prompts("train", len(completions), 0), completions, 0.5, time_limit=0.3)
+    assert time.monotonic() - started < 5
+    assert [g.feedback for g in grades[1:-1]] == completions[1:-1], "the others are graded, in order"
+    for slow in (grades[0], grades[-1]):
+        assert slow.extras == {"error": "TooSlow: the grading took more than 0.3 seconds"}
+    with pytest.raises(GraderErrors, match="raised on 2 of 18"):
+        grade_all(Odd(), Odd().prompts("train", 18, 0), completions, 0.1, time_limit=0.1)
+
+
+def test_gradings_run_at_the_same_time() -> None:
+    started = time.monotonic()
+    grade_all(Odd(), Odd().prompts("train", 4 * THREADS, 0), ["wait"] * 4 * THREADS)
+    assert time.monotonic() - started < 0.1 * 4 * THREADS / 2

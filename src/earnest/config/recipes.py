@@ -64,7 +64,7 @@ def read(recipe: str) -> tuple[str, dict[str, Any]]:
         )
         raise ConfigError(f"{recipe} is a folder, not a recipe; {way_out}")
     if path.is_file():
-        return path.stem, _imports_beside(path, text.parse_file(path))
+        return path.stem, _beside(path, text.parse_file(path))
     if path.suffix in (".yaml", ".yml") or "/" in recipe:
         raise ConfigError(f"there is no file {recipe}; give one that exists, or a recipe: {', '.join(files)}.")
     raise ConfigError(
@@ -85,11 +85,15 @@ def experiments(recipe: str) -> ModuleType:
     return import_module("experiments")
 
 
-def _imports_beside(recipe: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The data in which files under ``import`` that lie in the recipe's folder are found from any folder."""
-    entries = data.get("import")
-    if not isinstance(entries, list):
-        return data
-    places = [recipe.parent / entry if isinstance(entry, str) else None for entry in entries]
-    found = [str(place) if place and place.is_file() else entry for place, entry in zip(places, entries, strict=True)]
-    return {**data, "import": found}
+_WITH_FILES = ("import", "task", "grade", "data")
+
+
+def _beside(recipe: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """The data in which files under ``import``, ``task``, ``grade`` and ``data`` that lie in the recipe's folder are
+    found from any folder."""
+
+    def placed(value: str) -> str:
+        file = value.rpartition(":")[0] if ".py:" in value else value
+        return str(recipe.parent / value) if "." in file and (recipe.parent / file).is_file() else value
+
+    return {key: text.map_texts(placed, value) if key in _WITH_FILES else value for key, value in data.items()}

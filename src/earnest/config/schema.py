@@ -16,6 +16,7 @@ from earnest import plugins
 from earnest.adapters.variant import VARIANTS, Variant
 from earnest.config.kinds import Kinded, Strict, key_of
 from earnest.config.replicas import plan
+from earnest.config.text import map_texts
 from earnest.engines.optimizers import OPTIMIZERS, Optimizer
 from earnest.errors import ConfigError
 from earnest.guards.assemble import Extraction
@@ -24,7 +25,7 @@ from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.objectives.registry import OBJECTIVES
 from earnest.registry import Registry
-from earnest.tasks import Task, get_task
+from earnest.tasks import Task, from_data, get_task
 
 Whole = Annotated[int, Field(ge=1)]
 
@@ -90,7 +91,10 @@ class TaskConfig(Strict):
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 
-    name: str = Field(min_length=1, description="`earnest tasks` lists them; `earnest tasks NAME` shows the settings")
+    name: str = Field(
+        min_length=1,
+        description="`earnest tasks` lists them; `earnest tasks NAME` shows the settings. Your own: `my_task.py:Name`",
+    )
     fields: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -104,6 +108,11 @@ class TaskConfig(Strict):
         if not isinstance(data, cls):
             raise ConfigError(f"must be a text, got {data!r}.")
         return data
+
+    @field_validator("name")
+    @classmethod
+    def _found_from_anywhere(cls, name: str) -> str:
+        return plugins.absolute(name)
 
     def build(self) -> Task:
         """The task; some are large, so it is loaded only here."""
@@ -299,6 +308,12 @@ class EngineConfig(Strict):
         return self
 
 
+def _absolute(path: str) -> str:
+    """The absolute path of a file or folder that exists; any other text as it is."""
+    place = Path(path).expanduser()
+    return str(place.resolve()) if place.exists() else path
+
+
 def _empty() -> Any:
     """A mapping without keys; validation fills in the defaults."""
     return {}
@@ -357,6 +372,11 @@ class RunConfig(LoopConfig):
         min_length=1,
         description="a file of preference pairs (`earnest replay`); none: pairs among rollouts",
     )
+    grade: Any = Field(
+        None,
+        description="with data of prompts and answers, instead of a task: `exact`, `numeric`, `math`, `contains`, "
+        "`regex`, `json`, `my_rewards.py:score`, a mapping with `kind` and `weight`, or a list of these",
+    )
     objective: list[TermConfig] = Field(min_length=1, description="the terms whose weighted sum is the loss")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     guard: GuardConfig | None = Field(None, description="what may not be learned; none: no guard")
@@ -376,6 +396,24 @@ class RunConfig(LoopConfig):
     def replicated(self) -> bool:
         """Whether this run is kept in a bucket."""
         return self.replicas > 1 or self.store is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_of_the_data(cls, data: Any) -> Any:
+        """``data`` and ``grade`` become the task that they describe."""
+        if not isinstance(data, dict) or data.get("grade") is None:
+            return data
+        rows, grader = data.get("data"), data["grade"]
+        if rows is None:
+            raise ConfigError("grade: grades the rows of a file; give it as data: {train: questions.jsonl}")
+        if data.get("task") is not None:
+            raise ConfigError("task: data and grade are the task already; leave task out, or set task=null")
+        rows = {"train": rows} if isinstance(rows, str) else rows
+        if not isinstance(rows, dict):
+            raise ConfigError(f"data: must be a file or a mapping with train, got {rows!r}")
+        places = {key: _absolute(rows[key]) for key in ("train", "heldout") if isinstance(rows.get(key), str)}
+        task = {"name": from_data.NAME, **rows, **places, "grade": map_texts(plugins.absolute, grader)}
+        return {key: value for key, value in data.items() if key not in ("data", "grade")} | {"task": task}
 
     @field_validator("imports")
     @classmethod

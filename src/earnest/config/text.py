@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +74,12 @@ def spell(data: Mapping[str, Any]) -> str:
     )
     # PyYAML writes some line breaks of Unicode (U+0085) as they are and reads them back as spaces.
     return plain if parse(plain, "a config") == dict(data) else escaped
+
+
+def map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """The value with every text in its lists and mappings changed; keys stay."""
+    if isinstance(value, list):
+        return [map_texts(change, item) for item in value]
+    if isinstance(value, dict):
+        return {key: map_texts(change, item) for key, item in value.items()}
+    return change(value) if isinstance(value, str) else value

@@ -1,36 +1,60 @@
-"""Grade many rollouts; a grader that raises is reported, worth 0, and stops the run past a set share."""
+"""Grade many rollouts at the same time, each with a time limit.
+
+A grader that raises, takes too long or returns no finite reward is reported, worth 0, and stops the run past a share.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import numbers
+import queue
+import threading
+import time
 from collections.abc import Sequence
 
 from earnest.tasks.base import Grade, Prompt, Task, TaskError
 
 _log = logging.getLogger(__name__)
 DEFAULT_MAX_ERROR_SHARE = 0.1
+TIME_LIMIT = 60.0
+"""Seconds that the grading of one completion may take."""
+THREADS = 8
+"""Gradings at the same time."""
 
 
 class GraderErrors(TaskError):
     """Too large a share of a task's gradings raised."""
 
 
+class TooSlow(TimeoutError):
+    """A grading did not end within its time limit."""
+
+
 def _grade_one(task: Task, prompt: Prompt, completion: str) -> Grade:
-    grade = task.grade(prompt, completion)
-    if not math.isfinite(grade.reward):
-        raise ValueError(f"the reward is {grade.reward}")
-    return grade
+    found: object = task.grade(prompt, completion)
+    if not isinstance(found, Grade):
+        raise TypeError(f"the grader returned {found!r}, a {type(found).__name__}, and not a Grade")
+    reward: object = found.reward
+    if not isinstance(reward, numbers.Real):
+        raise TypeError(f"the reward is {reward!r}, a {type(reward).__name__}, and not a number")
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    return found
 
 
 def grade_all(
-    task: Task, prompts: Sequence[Prompt], completions: Sequence[str], max_error_share: float = DEFAULT_MAX_ERROR_SHARE
+    task: Task,
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    max_error_share: float = DEFAULT_MAX_ERROR_SHARE,
+    time_limit: float = TIME_LIMIT,
 ) -> list[Grade]:
     """The grade of each completion, in order.
 
-    A grading that raises (or rewards with a non-finite number) is logged with its prompt, counts as reward 0 and has
-    its error in ``extras["error"]``. When more than ``max_error_share`` of the gradings raise, ``GraderErrors``
-    ends the run.
+    A grading that raises, returns no finite reward, or takes longer than ``time_limit`` seconds is logged with its
+    prompt, counts as reward 0 and has its error in ``extras["error"]``. When more than ``max_error_share`` of the
+    gradings raise, ``GraderErrors`` ends the run.
     """
     if len(prompts) != len(completions):
         raise TaskError(
@@ -40,13 +64,13 @@ def grade_all(
         raise TaskError(f"max_error_share={max_error_share}: give a share between 0 and 1.")
     grades: list[Grade] = []
     failed: list[tuple[Prompt, Exception]] = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        try:
-            grades.append(_grade_one(task, prompt, completion))
-        except Exception as error:  # a grader is foreign code: whatever it raises is a finding about it, not about us
-            _log.warning("the grader of %s raised %r on prompt %s %s", task.name, error, prompt.id, _shown(prompt))
-            failed.append((prompt, error))
-            grades.append(Grade(0.0, "", False, {"error": f"{type(error).__name__}: {error}"}))
+    for prompt, found in zip(prompts, outcomes(task, prompts, completions, time_limit), strict=True):
+        if isinstance(found, Grade):
+            grades.append(found)
+            continue
+        _log.warning("the grader of %s raised %r on prompt %s %s", task.name, found, prompt.id, _shown(prompt))
+        failed.append((prompt, found))
+        grades.append(Grade(0.0, "", False, {"error": f"{type(found).__name__}: {found}"}))
     if len(failed) > max_error_share * len(prompts):
         prompt, first = failed[0]
         raise GraderErrors(
@@ -56,6 +80,46 @@ def grade_all(
             "Mend the grader, or raise max_error_share."
         ) from first
     return grades
+
+
+def outcomes(
+    task: Task, prompts: Sequence[Prompt], completions: Sequence[str], time_limit: float = TIME_LIMIT
+) -> list[Grade | Exception]:
+    """The grade of each completion, or what went wrong with it, in order.
+
+    Gradings run in daemon threads. One that takes too long is abandoned: its thread goes on without being waited for,
+    and another takes its place.
+    """
+    found: dict[int, Grade | Exception] = {}
+    waiting = iter(range(len(prompts)))
+    done: queue.SimpleQueue[tuple[int, Grade | Exception]] = queue.SimpleQueue()
+    started: dict[int, float] = {}
+
+    def work(first: int) -> None:
+        try:
+            done.put((first, _grade_one(task, prompts[first], completions[first])))
+        except Exception as error:  # a grader is foreign code: whatever it raises is a finding about it, not about us
+            done.put((first, error))
+
+    def start() -> None:
+        index = next(waiting, None)
+        if index is not None:
+            started[index] = time.monotonic()
+            threading.Thread(target=work, args=(index,), name=f"grader {task.name}", daemon=True).start()
+
+    for _ in range(THREADS):
+        start()
+    while len(found) < len(prompts):
+        oldest = min(started, key=started.__getitem__)
+        try:
+            index, result = done.get(timeout=max(0.0, started[oldest] + time_limit - time.monotonic()))
+        except queue.Empty:
+            index, result = oldest, TooSlow(f"the grading took more than {time_limit:g} seconds")
+        if index in started:  # the late result of an abandoned grading is dropped
+            del started[index]
+            found[index] = result
+            start()
+    return [found[i] for i in range(len(prompts))]
 
 
 def _shown(prompt: Prompt) -> str:

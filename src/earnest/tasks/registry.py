@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from earnest import plugins
 from earnest.errors import nearest
 from earnest.registry import Registry
 from earnest.tasks.base import Task, TaskError, TaskInfo, UnknownTask
@@ -22,11 +23,13 @@ def register(task: T) -> T:
 
 
 def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
-    """The task of this name: a registered one, ``reasoning_gym/<dataset>`` or ``verifiers/<environment>``.
+    """The task of this name.
 
-    ``settings`` are those of the dataset or environment; registered tasks have none.
+    A name is that of a registered task, ``reasoning_gym/<dataset>``, ``verifiers/<environment>``, ``graded`` (the
+    user's own rows with a grader), or a place in code: ``my_task.py:Name`` or ``package.module:Name``. ``settings``
+    are those of the dataset, the environment or the class; registered tasks and instances have none.
     """
-    from earnest.tasks import external_reasoning_gym, external_verifiers
+    from earnest.tasks import external_reasoning_gym, external_verifiers, from_data
 
     given = dict(settings or {})
     if name in TASKS:
@@ -38,8 +41,33 @@ def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
         return external_reasoning_gym.load(rest, given)
     if family == "verifiers" and rest:
         return external_verifiers.load(rest, given)
-    known = [*TASKS, "reasoning_gym/<dataset>", "verifiers/<environment>"]
+    if name == from_data.NAME:
+        return from_data.load(given)
+    if ":" in name:
+        return _from_code(name, given)
+    if name.endswith(".py"):
+        raise TaskError(f"task: {name} is a file; add the name of the task in it, as in {name}:MyTask.")
+    known = [*TASKS, "my_task.py:Name", "reasoning_gym/<dataset>", "verifiers/<environment>"]
     raise UnknownTask(f"task {name!r} is unknown: {nearest(name, known)} `earnest tasks` lists all of them.")
+
+
+def _from_code(entry: str, settings: Mapping[str, Any]) -> Task:
+    """The task at ``my_task.py:Name``: a class, which is made with the settings, or an instance."""
+    found = plugins.find(entry, "task")
+    if isinstance(found, type):
+        try:
+            found = found(**settings)
+        except TypeError as error:
+            raise TaskError(f"task: {entry} cannot be made with the settings {dict(settings)}: {error}.") from error
+    elif settings:
+        raise TaskError(f"task.{next(iter(settings))}: {entry} is an instance and has no settings; leave it out.")
+    if not isinstance(found, Task):
+        missing = [n for n in ("name", "description", "prompts", "grade") if not hasattr(found, n)]
+        raise TaskError(
+            f"task: {entry} is no task: it has no {' and no '.join(missing)}. A task has name, description, "
+            "prompts(split, count, seed) and grade(prompt, completion)."
+        )
+    return found
 
 
 def list_tasks() -> list[TaskInfo]:
