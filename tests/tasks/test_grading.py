@@ -100,7 +100,7 @@ def test_a_grading_that_takes_too_long_is_abandoned_and_counted() -> None:
     assert time.monotonic() - started < 5
     assert [g.feedback for g in grades[1:-1]] == completions[1:-1], "the others are graded, in order"
     for slow in (grades[0], grades[-1]):
-        assert slow.extras == {"error": "TooSlow: the grading took more than 0.3 seconds"}
+        assert slow.extras == {"error": "GradingTimeout: the grading took more than 0.3 seconds"}
     with pytest.raises(GraderErrors, match="raised on 2 of 18"):
         grade_all(Odd(), Odd().prompts("train", 18, 0), completions, 0.1, time_limit=0.1)
 

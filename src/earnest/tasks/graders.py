@@ -224,7 +224,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Sum:
+class WeightedSum:
     """Σ weight · reward. Correct where every grader with a positive weight finds the completion correct."""
 
     parts: tuple[tuple[str, float, Grader], ...]
@@ -244,7 +244,7 @@ def build(given: object) -> Grader:
     """The grader that ``grade:`` describes: a name, a mapping with ``kind``, or a list of these."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         name, weight, grader = _one(given)
-        return grader if weight == 1.0 else Sum(((name, weight, grader),))
+        return grader if weight == 1.0 else WeightedSum(((name, weight, grader),))
     if not given:
         raise ConfigError("grade: the list is empty; give one grader or more.")
     parts: list[tuple[str, float, Grader]] = []
@@ -254,7 +254,7 @@ def build(given: object) -> Grader:
         parts.append((f"{name}_{same + 1}" if same else name, weight, grader))
     if not any(weight for _, weight, _ in parts):
         raise ConfigError("grade: every weight is 0, so every reward would be 0; give one of them a weight.")
-    return Sum(tuple(parts))
+    return WeightedSum(tuple(parts))
 
 
 def _one(given: object) -> tuple[str, float, Grader]:

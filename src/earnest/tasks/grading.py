@@ -27,7 +27,7 @@ class GraderErrors(TaskError):
     """Too large a share of a task's gradings raised."""
 
 
-class TooSlow(TimeoutError):
+class GradingTimeout(TimeoutError):
     """A grading did not end within its time limit."""
 
 
@@ -114,7 +114,7 @@ def outcomes(
         try:
             index, result = done.get(timeout=max(0.0, started[oldest] + time_limit - time.monotonic()))
         except queue.Empty:
-            index, result = oldest, TooSlow(f"the grading took more than {time_limit:g} seconds")
+            index, result = oldest, GradingTimeout(f"the grading took more than {time_limit:g} seconds")
         if index in started:  # the late result of an abandoned grading is dropped
             del started[index]
             found[index] = result
