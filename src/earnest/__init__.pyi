@@ -15,7 +15,11 @@ from earnest.adapters import attach as attach
 from earnest.adapters import load_adapter as load_adapter
 from earnest.audit import Verdict as Verdict
 from earnest.engines import SGD as SGD
+from earnest.engines import WSD as WSD
 from earnest.engines import AdamW as AdamW
+from earnest.engines import Constant as Constant
+from earnest.engines import Cosine as Cosine
+from earnest.engines import Linear as Linear
 from earnest.engines import LocalEngine as LocalEngine
 from earnest.engines import StepReport as StepReport
 from earnest.engines.tinker import RemoteEMA as RemoteEMA

@@ -222,9 +222,11 @@ def make(cls: type[T], values: Mapping[str, Any]) -> T:
 def _converted(key: str, value: Any, what: Setting) -> Any:
     if isinstance(value, list) and any(typing.get_origin(t) is tuple for t in what.types):
         return tuple(value)
-    if not isinstance(value, Mapping) or not what.nested:
-        return value
     kinds = what.nested
+    if isinstance(value, str) and len(kinds) > 1 and str not in what.types:
+        value = {"kind": value}  # a kind with its defaults
+    if not isinstance(value, Mapping) or not kinds:
+        return value
     kind = value.get("kind", "") if len(kinds) > 1 else next(iter(kinds))
     if kind not in kinds:
         raise FieldProblem(f"{key}.kind: must be {' or '.join(map(repr, sorted(kinds)))}, got {kind!r}.")

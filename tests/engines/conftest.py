@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import earnest as en
 from earnest.engines import AdamW, LocalEngine
+from earnest.engines.optimizers import Optimizer
 from earnest.models.policy import Policy
 from earnest.signals import Batch
 from tests.engines.words import word_tokenizer
@@ -48,13 +49,18 @@ def perturb(adapter: en.Adapter, seed: int = 1, size: float = 0.2) -> None:
 @pytest.fixture
 def make_engine() -> Callable[..., LocalEngine]:
     def make(
-        *, dtype: torch.dtype = torch.float64, perturbed: bool = True, lr: float = 1e-2, **settings: object
+        *,
+        dtype: torch.dtype = torch.float64,
+        perturbed: bool = True,
+        lr: float = 1e-2,
+        optimizer: Optimizer | None = None,
+        **settings: object,
     ) -> LocalEngine:
         policy = tiny_policy(dtype)
         adapter = en.attach(policy, en.LoRA(rank=3), targets=("q_proj", "v_proj"), seed=0)
         if perturbed:
             perturb(adapter)
-        return LocalEngine(policy, adapter, AdamW(lr=lr), **settings)  # type: ignore[arg-type]
+        return LocalEngine(policy, adapter, optimizer or AdamW(lr=lr), **settings)  # type: ignore[arg-type]
 
     return make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -217,3 +218,53 @@ def test_another_model_under_the_same_name_is_refused(
 def test_resuming_nothing(place: str, says: str, tmp_path: Path, quiet: Console) -> None:
     with pytest.raises(CheckpointError, match=says):
         resume(tmp_path / place, console=quiet)
+
+
+SCHEDULED = "optimizer.schedule={kind: cosine, warmup: 0.3, floor: 0.1}"
+
+
+def test_a_scheduled_run_has_the_rates_of_its_schedule_and_resumes_bit_for_bit(
+    tiny: Path, tmp_path: Path, quiet: Console
+) -> None:
+    given = [*SETTINGS, "check=false", SCHEDULED]
+    made = recipe(tmp_path / "r.yaml", tiny)
+    start("r", load_file(made, [*given, f"out={tmp_path / 'whole'}"]), quiet)
+    found = [line["lr"] for line in lines(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "step"]
+    # Two updates per step, 20 in all, 6 of them warm-up; a line has the rate of its step's last update.
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * (t - 6) / 14)) / 2 for t in range(8, 21, 2)]
+    assert found == pytest.approx([1e-2 * share for share in [2 / 6, 4 / 6, 1, *cosine]])
+    assert found[-1] == pytest.approx(1e-3)
+    half = tmp_path / "half"
+    died = dying(signal.SIGKILL, 8, "run", str(made), *given, f"out={half}")
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    resume(half, (), quiet)
+    assert_same_run(half, tmp_path / "whole", 10)
+
+
+def test_more_steps_change_the_horizon_of_a_schedule_and_warn(tiny: Path, tmp_path: Path, quiet: Console) -> None:
+    made = recipe(tmp_path / "r.yaml", tiny)
+    for name, schedule, warns in (("run", "linear", True), ("fixed", "{kind: linear, total: 4}", False)):
+        place = tmp_path / name
+        given = ["steps=4", "check=false", f"optimizer.schedule={schedule}", f"out={place}"]
+        start("r", load_file(made, given), quiet)
+        resume(place, ("steps=7",), quiet)
+        rates = [line["lr"] for line in lines(place / "metrics.jsonl") if line["kind"] == "step"]
+        longer = [0.4e-2, 0.25e-2, 0.1e-2] if warns else [0.1e-2] * 3
+        assert rates == pytest.approx([1e-2, 0.7e-2, 0.4e-2, 0.1e-2, *longer])
+        told = (
+            "steps raised from 4 to 7: the linear schedule now extends over 7 steps"
+            in (place / "events.log").read_text()
+        )
+        assert told == warns
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_before_the_folder_is_made(
+    tiny: Path, tmp_path: Path, quiet: Console
+) -> None:
+    made = recipe(tmp_path / "r.yaml", tiny)
+    given = ["steps=4", "optimizer.schedule={kind: linear, warmup: 4}", f"out={tmp_path / 'run'}"]
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.schedule\.warmup: 4 updates of warm-up do not fit into 4 updates"
+    ):
+        start("r", load_file(made, given), quiet)
+    assert not (tmp_path / "run").exists()

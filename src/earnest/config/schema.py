@@ -346,6 +346,11 @@ class LoopConfig(Strict):
     )
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps in the whole run; the learning rate's schedule extends over them."""
+        return self.steps * self.updates_per_batch
+
 
 class RunConfig(LoopConfig):
     """A whole run."""

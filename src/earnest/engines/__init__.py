@@ -15,3 +15,7 @@ from earnest.engines.base import UpdateReport as UpdateReport
 from earnest.engines.local import LocalEngine as LocalEngine
 from earnest.engines.optimizers import SGD as SGD
 from earnest.engines.optimizers import AdamW as AdamW
+from earnest.engines.schedules import WSD as WSD
+from earnest.engines.schedules import Constant as Constant
+from earnest.engines.schedules import Cosine as Cosine
+from earnest.engines.schedules import Linear as Linear

@@ -37,6 +37,7 @@ from earnest.signals.scorer import Who as Who
 
 if TYPE_CHECKING:
     from earnest.engines.local import LocalEngine
+    from earnest.engines.optimizers import Optimizer
 
 
 class AdapterLike(Protocol):
@@ -119,7 +120,16 @@ class Engine(Protocol):
     def guard(self) -> Guard | None: ...
 
     @property
-    def learning_rate(self) -> float: ...
+    def optimizer_spec(self) -> Optimizer: ...
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the newest update; lr before the first."""
+        ...
+
+    def plan(self, t: int, total: int) -> None:
+        """The next update is number ``t`` (from 1) of ``total``: it has the schedule's rate of that number."""
+        ...
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""

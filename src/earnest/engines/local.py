@@ -84,6 +84,7 @@ class LocalEngine:
             guard.bind(adapter, self.optimizer)
         self.version = 0
         self.tokens = 0
+        self.planned: float | None = None  # the next update's rate as a share of lr; None: by the version
         self.objective_state: dict[str, dict[str, Any]] = {}
 
     @property
@@ -92,7 +93,20 @@ class LocalEngine:
 
     @property
     def learning_rate(self) -> float:
+        """The rate of the newest update; lr before the first."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def plan(self, t: int, total: int) -> None:
+        """The next update is number ``t`` (from 1) of ``total``: it has the schedule's rate of that number."""
+        self.planned = self.optimizer_spec.share(t, total)
+
+    def _set_rate(self) -> None:
+        """Without a schedule the rates stay as they are."""
+        if self.optimizer_spec.schedule is not None:
+            share = self.optimizer_spec.share(self.version + 1) if self.planned is None else self.planned
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.optimizer_spec.lr * share
+        self.planned = None
 
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
@@ -189,6 +203,7 @@ class LocalEngine:
                 f"the gradient norm is {norm} at version {self.version}; nothing was updated. "
                 "Lower the learning rate or look for extreme ratios."
             )
+        self._set_rate()
         before = [p.detach().clone() for p in self.parameters]
         if self.guard is not None:
             self.guard.prepare(self.names, self.parameters)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from earnest.engines.schedules import AnySchedule
 from earnest.errors import ConfigError
 from earnest.registry import Registry
 from earnest.settings import Checked, setting
@@ -22,6 +23,12 @@ class Optimizer(Checked):
     kind: ClassVar[str]
 
     lr: float = setting(1e-4, "the learning rate", at_least=0.0)
+    _: KW_ONLY
+    schedule: AnySchedule | None = setting(None, "how the learning rate changes during the run; none: it stays lr")
+
+    def share(self, t: int, total: int | None = None) -> float:
+        """The rate of update ``t`` (from 1) of ``total``, as a share of ``lr``."""
+        return 1.0 if self.schedule is None else self.schedule.share(t, total)
 
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
         """The optimizer of these parameters; weight decay may act on ``decayed`` only."""

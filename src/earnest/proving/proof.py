@@ -43,8 +43,13 @@ def prove(
     objective.check(batch)
     batch = relevant(objective, batch)
     reports: list[Mapping[str, float]] = []
+
+    def updated() -> None:
+        engine.planned = 1.0  # the laws hold at lr itself: an update of the proof has no place in a schedule
+        reports.append(engine.update().guard)
+
     with restored(engine):
-        step = step_of(engine, objective, batch, update=lambda: reports.append(engine.update().guard))
+        step = step_of(engine, objective, batch, update=updated)
         step = replace(step, active=activation(engine, objective, batch, step))
         verdict = audit(step, laws=(liveness.LAW,) if quick else LAWS, progress=progress)
     return verdict + Verdict((*_guard(engine, reports), *_skipped(objective)))

@@ -140,6 +140,7 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
     for line in introduction:
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     loop.loggers += open_loggers(config.loggers, run.path, config.model_dump(mode="json"), loop.step)
+    _warn_of_another_horizon(loop, run.header.get("steps", config.steps))
     run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
     loop.progress.start(config.steps, loop.step)
     try:
@@ -165,6 +166,19 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
         report=Path(page),
         problem=loop.learning.problem(),
     )
+
+
+def _warn_of_another_horizon(loop: TrainingLoop, before: int) -> None:
+    """A schedule that extends over the whole run has other rates where a resumed run gets more steps."""
+    schedule, steps = loop.setup.engine.optimizer_spec.schedule, loop.setup.config.steps
+    if steps == before or schedule is None or not schedule.open_ended:
+        return
+    warning = (
+        f"steps raised from {before} to {steps}: the {schedule.kind} schedule now extends over {steps} steps, so from "
+        f"step {loop.step + 1} on the learning rate is that of the longer run"
+    )
+    loop.run.event("warning", warning)
+    loop.progress.warn(warning)
 
 
 def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:

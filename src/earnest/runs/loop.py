@@ -164,6 +164,7 @@ class TrainingLoop:
         report, idle = None, {}
         try:
             for update in range(1, config.updates_per_batch + 1):
+                engine.plan((step - 1) * config.updates_per_batch + update, config.updates)
                 report = engine.step(batch, objective, shares=shares and update == config.updates_per_batch)
         except NothingToTrain as nothing:
             idle = nothing.idle

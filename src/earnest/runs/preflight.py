@@ -15,9 +15,10 @@ PROMPTS = 256
 
 def preflight(setup: Setup) -> None:
     """Render the held-out and the first training prompts, hold them against the context, look for their answers where
-    the objective demonstrates them, and for the loggers' packages."""
+    the objective demonstrates them, and for the loggers' packages; fit the schedule into the run."""
     config, policy, task = setup.config, setup.policy, setup.task
     require_installed(config.loggers)
+    setup.engine.plan(1, config.updates)  # raises where the schedule does not fit into the run
     source = BatchSource(setup)
     training = source.stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
     context = policy.positions

@@ -44,11 +44,11 @@ class Stepped:
     moved: float
 
 
-def optim_step(training: Any, spec: AdamW, max_grad_norm: float | None) -> Stepped:
+def optim_step(training: Any, spec: AdamW, lr: float, max_grad_norm: float | None) -> Stepped:
     from tinker import types
 
     params = types.AdamParams(
-        learning_rate=spec.lr,
+        learning_rate=lr,
         beta1=spec.betas[0],
         beta2=spec.betas[1],
         eps=spec.eps,

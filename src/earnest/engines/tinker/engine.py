@@ -93,6 +93,8 @@ class TinkerEngine:
         self.objective_state: dict[str, dict[str, Any]] = {}
         self._samplers: dict[str, Any] = {}
         self._pending = False
+        self._next: float | None = None  # the next update's rate as a share of lr; None: by the version
+        self._rate = self.optimizer_spec.lr
         if outer is not None:
             outer.start(self)
 
@@ -101,7 +103,12 @@ class TinkerEngine:
 
     @property
     def learning_rate(self) -> float:
-        return self.optimizer_spec.lr
+        """The rate of the newest update; lr before the first."""
+        return self._rate
+
+    def plan(self, t: int, total: int) -> None:
+        """The next update is number ``t`` (from 1) of ``total``: it has the schedule's rate of that number."""
+        self._next = self.optimizer_spec.share(t, total)
 
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
@@ -186,11 +193,12 @@ class TinkerEngine:
             )
         spec = self.optimizer_spec
         assert isinstance(spec, AdamW)
-        done = remote.optim_step(self.training, spec, self.max_grad_norm)
-        self._pending = False
+        self._rate = spec.lr * (spec.share(self.version + 1) if self._next is None else self._next)
+        done = remote.optim_step(self.training, spec, self._rate, self.max_grad_norm)
+        self._pending, self._next = False, None
         self.version += 1
         outer = self.outer.after_update(self) if self.outer is not None else {}
-        return UpdateReport(done.norm, done.factor, done.moved, self.version, {}, outer, spec.lr)
+        return UpdateReport(done.norm, done.factor, done.moved, self.version, {}, outer, self._rate)
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Forward, objective, backward and update. ``shares`` is refused: a service shows no gradients."""
