@@ -304,7 +304,7 @@ def tables(data: dict[str, Any]) -> str:
     lines: list[str] = []
     if wire := data.get("wire"):
         lines += [
-            "| parameters | way | MB a replica sends | fewer than fp32 | seconds a round | repetitions |",
+            "| parameters | method | MB sent per replica | times fewer than fp32 | seconds per round | repetitions |",
             "|---|---|---|---|---|---|",
         ]
         for row in wire:
@@ -315,7 +315,7 @@ def tables(data: dict[str, Any]) -> str:
     if loss := data.get("loss"):
         lines += [
             "| arm | held-out loss at update 20 | at 40 | at the end | ± over seeds | minus data-parallel | ± | "
-            "kB a replica sends | kB it receives | fewer bytes sent |",
+            "kB sent per replica | kB received | times fewer bytes sent |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         base = statistics.mean(r["bytes"] for r in loss if r["arm"].startswith("data"))
@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, nargs="*", default=[5, 3, 1], help="of a round, for each size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rows", type=int, default=2, help="demonstrations a replica and update")
+    parser.add_argument("--rows", type=int, default=2, help="demonstrations per replica and update")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--outer-lr", type=float, default=0.7)

@@ -135,8 +135,8 @@ def simulate(fleet: Fleet, layout: str, shop: Shop | None = None, draws: int = 2
 def table(delta: float = 5e6) -> str:
     """A markdown table: one row a fleet and layout."""
     lines = [
-        "| replicas | layout | reads a round | lists | reads of the hottest key | GB read by each | "
-        "commit, s | meeting, s | USD a round | goodput |",
+        "| replicas | layout | reads per round | lists | reads of the busiest key | GB read by each | "
+        "commit, s | exchange, s | USD per round | goodput |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for n in (4, 16, 64, 256, 1000):
