@@ -1,10 +1,11 @@
-"""A completion is a function of weights, prompt, seed and draw: who shares the batch, and when they joined, is not
-seen."""
+"""A completion depends on weights, prompt, seed and draw only, not on the other rows of the batch or when they
+joined."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import earnest as en
 from earnest.errors import SamplingError
 from earnest.models import Completion, SampleSpec, sample
-from earnest.serve.decode import Decoder, Full, Request
+from earnest.serve.decode import Decoder, Done, Full, Request
 from earnest.serve.host import Host
 from earnest.serve.settings import ServeSettings
 
@@ -49,6 +50,12 @@ def _alone(
         return sample(host.policy, [prompt], n, spec)
 
 
+def _sample(host: Host, requests: Sequence[Request]) -> list[list[Done]]:
+    """The completions of each request, decoded together."""
+    submitted = [host.decoder.submit(r) for r in requests]
+    return [pending.result() for pending in submitted]
+
+
 def test_rows_of_many_adapters_equal_each_alone(host: Host) -> None:
     adapters = [None, _moved(host, "one", 1), _moved(host, "two", 2, en.DoRA)]
     asked = [tuple(host.policy.render([{"role": "user", "content": p}])) for p in PROMPTS]
@@ -61,7 +68,7 @@ def test_rows_of_many_adapters_equal_each_alone(host: Host) -> None:
         )
         for i in range(12)
     ]
-    together = host.sample(requests)
+    together = _sample(host, requests)
     texts = set()
     for request, found in zip(requests, together, strict=True):
         alone = _alone(host, request.adapter, request.prompt, request.n, request.spec)
@@ -73,7 +80,7 @@ def test_rows_of_many_adapters_equal_each_alone(host: Host) -> None:
     assert len(texts) > 8
     # The three policies are really three: the same request differs between them.
     spec = SampleSpec(max_new_tokens=8, seed=3)
-    (a,), (b,), (c,) = host.sample([Request(asked[0], spec, adapter) for adapter in adapters])
+    (a,), (b,), (c,) = _sample(host, [Request(asked[0], spec, adapter) for adapter in adapters])
     assert len({a.logprobs, b.logprobs, c.logprobs}) == 3
     for name in ("one", "two"):
         host.detach(name)
@@ -96,14 +103,14 @@ def test_joining_late_changes_nothing(host: Host) -> None:
         s for s in ids if len(_alone(host, None, long, 1, SampleSpec(max_new_tokens=120, seed=s))[0].tokens) > 20
     )
     spec = SampleSpec(max_new_tokens=120, seed=first)
-    flight = host.decoder.submit(Request(long, spec, on_step=on_step))
+    pending = host.decoder.submit(Request(long, spec, on_step=on_step))
     joined.wait()
     others = []
     for i, text in enumerate(("Hi.", "Say something about the sea and the moon and the village, please." * 3, "Hi.")):
         prompt = tuple(host.policy.render([{"role": "user", "content": text}]))
         others.append((prompt, host.decoder.submit(Request(prompt, SampleSpec(max_new_tokens=9, seed=i)))))
         time.sleep(0.01)
-    (got,) = flight.result()
+    (got,) = pending.result()
     (want,) = _alone(host, None, long, 1, spec)
     assert got.tokens == want.tokens == tuple(seen)
     for i, (prompt, other) in enumerate(others):
@@ -113,7 +120,7 @@ def test_joining_late_changes_nothing(host: Host) -> None:
 
 def test_trim_cuts_what_everybody_pads(host: Host) -> None:
     """After a very long prompt has left, the rest goes on without its columns, and as if it had never been there."""
-    from earnest.serve.decode import DecodeBatch, Flight
+    from earnest.serve.decode import DecodeBatch, PendingRequest
 
     tiny = tuple(host.policy.render([{"role": "user", "content": PROMPTS[0]}]))
     huge = tuple(host.policy.render([{"role": "user", "content": "Tell me about the fox. " * 30}]))
@@ -121,10 +128,10 @@ def test_trim_cuts_what_everybody_pads(host: Host) -> None:
     seed = next(
         s for s in ids if len(_alone(host, None, tiny, 1, SampleSpec(max_new_tokens=60, seed=s))[0].tokens) > 12
     )
-    small = Flight(Request(tiny, SampleSpec(max_new_tokens=60, seed=seed)))
+    small = PendingRequest(Request(tiny, SampleSpec(max_new_tokens=60, seed=seed)))
     with host.turn("learn"):
         batch = DecodeBatch(host)
-        batch.admit([small, Flight(Request(huge, SampleSpec(max_new_tokens=2)))])
+        batch.admit([small, PendingRequest(Request(huge, SampleSpec(max_new_tokens=2)))])
         wide = batch.groups[0].sequences.used
         while len(batch):
             batch.step()
@@ -135,7 +142,7 @@ def test_trim_cuts_what_everybody_pads(host: Host) -> None:
 
 def test_stop_and_alternatives(host: Host) -> None:
     prompt = tuple(host.policy.render([{"role": "user", "content": PROMPTS[0]}]))
-    ((done,),) = host.sample([Request(prompt, SampleSpec(max_new_tokens=30, seed=1, stop=("e",)), top=5)])
+    ((done,),) = _sample(host, [Request(prompt, SampleSpec(max_new_tokens=30, seed=1, stop=("e",)), top=5)])
     assert done.finish == "stop" and "e" in host.policy.decode(done.tokens[-1:])
     for token, logprob, top in zip(done.tokens, done.logprobs, done.tops, strict=True):
         assert len(top) == 5 and list(top) == sorted(top, key=lambda x: -x[1])
@@ -145,12 +152,12 @@ def test_stop_and_alternatives(host: Host) -> None:
 def test_cancelled_rows_leave(host: Host) -> None:
     prompt = tuple(host.policy.render([{"role": "user", "content": PROMPTS[0]}]))
     started = threading.Event()
-    flight = host.decoder.submit(
+    pending = host.decoder.submit(
         Request(prompt, SampleSpec(max_new_tokens=400, stop=("never",)), n=8, on_step=lambda *_: started.set())
     )
     started.wait()
-    flight.cancel()
-    done = flight.result()
+    pending.cancel()
+    done = pending.result()
     assert any(d.finish == "cancelled" and len(d.tokens) < 400 for d in done)
 
 

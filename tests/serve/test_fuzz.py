@@ -38,7 +38,7 @@ def known(live: Live) -> dict[str, Any]:
     """What names in a request may mean: an adapter with two versions, an answer, a feedback."""
     live.post("/v1/adapters", {"name": NAME, "learn": {"updates": 1}}, 201)
     chat = live.chat(NAME)
-    told = live.learned(live.teach(chat, text="Too cold."))
+    given = live.learned(live.teach(chat, text="Too cold."))
     live.learned(live.teach(chat, thumbs="up"))
     return {
         **dict.fromkeys(("name", "adapter", "lora_name"), NAME),
@@ -46,7 +46,7 @@ def known(live: Live) -> dict[str, Any]:
         **dict.fromkeys(("number", "new", "version"), 1),
         "old": 2,
         "completion_id": chat["id"],
-        "feedback_id": told["id"],
+        "feedback_id": given["id"],
         "choice": 0,
     }
 

@@ -72,14 +72,14 @@ def test_rights(locked: Live) -> None:
         )
         assert other.get(f"/v1/chat/completions/{chat['id']}").status_code == 404
         assert other.post("/v1/feedback", json={**body, "adapter": "other"}).status_code == 404
-        told = locked.teach(chat, text="Warmer please.")
-        assert other.get(f"/v1/feedback/{told['id']}").status_code == 404
-        assert reader.get(f"/v1/feedback/{told['id']}").status_code == 200
+        given = locked.teach(chat, text="Warmer please.")
+        assert other.get(f"/v1/feedback/{given['id']}").status_code == 404
+        assert reader.get(f"/v1/feedback/{given['id']}").status_code == 200
         assert [a["name"] for a in other.get("/v1/adapters").json()["data"]] == ["other"]
         refused = other.post("/v1/adapters", json={"name": "mine"})
         assert refused.status_code == 403 and "'other' may not teach 'mine'" in refused.json()["error"]["message"]
-        locked.learned(told)
-        assert locked.state.store.feedback(told["id"]).key == "owner"
+        locked.learned(given)
+        assert locked.state.store.feedback(given["id"]).key == "owner"
 
 
 def test_teaching_is_not_deleting(locked: Live, tmp_path: Path) -> None:

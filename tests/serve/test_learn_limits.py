@@ -59,10 +59,10 @@ def test_adapters_take_turns(live: Live, adapter) -> None:
     many, few = (adapter(name, updates=1, batch=1, gate=SMALL) for name in ("many", "few"))
     chats = {name: live.chat(name) for name in (many, few)}
     with live.state.host.turn("chat"):  # nothing is learned until all of it waits
-        told = [live.teach(chats[many], text="Too cold.") for _ in range(5)]
+        given = [live.teach(chats[many], text="Too cold.") for _ in range(5)]
         last = live.teach(chats[few], text="Too cold.")
     live.learned(last)
-    waiting = [f for f in told if live.get(f"/v1/feedback/{f['id']}")["status"] == "queued"]
+    waiting = [f for f in given if live.get(f"/v1/feedback/{f['id']}")["status"] == "queued"]
     assert len(waiting) >= 3
     assert live.post(f"/v1/adapters/{many}/cancel")["cancelled"]
 
@@ -79,10 +79,10 @@ def _idle(live: Live, name: str) -> bool:
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_an_update_can_be_ended(live: Live, adapter, how: str) -> None:
     name = adapter(f"long-{how}", updates=32, gate=SMALL)
-    told = live.teach(live.chat(name), text="Too cold.")
+    given = live.teach(live.chat(name), text="Too cold.")
     _learning(live, name)
     if how == "cancel":
-        assert live.post(f"/v1/adapters/{name}/cancel")["cancelled"] == [told["id"]]
+        assert live.post(f"/v1/adapters/{name}/cancel")["cancelled"] == [given["id"]]
     else:
         assert live.http.delete(f"/v1/adapters/{name}").status_code == 200
     began = time.monotonic()
@@ -90,7 +90,7 @@ def test_an_update_can_be_ended(live: Live, adapter, how: str) -> None:
         time.sleep(0.01)
     assert time.monotonic() - began < 5
     if how == "cancel":
-        found = live.get(f"/v1/feedback/{told['id']}")
+        found = live.get(f"/v1/feedback/{given['id']}")
         assert found["status"] == "cancelled" and live.get(f"/v1/adapters/{name}/versions")["data"] == []
         assert live.learned(live.teach(live.chat(name, max_tokens=2), thumbs="down"))["status"] != "queued"
 

@@ -47,8 +47,8 @@ def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
 
     before = margin()
     assert live.chat(name, question)["adapter_version"] == 0
-    told = _teach_all(live, name, text="Warmer please.")
-    assert told["status"] == "applied" and told["version"] == 1
+    given = _teach_all(live, name, text="Warmer please.")
+    assert given["status"] == "applied" and given["version"] == 1
     answered = live.chat(name, question)
     assert answered["adapter_version"] == 1
     assert live.state.store.completion(answered["id"]).version == 1
@@ -81,8 +81,8 @@ def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
 
     # Pinned: what is learned meanwhile is a candidate, and says why.
     assert live.post(f"/v1/adapters/{name}/pin", {"version": 1})["pinned"]
-    told = _teach_all(live, name, thumbs="up")
-    assert (told["status"], told["version"]) == ("held", 2) and live.get(f"/v1/adapters/{name}")["live"] == 1
+    given = _teach_all(live, name, thumbs="up")
+    assert (given["status"], given["version"]) == ("held", 2) and live.get(f"/v1/adapters/{name}")["live"] == 1
     candidate = live.get(f"/v1/adapters/{name}/versions/2")
     assert candidate["status"] == "candidate" and "pinned at version 1" in candidate["reason"]
     assert live.chat(f"{name}@2")["adapter_version"] == 2  # but it can be asked by its number
@@ -101,8 +101,8 @@ def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
     assert _score(live, "team/other", question, warm) == pytest.approx(
         _score(live, f"{name}@1", question, warm), abs=1e-5
     )
-    told = live.learned(live.teach(live.chat("team/other", question), text="Too friendly."))
-    assert told["version"] == 2 and live.get(f"/v1/adapters/{name}")["live"] == 2
+    given = live.learned(live.teach(live.chat("team/other", question), text="Too friendly."))
+    assert given["version"] == 2 and live.get(f"/v1/adapters/{name}")["live"] == 2
     assert live.http.delete("/v1/adapters/team/other").json()["deleted"]
     assert live.http.get("/v1/adapters/team/other").status_code == 404
 
@@ -155,8 +155,8 @@ def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> No
         "rejected": "Dear friend, the moon is lovely.",
     }
     name = adapter("gated", updates=6, optimizer={"lr": 0.02}, gate={"pairs": [pair], "margin": 0.0, "drift": 0.01})
-    told = _teach_all(live, name, text="Warmer please.")
-    assert told["status"] == "held" and told["version"] == 1 and "log-prob drift" in told["note"]
+    given = _teach_all(live, name, text="Warmer please.")
+    assert given["status"] == "held" and given["version"] == 1 and "log-prob drift" in given["note"]
     assert live.get(f"/v1/adapters/{name}")["feedback"]["held"] == 4
     version = live.get(f"/v1/adapters/{name}/versions/1")
     assert version["status"] == "candidate" and not version["live"] and not version["gate"]["holds"]
@@ -169,7 +169,7 @@ def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> No
     assert live.get(f"/v1/adapters/{name}/versions/2")["parent"] == 0
     # Promoted by hand, it answers, and what it learned from is applied; the other candidate's is not.
     live.post(f"/v1/adapters/{name}/promote", {"version": 1})
-    found = live.get(f"/v1/feedback/{told['id']}")
+    found = live.get(f"/v1/feedback/{given['id']}")
     assert (found["status"], found["version"], found["note"]) == ("applied", 1, "")
     assert later["status"] == "held" and live.get(f"/v1/feedback/{later['id']}") == later
     assert live.http.delete(f"/v1/adapters/{name}/versions/2").status_code == 200
@@ -274,8 +274,8 @@ def test_a_full_disk_loses_nothing(live: Live, adapter, monkeypatch) -> None:
 
     monkeypatch.setattr(learner.YieldingEngine, "save", full)
     name = adapter("no-room", updates=1, gate=SMALL)
-    told = live.learned(live.teach(live.chat(name), text="Too cold."))
-    assert (told["status"], told["version"]) == ("applied", 1) and not troubles
+    given = live.learned(live.teach(live.chat(name), text="Too cold."))
+    assert (given["status"], given["version"]) == ("applied", 1) and not troubles
     place = live.state.store.version_folder(live.state.store.adapter(name).id, 0).parent
     assert [p.name for p in place.iterdir()] == ["1"], "half of a version is left"
 
@@ -311,9 +311,9 @@ def test_all_laws_on_request(live: Live, adapter) -> None:
     laws = {}
     for audit in ("alive", "full"):
         name = adapter(f"laws-{audit}", audit=audit, updates=1)
-        told = _teach_all(live, name, text="Too cold.")
-        verdict = live.get(f"/v1/adapters/{name}/versions/{told['version']}")["audit"]
-        assert told["status"] == "applied" and verdict["holds"]
+        given = _teach_all(live, name, text="Too cold.")
+        verdict = live.get(f"/v1/adapters/{name}/versions/{given['version']}")["audit"]
+        assert given["status"] == "applied" and verdict["holds"]
         laws[audit] = {f["law"] for f in verdict["findings"]}
     assert laws["alive"] < laws["full"] and {"IG", "F64", "DF"} <= laws["full"]
 
@@ -335,8 +335,8 @@ def test_a_plain_text_is_learned_from_too(live: Live, adapter) -> None:
     given = [state.store.feedback(f["id"]) for f in found]
     rows = lessons.gather(state, config, config.build_objective(), given).rows
     for row, word, said in zip(rows, WORDS, ("Too cold.", "is warm.", config.thumbs.down), strict=False):
-        text, told = state.text.decode(row.prompt), state.text.decode(row.told or ())
-        assert text == f"The {word} in the garden" and told.endswith(f"\n\n{text}") and said in told[: -len(text)]
+        text, given = state.text.decode(row.prompt), state.text.decode(row.teacher_prompt or ())
+        assert text == f"The {word} in the garden" and given.endswith(f"\n\n{text}") and said in given[: -len(text)]
 
 
 def test_another_model_than_nano_learns(tmp_path: Path) -> None:
@@ -345,8 +345,8 @@ def test_another_model_than_nano_learns(tmp_path: Path) -> None:
     model = str(tiny_folder(tmp_path / "tiny"))
     with serving(tmp_path, model=model, adapters=("tiny",)) as live:
         chat = live.chat("tiny", "say up", seed=1)
-        told = live.learned(live.teach(chat, better="up!"))
-        assert (told["status"], told["version"]) == ("applied", 1), told
+        given = live.learned(live.teach(chat, better="up!"))
+        assert (given["status"], given["version"]) == ("applied", 1), given
         again = live.chat("tiny", "say up", seed=1)
         assert (chat["adapter_version"], again["adapter_version"]) == (0, 1)
         scores = [_score(live, name, "say up", "up!") for name in ("base", "tiny@0", "tiny")]
@@ -410,9 +410,9 @@ def test_overrides_merge() -> None:
 def test_chat_goes_on_while_it_learns(live: Live, adapter) -> None:
     """Answers are given between the micro-batches of an update, by the version from before; nothing waits for it."""
     name = adapter("busy", updates=8, micro_tokens=32)
-    told = [live.teach(live.chat(name, f"Describe the {w}.", seed=i), text="Too cold.") for i, w in enumerate(WORDS)]
+    given = [live.teach(live.chat(name, f"Describe the {w}.", seed=i), text="Too cold.") for i, w in enumerate(WORDS)]
     during = 0
-    while live.http.get(f"/v1/feedback/{told[-1]['id']}").json()["status"] == "queued":
+    while live.http.get(f"/v1/feedback/{given[-1]['id']}").json()["status"] == "queued":
         learning = live.get("/health")["learning"]
         answer = live.chat(name, "Describe the sea.", max_tokens=4)
         if learning is not None and learning["phase"] == "step" and learning["step"] < 7:
@@ -427,7 +427,7 @@ def test_events_tell_what_happens(live: Live, adapter) -> None:
     seen: list[tuple[str, dict]] = []
     with live.http.stream("GET", "/v1/events", headers={"Last-Event-ID": "0"}, timeout=60) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
-        told = live.teach(live.chat(name), text="Too cold.")
+        given = live.teach(live.chat(name), text="Too cold.")
         kind = ""
         for line in stream.iter_lines():
             if line.startswith("event: "):
@@ -441,4 +441,4 @@ def test_events_tell_what_happens(live: Live, adapter) -> None:
     kinds = [k for k, _ in seen]
     assert kinds[0] == "adapter" and kinds[1] == "feedback" and kinds[-1] == "version" and "learn" in kinds
     assert [d["phase"] for k, d in seen if k == "learn"] == ["begins", "audit", "step", "step", "gate"]
-    assert seen[-1][1]["feedback"] == [told["id"]] and seen[-1][1]["answers"]
+    assert seen[-1][1]["feedback"] == [given["id"]] and seen[-1][1]["answers"]

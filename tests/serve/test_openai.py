@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from earnest.models import SampleSpec, sample
 from earnest.serve.choices import chat_logprobs
-from earnest.serve.decode import Done, Flight
+from earnest.serve.decode import Done, PendingRequest
 from earnest.serve.decode import Request as Wanted
 from earnest.serve.errors import NotFound
 from earnest.serve.keys import Caller
@@ -153,9 +153,9 @@ def test_bytes_are_those_of_the_text(live: Live) -> None:
     ids = text.encode(said, special=False)
     end = next(iter(live.state.host.policy.eos_ids))
     assert any("\ufffd" in text.decode([t], special=True) for t in ids), "no character here has two tokens"
-    told = chat_logprobs(text, Done((*ids, end), (0.0,) * (len(ids) + 1), "stop"))["content"]
-    assert bytes(b for t in told[:-1] for b in t["bytes"]).decode() == said
-    assert bytes(told[-1]["bytes"]).decode() == told[-1]["token"] == text.decode([end], special=True)
+    found = chat_logprobs(text, Done((*ids, end), (0.0,) * (len(ids) + 1), "stop"))["content"]
+    assert bytes(b for t in found[:-1] for b in t["bytes"]).decode() == said
+    assert bytes(found[-1]["bytes"]).decode() == found[-1]["token"] == text.decode([end], special=True)
     # A vocabulary that spells unknown characters as <0xC3> <0xA9>, and one that knows nothing of bytes.
     names = {"<unk>": 0, "a": 1, **{f"<0x{b:02X}>": 2 + b for b in range(256)}, "\ufffd": 258}
     for decoder, wanted in ((decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]), [195]), (None, None)):
@@ -173,12 +173,12 @@ def test_an_answer_stays_with_its_prompt(live: Live) -> None:
     work = Work(live.state, body, Caller(), "text", [], 2, None)
     work.lease = Lease(None, 0, None)
     work.prompts = [live.state.text.encode(p) for p in body.prompts()]
-    flights = [Flight(Wanted(p, SampleSpec(max_new_tokens=2), n=2)) for p in work.prompts]
-    flights[1].fail(RuntimeError("diverged"))
+    submitted = [PendingRequest(Wanted(p, SampleSpec(max_new_tokens=2), n=2)) for p in work.prompts]
+    submitted[1].fail(RuntimeError("diverged"))
     for place in (0, 2):
         for index in range(2):
-            flights[place].finish(index, Done((10 * place + index,), (-1.0,), "cancelled"))
-    asyncio.run(_keep_rest(work, flights, ExitStack()))
+            submitted[place].finish(index, Done((10 * place + index,), (-1.0,), "cancelled"))
+    asyncio.run(_keep_rest(work, submitted, ExitStack()))
     for choice, (place, token) in {0: (0, 0), 1: (0, 1), 4: (2, 20), 5: (2, 21)}.items():
         kept = live.state.store.completion(work.id, choice)
         assert (kept.prompt, kept.tokens) == (work.prompts[place], (token,))

@@ -21,10 +21,10 @@ def test_a_key_that_sees_only_its_own(tmp_path: Path) -> None:
         theirs = live.teach(live.chat("team/a"), text="A private word.")
         ask = {"model": "team/a", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         mine = teacher.post("/v1/chat/completions", json=ask).json()["id"]
-        told = teacher.post("/v1/feedback", json={"completion_id": mine, "text": "My own word."}).json()
-        live.learned(theirs), live.learned(told)
+        given = teacher.post("/v1/feedback", json={"completion_id": mine, "text": "My own word."}).json()
+        live.learned(theirs), live.learned(given)
         listed = teacher.get("/v1/feedback", params={"adapter": "team/a"}).json()["data"]
-        assert [f["id"] for f in listed] == [told["id"]]
+        assert [f["id"] for f in listed] == [given["id"]]
         assert len(live.get("/v1/feedback", adapter="team/a")["data"]) == 2
         assert teacher.get(f"/v1/feedback/{theirs['id']}").status_code == 404
         assert teacher.get(f"/v1/chat/completions/{theirs['completion']}").status_code == 404

@@ -30,7 +30,7 @@ ASK = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max_to
             "thumbs: Input should be 'up' or 'down'",
             "thumbs",
         ),
-        ("/v1/feedback", {"completion_id": "x"}, "the body: says nothing; give text", None),
+        ("/v1/feedback", {"completion_id": "x"}, "the body: is empty; give text", None),
         ("/v1/completions", {"model": "base", "prompt": {}}, "prompt: ", "prompt"),
         (
             "/v1/chat/completions",
@@ -79,7 +79,7 @@ def test_a_500_leaves_the_connection_open(live: Live, monkeypatch) -> None:
         monkeypatch.setattr(live.state.store, "adapters", broken)
         found = client.get("/v1/models")
         stream = found.extensions["network_stream"]
-        assert found.status_code == 500 and "its log has more" in found.json()["error"]["message"]
+        assert found.status_code == 500 and "its log has the details" in found.json()["error"]["message"]
         monkeypatch.undo()
         time.sleep(0.1)
         again = client.get("/v1/models")

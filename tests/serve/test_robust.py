@@ -45,8 +45,8 @@ def test_an_expression_that_is_stored_already_fails_its_feedback_only(live: Live
     name = adapter("stored")
     learn = json.dumps({"adapter": {"kind": "lora", "targets": f"re:{EVIL}"}})
     live.state.store.db.write(lambda c: c.execute("UPDATE adapters SET learn = ? WHERE name = ?", (learn, name)))
-    told = live.learned(live.teach(live.chat(name), text="Too cold."))
-    assert told["status"] == "failed" and "regular expression" in told["note"]
+    given = live.learned(live.teach(live.chat(name), text="Too cold."))
+    assert given["status"] == "failed" and "regular expression" in given["note"]
 
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])

@@ -17,7 +17,7 @@ from earnest.errors import ConfigError, EarnestError
 from earnest.serve import versions
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
-from earnest.serve.store import Said, ServerStore, StoredCompletion, check_name
+from earnest.serve.store import NewFeedback, ServerStore, StoredCompletion, check_name
 
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 
@@ -89,20 +89,20 @@ def test_a_failing_write_takes_only_itself_back(tmp_path: Path) -> None:
 def test_the_queue_has_a_limit(store: ServerStore) -> None:
     row = store.create("a", {})
     _given(store)
-    said = [(Said("c1", text=str(i), id=f"f{i}"), row) for i in range(3)]
+    said = [(NewFeedback("c1", text=str(i), id=f"f{i}"), row) for i in range(3)]
     store.add_feedback(said, "", 3)
     with pytest.raises(Busy, match="3 feedbacks waiting"):
-        store.add_feedback([(Said("c1", text="x"), row)], "", 3)
+        store.add_feedback([(NewFeedback("c1", text="x"), row)], "", 3)
     assert len(store.queued(row.id, 10)) == 3  # the refused one left nothing behind
     assert [k for _, k in store.add_feedback(said, "", 3)] == [True] * 3  # known ones are no more load
     with pytest.raises(Conflict):
-        store.add_feedback([(Said("c1", text="other", id="f1"), row)], "", 9)
+        store.add_feedback([(NewFeedback("c1", text="other", id="f1"), row)], "", 9)
 
 
 def test_applied_twice_is_impossible(store: ServerStore) -> None:
     row = store.create("a", {})
     _given(store)
-    ((f, _),) = store.add_feedback([(Said("c1", text="x"), row)], "", 9)
+    ((f, _),) = store.add_feedback([(NewFeedback("c1", text="x"), row)], "", 9)
     record = {"feedback": [f.id]}
     assert store.add_version(row.id, 1, 0, record, [f.seq], {}, "") == "promoted"
     with pytest.raises(AssertionError, match="twice"):
@@ -250,7 +250,7 @@ def test_a_fork_that_was_killed_is_swept(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_unknown_things(store: ServerStore) -> None:
-    with pytest.raises(NotFound, match="gave no completion"):
+    with pytest.raises(NotFound, match="there is no completion"):
         store.completion("nothing")
     with pytest.raises(NotFound):
         store.feedback("nothing")
@@ -317,7 +317,7 @@ class Queue(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 4))
     def say(self, n: int) -> None:
-        items = [Said("c1", text="x", id=f"f{self.count + i}") for i in range(n)]
+        items = [NewFeedback("c1", text="x", id=f"f{self.count + i}") for i in range(n)]
         self.store.add_feedback([(s, self.row) for s in items], "", 1000)
         self.waiting += [s.id for s in items if s.id]
         self.count += n

@@ -1,6 +1,7 @@
-"""HTTP: chat that learns from what its users say, on one port.
+"""HTTP: chat that learns from its users' feedback, on one port.
 
-Nothing here imports torch when it is imported: feedback is accepted, and safe on disk, before the model is loaded.
+Importing this package does not import torch, so the server accepts feedback, and writes it to disk, before the model is
+loaded.
 """
 
 from earnest.serve.settings import ServeSettings as ServeSettings

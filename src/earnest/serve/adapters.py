@@ -1,4 +1,4 @@
-"""/v1/adapters: what learns, and its versions: roll back, pin, promote, diff, export, fork, delete."""
+"""/v1/adapters: the adapters and their versions: roll back, pin, promote, diff, export, fork, delete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NewAdapter(StrictBody):
     """POST /v1/adapters"""
 
     name: Name
-    learn: dict[str, Any] = Field(default_factory=dict, description="what differs from the server's own settings")
+    learn: dict[str, Any] = Field(default_factory=dict, description="settings that differ from the server's own")
 
 
 class Fork(StrictBody):
@@ -66,12 +66,12 @@ def router(state: State) -> APIRouter:
             "versions": [v.number for v in state.store.versions(row.id)],
         }
 
-    def told(row: AdapterRow, what: str, **more: Any) -> dict[str, Any]:
+    def changed(row: AdapterRow, what: str, **more: Any) -> dict[str, Any]:
         found = show(state.store.adapter(row.name))
         state.bus.publish("adapter", row.name, what=what, live=found["live"], pinned=found["pinned"], **more)
         return found
 
-    @api.get("", summary="What learns here")
+    @api.get("", summary="The adapters")
     def listed(caller: Who) -> dict[str, Any]:
         return {"object": "list", "data": [show(a) for a in state.store.adapters() if caller.may(a.name, "read")]}
 
@@ -90,7 +90,7 @@ def router(state: State) -> APIRouter:
             assert state.learner is not None
             config = state.learner.config
             check_limits(overridden(config, body.learn), config, caller.limits)
-        return told(state.store.create(body.name, body.learn), "created")
+        return changed(state.store.create(body.name, body.learn), "created")
 
     @api.get("/{name:path}/versions", summary="Its versions")
     def history(name: str, caller: Who) -> dict[str, Any]:
@@ -117,13 +117,13 @@ def router(state: State) -> APIRouter:
         record = {**found.record, "answers": []} if caller.own else found.record
         return {**_version(found, row), **record}
 
-    @api.delete("/{name:path}/versions/{number}", summary="Forget a version")
+    @api.delete("/{name:path}/versions/{number}", summary="Delete a version")
     def forget(name: str, number: Number, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
         state.store.delete_version(row.id, number)
         state.leases.forget(row.id, number)
         versions.remove(state.store.version_folder(row.id, number))
-        return told(row, "version deleted", number=number)
+        return changed(row, "version deleted", number=number)
 
     @api.get("/{name:path}/diff", summary="What changed between two versions")
     def diff(
@@ -140,21 +140,21 @@ def router(state: State) -> APIRouter:
     def rollback(name: str, body: Which, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "teach")
         state.store.set_live(row.id, body.version, candidates=False)
-        return told(row, "rolled back")
+        return changed(row, "rolled back")
 
-    @api.post("/{name:path}/promote", summary="Make a candidate live, whatever its gate said")
+    @api.post("/{name:path}/promote", summary="Make a candidate live, even if the gate refused it")
     def promote(name: str, body: Which, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "teach")
         if body.version is None:
-            raise BadRequest("version: which candidate? Name its number.", "version")
+            raise BadRequest("version: give the number of the candidate.", "version")
         state.store.set_live(row.id, body.version)
-        return told(row, "promoted")
+        return changed(row, "promoted")
 
-    @api.post("/{name:path}/pin", summary="Stay at a version whatever is learned; null: move again")
+    @api.post("/{name:path}/pin", summary="Keep a version live whatever is learned; null: end that")
     def pin(name: str, body: Which, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "teach")
         state.store.pin(row.id, body.version)
-        return told(row, "unpinned" if body.version is None else "pinned")
+        return changed(row, "unpinned" if body.version is None else "pinned")
 
     @api.post("/{name:path}/fork", status_code=201, summary="A new adapter that starts from a version")
     def fork(name: str, body: Fork, caller: Who) -> dict[str, Any]:
@@ -163,17 +163,17 @@ def router(state: State) -> APIRouter:
         caller.demand_new(body.name)
         number = row.live if body.version is None else body.version
         made = versions.fork(state, row, number, body.name)
-        return told(made, "forked", origin=made.origin)
+        return changed(made, "forked", origin=made.origin)
 
-    @api.post("/{name:path}/cancel", summary="End the update that runs and withdraw the queued feedback")
+    @api.post("/{name:path}/cancel", summary="Cancel the running update and withdraw the queued feedback")
     def cancel(name: str, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "teach")
         withdrawn = state.store.cancel(row.id)
         if state.learner is not None:
             state.learner.cancel(row.id)
-        return told(row, "cancelled", withdrawn=withdrawn) | {"cancelled": withdrawn}
+        return changed(row, "cancelled", withdrawn=withdrawn) | {"cancelled": withdrawn}
 
-    @api.post("/{name:path}/purge", summary="Delete its conversations from before a time")
+    @api.post("/{name:path}/purge", summary="Delete its conversations that are older than a given time")
     def purge(name: str, body: Purge, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
         return {"object": "purged", "adapter": row.name, "deleted": state.store.purge(body.before, row.id)}
@@ -184,13 +184,13 @@ def router(state: State) -> APIRouter:
         state.attempts.end(row.id, done=True)
         if state.learner is not None:
             state.learner.wake()
-        return told(row, "resumed")
+        return changed(row, "resumed")
 
-    @api.get("/{name:path}", summary="One of them")
+    @api.get("/{name:path}", summary="One adapter")
     def one(name: str, caller: Who) -> dict[str, Any]:
         return show(find(name, caller, "read"))
 
-    @api.delete("/{name:path}", summary="Forget it, its versions and its feedback")
+    @api.delete("/{name:path}", summary="Delete an adapter, its versions and its feedback")
     def delete(name: str, caller: Who) -> dict[str, Any]:
         row = find(name, caller, "delete")
         state.store.delete(row.id)

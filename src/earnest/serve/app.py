@@ -20,12 +20,12 @@ from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State
 from earnest.version import __version__
 
-# A field's name in the place of a validation error; the other parts name classes and members of unions.
+# The parts of a validation error's location that are field names; other parts are classes and members of unions.
 FIELD = re.compile(r"(?!(?:str|int|float|bool|none|list|dict)$)[a-z_][a-z0-9_]*")
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
-    """The server as an ASGI application; ``app.state.earnest`` has its parts. Loading begins when it starts up."""
+    """The server as an ASGI application; ``app.state.earnest`` has its parts. The model is loaded after startup."""
     state = State(settings)
 
     @asynccontextmanager
@@ -41,7 +41,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app = FastAPI(
         title="earnest serve",
         version=__version__,
-        description="Chat that learns from what its users say.",
+        description="Chat that learns from its users' feedback.",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -78,7 +78,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """The first mistake with its field; never the value, which may be long or private."""
+    """The first mistake with its field, without the value, which may be long or private."""
     assert isinstance(error, RequestValidationError)
     first = min(error.errors(), key=lambda e: -len(e["loc"]))
     field = ".".join(str(p) for p in first["loc"][1:] if isinstance(p, int) or FIELD.fullmatch(p))

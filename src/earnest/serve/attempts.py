@@ -1,8 +1,9 @@
 """Updates that were running when the server died.
 
-An update is noted on disk before it begins and removed when it ends, whatever its result. A note that a new process
-finds is a death. After two deaths in a row the adapter's learning is set aside: its feedback stays queued, the other
-adapters go on, and somebody has to resume it. So nothing durable can end every restart.
+A row is written before an update begins and cleared when it ends, whatever its result. A row that a new process finds
+means that the server died during the update. After two such deaths in a row the adapter's learning is set aside: its
+feedback stays queued, other adapters go on learning, and a user has to resume it. So no stored feedback can make the
+server die at every start.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ REASON = (
 
 
 class Attempts:
-    """The notes of one database; made once per process, when no update runs."""
+    """The running updates of one database; create it once per process, before any update."""
 
     def __init__(self, db: Database) -> None:
         self.db = db

@@ -16,7 +16,7 @@ def awaitable(future: Future[T]) -> asyncio.Future[T]:
     own: asyncio.Future[T] = loop.create_future()
 
     def copy() -> None:
-        if own.done():  # nobody waits any more
+        if own.done():  # the awaitable was cancelled
             return
         if (error := future.exception()) is not None:
             own.set_exception(error)
@@ -24,7 +24,7 @@ def awaitable(future: Future[T]) -> asyncio.Future[T]:
             own.set_result(future.result())
 
     def done(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody can wait any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(copy)
 
     future.add_done_callback(done)

@@ -1,7 +1,7 @@
 """Events for changes that no code announces: run folders that other processes write, and the load of the chat.
 
-While somebody reads ``/v1/events`` both are compared once a second with their last state. A change is an event without
-content: `runs` for those who may read them, `health` for everybody. The endpoint of that name has the details.
+While a client reads ``/v1/events``, both are compared with their last state once per second. A change becomes an event
+without content: `runs` for clients that may read runs, `health` for all. The endpoint of that name has the details.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def chat_logprobs(text: Text, done: Done) -> dict[str, Any]:
-    """{"content": [{token, logprob, bytes, top_logprobs}, …]}, one a token, the one that ends the turn included."""
+    """{"content": [{token, logprob, bytes, top_logprobs}, …]}, one per token, with the token that ends the turn."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": text.decode([token], special=True), "logprob": logprob, "bytes": text.bytes_of(token)}
@@ -25,8 +25,8 @@ def chat_logprobs(text: Text, done: Done) -> dict[str, Any]:
 
 
 def text_logprobs(text: Text, done: Done, echo: dict[str, Any] | None, start: int = 0) -> dict[str, Any]:
-    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, the prompt's in front where it is echoed; ``start``
-    is the offset of the first, where others were told before."""
+    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, with those of an echoed prompt first; ``start`` is
+    the offset of the first token, if earlier chunks were sent."""
     front = [] if echo is None else list(echo["tokens"])
     values: list[float | None] = [] if echo is None else list(echo["logprobs"])
     said = [text.decode([t], special=True) for t in [*front, *done.tokens]]

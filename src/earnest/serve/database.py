@@ -1,7 +1,7 @@
-"""SQLite as the place of what must survive: one writer, group commit, every write on the disk before it is answered.
+"""The server's SQLite database: one writer thread, group commit, every write on the disk before it is reported.
 
-WAL with ``synchronous=FULL``: a commit returns after its fsync. Writes that arrive while one is being synced share the
-next one, each inside a savepoint of its own: one that fails takes only itself back.
+WAL with ``synchronous=FULL``: a commit returns after its fsync. Writes that arrive during a sync share the next
+commit, each inside a savepoint of its own, so a write that fails rolls back only itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Database:
 
     def __init__(self, path: Path, schema: str) -> None:
         self.path = path
-        self._mine = threading.local()
+        self._of_thread = threading.local()
         self._readers: list[sqlite3.Connection] = []
         self._readers_lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
@@ -59,7 +59,7 @@ class Database:
         return future
 
     def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """The same, and wait for it."""
+        """``submit``, and wait for the result."""
         return self.submit(work).result()
 
     def _run(self) -> None:
@@ -81,7 +81,8 @@ class Database:
 
     def _commit(self, batch: Sequence[tuple[Work, Future[Any]]]) -> None:
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
-        for _, future in batch:  # from here on cancellation has no effect: the write is done, without a result
+        # from here on cancellation has no effect: the write is committed, and a cancelled future gets no result
+        for _, future in batch:
             future.set_running_or_notify_cancel()
         try:
             self._writer.execute("BEGIN IMMEDIATE")
@@ -90,7 +91,8 @@ class Database:
                 try:
                     result = work(self._writer)
                 except Exception as error:
-                    if not self._writer.in_transaction:  # SQLite has rolled back everything: the disk is full
+                    # SQLite has rolled back the whole transaction: the disk is full
+                    if not self._writer.in_transaction:
                         raise
                     self._writer.execute("ROLLBACK TO one")
                     outcomes.append((future, None, error))
@@ -116,9 +118,9 @@ class Database:
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Rows as of the last commit."""
-        connection = getattr(self._mine, "connection", None)
+        connection = getattr(self._of_thread, "connection", None)
         if connection is None:
-            connection = self._mine.connection = self._open()
+            connection = self._of_thread.connection = self._open()
             with self._readers_lock:
                 self._readers.append(connection)
         return list(connection.execute(sql, values))

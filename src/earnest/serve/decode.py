@@ -1,7 +1,7 @@
-"""Decoding for everybody at once: sequences join and leave the batch at every token.
+"""Continuous batching: sequences join and leave the decoding batch at every token.
 
 Each row has its own adapter, its own sampling settings and its own random numbers, which are those of
-``earnest.models.sample``: a completion is a function of (weights, prompt, seed, draw), whoever shares the batch.
+``earnest.models.sample``: a completion is a function of (weights, prompt, seed, draw), whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Full(EarnestError):
 
 @dataclass(frozen=True)
 class DecodedToken:
-    """One decoded token: its log-prob under what was sampled from, and on request the most probable ones beside it."""
+    """One decoded token: its log-prob under the distribution that was sampled from, and on request the most probable
+    tokens."""
 
     token: int
     logprob: float
@@ -85,8 +86,8 @@ class Request:
     on_step: Callable[[int, DecodedToken], None] | None = None
 
 
-class Flight:
-    """A request under way."""
+class PendingRequest:
+    """A submitted request: it waits for a place or is being decoded."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -96,7 +97,7 @@ class Flight:
         self.future: Future[list[Done]] = Future()
 
     def cancel(self) -> None:
-        """Nobody waits any more: its rows leave the batch at the next token."""
+        """Cancel it: its rows leave the batch at the next token."""
         self.cancelled = True
 
     def result(self, timeout: float | None = None) -> list[Done]:
@@ -108,7 +109,7 @@ class Flight:
             self.future.set_result([d for d in self.done if d is not None])
 
     def report(self, index: int, number: int, step: DecodedToken) -> None:
-        """Hand a step to ``on_step``, once: a request that is decoded again repeats its steps."""
+        """Pass a step to ``on_step``, once: a request that is decoded again repeats its steps."""
         if number > self.reported[index]:
             self.reported[index] = number
             if self.request.on_step is not None:
@@ -121,7 +122,7 @@ class Flight:
 
 @dataclass(eq=False)
 class _Row:
-    flight: Flight
+    pending: PendingRequest
     index: int
     numbers: list[float]
     steps: list[DecodedToken] = field(default_factory=list)
@@ -129,11 +130,11 @@ class _Row:
 
     @property
     def spec(self) -> SampleSpec:
-        return self.flight.request.spec
+        return self.pending.request.spec
 
     def shaped(self, logits: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
         """The logits of its next token after penalties, grammar and min-p."""
-        shaping = self.flight.request.shaping
+        shaping = self.pending.request.shaping
         if self.steps and (shaping.presence or shaping.frequency):
             ids, counts = torch.tensor([s.token for s in self.steps], device=logits.device).unique(return_counts=True)
             logits = logits.index_add(0, ids, -(shaping.presence + shaping.frequency * counts.to(logits.dtype)))
@@ -145,9 +146,9 @@ class _Row:
         return logits
 
     def end(self, finish: Finish) -> None:
-        tops = tuple(s.top for s in self.steps) if self.flight.request.top else ()
+        tops = tuple(s.top for s in self.steps) if self.pending.request.top else ()
         done = Done(tuple(s.token for s in self.steps), tuple(s.logprob for s in self.steps), finish, tops)
-        self.flight.finish(self.index, done)
+        self.pending.finish(self.index, done)
 
 
 @dataclass(eq=False)
@@ -157,7 +158,7 @@ class _Group:
 
 
 def check(policy: Policy, request: Request) -> None:
-    """Refuse what cannot be decoded, before it waits for a place."""
+    """Refuse a request that cannot be decoded, before it waits for a place."""
     vocabulary = policy.head.weight.shape[0]
     if not request.prompt:
         raise SamplingError("the prompt has no tokens; give at least one.")
@@ -173,12 +174,12 @@ def check(policy: Policy, request: Request) -> None:
 
 
 def positions(policy: Policy) -> int | None:
-    """How many tokens the model can look at, where it has a limit."""
+    """The model's maximum number of positions; None where it has no limit."""
     return policy.positions
 
 
 class DecodeBatch:
-    """The sequences that are decoded together. Every call is one unit of work, inside somebody's turn."""
+    """The sequences that are decoded together. Every call is one unit of work, inside a turn."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -188,27 +189,27 @@ class DecodeBatch:
         return sum(len(g.rows) for g in self.groups)
 
     @torch.no_grad()
-    def admit(self, flights: Sequence[Flight]) -> None:
-        """Read the prompts (each once for each adapter) and join the batch."""
+    def admit(self, submitted: Sequence[PendingRequest]) -> None:
+        """Read the prompts (each once per adapter) and join the batch."""
         policy = self.host.policy
         buffered = policy.cache_kind == "buffered"
-        waves: dict[int, list[Flight]] = {}
-        for flight in flights:  # only a buffered cache takes prompts of different lengths
-            waves.setdefault(0 if buffered else len(flight.request.prompt), []).append(flight)
+        waves: dict[int, list[PendingRequest]] = {}
+        for pending in submitted:  # only a buffered cache takes prompts of different lengths
+            waves.setdefault(0 if buffered else len(pending.request.prompt), []).append(pending)
         for wave in waves.values():
             places: dict[tuple[tuple[int, ...], int], int] = {}
             owner: list[int] = []
             adapters: list[Adapter | None] = []
             rows: list[_Row] = []
-            for flight in wave:
-                r = flight.request
+            for pending in wave:
+                r = pending.request
                 place = places.setdefault((r.prompt, id(r.adapter)), len(places))
                 if place == len(adapters):
                     adapters.append(r.adapter)
                 for index in range(r.n):
                     numbers = uniforms(r.prompt, r.spec.seed, index, r.spec.max_new_tokens)
                     matcher = None if r.shaping.grammar is None else self.host.grammars.matcher(r.shaping.grammar)
-                    rows.append(_Row(flight, index, numbers.tolist(), matcher=matcher))
+                    rows.append(_Row(pending, index, numbers.tolist(), matcher=matcher))
                     owner.append(place)
             new = max(f.request.spec.max_new_tokens for f in wave)
             with self.host.rows(adapters):
@@ -237,15 +238,15 @@ class DecodeBatch:
                 group.rows = [group.rows[i] for i in alive]
             if isinstance(group.sequences, Cached) and self.host.policy.cache_kind == "buffered":
                 trim(group.sequences)
-            with self.host.rows([row.flight.request.adapter for row in group.rows]):
+            with self.host.rows([row.pending.request.adapter for row in group.rows]):
                 tokens = [row.steps[-1].token for row in group.rows]
                 group.sequences.step(torch.as_tensor(tokens, device=self.host.policy.device))
 
-    def clear(self) -> list[Flight]:
+    def clear(self) -> list[PendingRequest]:
         """Empty the batch; returns the requests that were in it."""
-        flights = list(dict.fromkeys(row.flight for group in self.groups for row in group.rows))
+        submitted = list(dict.fromkeys(row.pending for group in self.groups for row in group.rows))
         self.groups = []
-        return flights
+        return submitted
 
     # --- one token ----------------------------------------------------------------------------------------------------
 
@@ -256,11 +257,11 @@ class DecodeBatch:
         kinds: dict[tuple[float, int, float], list[int]] = {}
         for i, row in enumerate(group.rows):
             kinds.setdefault((row.spec.temperature, row.spec.top_k, row.spec.top_p), []).append(i)
-        # An adapter may sit on the head, too.
-        with self.host.rows([row.flight.request.adapter for row in group.rows]):
+        # An adapter may also be on the output head.
+        with self.host.rows([row.pending.request.adapter for row in group.rows]):
             logits = policy.head.logits(hidden[:, None] if not policy.head.plain else hidden).float()
             logits = logits.reshape(len(group.rows), -1)
-        shaped = [i for i, row in enumerate(group.rows) if row.flight.request.shaping != Shaping()]
+        shaped = [i for i, row in enumerate(group.rows) if row.pending.request.shaping != Shaping()]
         if shaped:
             logits = logits.clone()
             for i in shaped:
@@ -272,30 +273,30 @@ class DecodeBatch:
             token, logprob = pick(own, u, rows[0].spec)
             tops = _tops(own, rows)
             for row, t, lp, top in zip(rows, token.tolist(), logprob.tolist(), tops, strict=True):
-                step = DecodedToken(t, lp, top[: row.flight.request.top])
+                step = DecodedToken(t, lp, top[: row.pending.request.top])
                 row.steps.append(step)
                 if row.matcher is not None:
                     row.matcher.accept(t)
-                row.flight.report(row.index, len(row.steps), step)
+                row.pending.report(row.index, len(row.steps), step)
 
     def _ends(self, row: _Row) -> bool:
         policy = self.host.policy
         last = row.steps[-1]
         if last.logprob != last.logprob or last.logprob == -float("inf"):
-            row.flight.fail(
+            row.pending.fail(
                 SamplingError(
-                    f"{policy.name} gave logits that are no numbers (nan or inf): the adapter has diverged; roll back."
+                    f"{policy.name} gave logits that are not finite (nan or inf): the adapter has diverged; roll back."
                 )
             )
             return True
-        if row.flight.future.done():  # a sibling failed
+        if row.pending.future.done():  # another completion of this request failed
             return True
         finish: Finish | None = None
         if last.token in row.spec.ends(policy) or (row.spec.stop and self._stopped(row)):
             finish = "stop"
         elif len(row.steps) == row.spec.max_new_tokens:
             finish = "length"
-        elif row.flight.cancelled:
+        elif row.pending.cancelled:
             finish = "cancelled"
         if finish is None:
             return False
@@ -309,8 +310,9 @@ class DecodeBatch:
 
 
 def _tops(logits: Tensor, rows: Sequence[_Row]) -> list[tuple[tuple[int, float], ...]]:
-    """The most probable tokens of each row, as many as the row that wants most; of what was sampled from."""
-    most = max(r.flight.request.top for r in rows)
+    """The most probable tokens of each row, up to the largest number that any row needs, from the distribution that was
+    sampled from."""
+    most = max(r.pending.request.top for r in rows)
     if most == 0:
         return [()] * len(rows)
     from earnest.models.sampling import truncate
@@ -333,7 +335,7 @@ class Decoder:
         self.host, self.max_rows, self.max_waiting = host, max_rows, max_waiting
         self.batch = DecodeBatch(host)
         self.tokens = 0
-        self._waiting: deque[Flight] = deque()
+        self._waiting: deque[PendingRequest] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="earnest-chat", daemon=True)
@@ -341,36 +343,36 @@ class Decoder:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request) -> Flight:
-        """Take a request up; it waits for a place in the batch. ``Full`` where too many wait."""
+    def submit(self, request: Request) -> PendingRequest:
+        """Accept a request; it waits for a place in the batch. Raises ``Full`` if too many wait."""
         check(self.host.policy, request)
         if request.n > self.max_rows:
             raise SamplingError(f"n is {request.n}; this server decodes at most {self.max_rows} sequences together.")
-        if request.n > self.max_waiting:  # a 429 would ask it to try again for ever
+        if request.n > self.max_waiting:  # after a 429 the client would try again for ever
             raise SamplingError(f"n is {request.n}; at this server at most {self.max_waiting} sequences may wait.")
-        flight = Flight(request)
+        pending = PendingRequest(request)
         with self._wake:
             if self._closed:
                 raise Full("the server is shutting down.")
             waiting = sum(f.request.n for f in self._waiting)
             if waiting + request.n > self.max_waiting:
                 raise Full(f"{waiting} sequences wait already, at most {self.max_waiting} may; try again in a moment.")
-            self._waiting.append(flight)
+            self._waiting.append(pending)
             self._wake.notify()
-        return flight
+        return pending
 
     def load(self) -> dict[str, int]:
         return {"running": len(self.batch), "waiting": sum(f.request.n for f in list(self._waiting))}
 
     def close(self) -> None:
-        """What is under way is finished first; what still waits is refused."""
+        """Finish the requests that are being decoded, and refuse those that wait."""
         with self._wake:
             self._closed = True
             refused = list(self._waiting)
             self._waiting.clear()
             self._wake.notify()
-        for flight in refused:
-            flight.fail(Full("the server is shutting down."))
+        for pending in refused:
+            pending.fail(Full("the server is shutting down."))
         if self._thread.ident is not None:  # a model that failed to load never started it
             self._thread.join()
 
@@ -383,41 +385,41 @@ class Decoder:
             with self.host.turn("chat") as turn:
                 while self._waiting or len(self.batch):
                     try:
-                        if flights := self._next():
-                            self.batch.admit(flights)
+                        if submitted := self._next():
+                            self.batch.admit(submitted)
                         if len(self.batch):
                             self.tokens += len(self.batch)
                             self.batch.step()
                     except Exception:
                         log.exception("decoding a batch failed; its requests are decoded one by one")
-                        for flight in dict.fromkeys([*self.batch.clear(), *flights]):
-                            self._alone(flight, turn)
+                        for pending in dict.fromkeys([*self.batch.clear(), *submitted]):
+                            self._alone(pending, turn)
                     turn.yield_turn()
 
-    def _alone(self, flight: Flight, turn: Turn) -> None:
-        """Decode one request from its start, so that its failure is its own. Its tokens are the same: they are a
-        function of the weights, the prompt and the seed."""
+    def _alone(self, pending: PendingRequest, turn: Turn) -> None:
+        """Decode one request from its start, so that it fails alone. Its tokens are the same: they
+        depend on the weights, the prompt and the seed only."""
         batch = DecodeBatch(self.host)
         try:
-            batch.admit([flight])
+            batch.admit([pending])
             while len(batch):
                 batch.step()
                 turn.yield_turn()
         except Exception as error:
             log.exception("decoding a request failed")
-            flight.fail(error)
+            pending.fail(error)
 
-    def _next(self) -> list[Flight]:
-        """Those that have a place now, in the order they came."""
+    def _next(self) -> list[PendingRequest]:
+        """The waiting requests that have a place now, in order of arrival."""
         room = self.max_rows - len(self.batch)
-        chosen: list[Flight] = []
+        chosen: list[PendingRequest] = []
         with self._wake:
             while self._waiting and (self._waiting[0].cancelled or self._waiting[0].request.n <= room):
-                flight = self._waiting.popleft()
-                if flight.cancelled:
-                    for index in range(flight.request.n):
-                        flight.finish(index, Done((), (), "cancelled"))
+                pending = self._waiting.popleft()
+                if pending.cancelled:
+                    for index in range(pending.request.n):
+                        pending.finish(index, Done((), (), "cancelled"))
                     continue
-                room -= flight.request.n
-                chosen.append(flight)
+                room -= pending.request.n
+                chosen.append(pending)
         return chosen

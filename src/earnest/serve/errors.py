@@ -61,7 +61,7 @@ class NotFound(ServeError):
 
 def no_completion(name: str, choice: int) -> NotFound:
     """The error for a completion that does not exist, or that the caller may not see."""
-    return NotFound(f"this server gave no completion {name[:80]!r} with a choice {choice}.", "completion_id")
+    return NotFound(f"there is no completion {name[:80]!r} with a choice {choice} here.", "completion_id")
 
 
 class NoModel(ServeError):
@@ -108,13 +108,13 @@ def damaged(adapter: str, number: int) -> DamagedVersion:
 
 
 class NoRoom(ServeError):
-    """The disk of the server takes no more."""
+    """The server's disk is full."""
 
     status, type, code = 507, "server_error", "insufficient_storage"
 
 
 def error_response(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """(status, body, headers). An error that is not the request's is logged here, and its details stay here."""
+    """(status, body, headers). An error that is not the client's is logged, and its details are not sent."""
     if no_room(error):
         log.error("a request could not be stored: %s", error)
         error = NoRoom(
@@ -126,7 +126,7 @@ def error_response(error: Exception) -> tuple[int, dict[str, Any], dict[str, str
     if isinstance(error, EarnestError):
         return 400, body(str(error), "invalid_request_error", None, "invalid_value"), {}
     log.error("a request failed", exc_info=error)
-    return 500, body("something went wrong inside the server; its log has more.", "server_error", None, None), {}
+    return 500, body("an internal error of the server; its log has the details.", "server_error", None, None), {}
 
 
 def no_room(error: BaseException) -> bool:

@@ -1,10 +1,10 @@
-"""Server-sent events: what happens, as it happens, for pages that watch.
+"""Server-sent events for clients that follow the server.
 
     event: version
     id: 17
     data: {"adapter": "team/assistant", "number": 3, "status": "promoted", …}
 
-A reader that comes back with ``Last-Event-ID`` gets what it missed, as far back as the ring reaches.
+A reader that reconnects with ``Last-Event-ID`` gets the events that it missed, if the ring buffer still has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEARTBEAT = 15.0
 
 @dataclass(frozen=True)
 class Event:
-    """``adapter`` decides who may see it; None: everybody."""
+    """``adapter`` decides which keys may see it; None: all."""
 
     id: int
     kind: str
@@ -38,7 +38,7 @@ class Event:
 
 
 class Bus:
-    """Published from any thread, read in the event loop."""
+    """Events are published from any thread and read in the event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Bus:
         self._closed = False
 
     def publish(self, kind: str, about: str | None = None, /, **data: Any) -> None:
-        """Something happened (to the adapter ``about``)."""
+        """Publish an event (about the adapter ``about``)."""
         with self._lock:
             self._last += 1
             event = Event(self._last, kind, about, {"time": time.time(), **data, "adapter": about})
@@ -57,7 +57,7 @@ class Bus:
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
     def hint(self, kind: str, about: str | None = None, /) -> None:
-        """Something is not as it was: for those who watch now, kept for nobody."""
+        """Publish an event without data to the present readers; it is not kept for later ones."""
         with self._lock:
             event = Event(self._last, kind, about, {"time": time.time(), "adapter": about})
             for queue, loop in self._readers.items():
@@ -70,7 +70,7 @@ class Bus:
     async def listen(
         self, may: Callable[[Event], bool], after: int | None, hidden: Collection[str] = ()
     ) -> AsyncGenerator[str]:
-        """Lines for one reader, until it leaves or the server shuts down."""
+        """The lines for one reader, until it disconnects or the server shuts down."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         with self._lock:
             missed = [e for e in self._ring if after is not None and e.id > after]
@@ -97,7 +97,7 @@ class Bus:
                 self._readers.pop(queue, None)
 
     def close(self) -> None:
-        """End every reader's stream: a shutdown does not wait for people who watch."""
+        """End every reader's stream, so that a shutdown does not wait for them."""
         with self._lock:
             self._closed = True
             for queue, loop in self._readers.items():

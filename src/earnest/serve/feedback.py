@@ -1,4 +1,4 @@
-"""/v1/feedback: what users say about completions. A 202 means that it is on the disk."""
+"""/v1/feedback: users' feedback on completions. A 202 means that it is on the disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from earnest.serve.errors import BadRequest, Conflict, NotFound, no_completion
 from earnest.serve.keys import Caller, Who
 from earnest.serve.state import State
-from earnest.serve.store import PUSHED, AdapterRow, Said
+from earnest.serve.store import PUSHED, AdapterRow, NewFeedback
 from earnest.serve.wire import ERRORS, StrictBody
 
 MOST = 256
@@ -22,25 +22,25 @@ class FeedbackItem(StrictBody):
 
     completion_id: Annotated[str, Field(min_length=1, max_length=100)]
     choice: Annotated[int, Field(ge=0, lt=1024, description="which of the completion's choices")] = 0
-    text: Words | None = Field(None, description="what the user said, in their own words")
+    text: Words | None = Field(None, description="the feedback as text")
     thumbs: Literal["up", "down"] | None = None
     better: Words | None = Field(None, description="the answer that the user wanted")
     adapter: Annotated[str, Field(max_length=200)] | None = Field(
-        None, description="who learns from it; none: the adapter that answered"
+        None, description="the adapter that learns from it; none: the one that answered"
     )
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")] | None = Field(
-        None, description="your own name for it: sending it twice counts once"
+        None, description="your own id for it; feedback that is sent twice with it counts once"
     )
 
     @model_validator(mode="after")
-    def _says_something(self) -> FeedbackItem:
+    def _not_empty(self) -> FeedbackItem:
         if not any(v is not None and v.strip() for v in (self.text, self.thumbs, self.better)):
-            raise ValueError("says nothing; give text, thumbs ('up' or 'down') or better")
+            raise ValueError("is empty; give text, thumbs ('up' or 'down') or better")
         return self
 
 
 class FeedbackBatch(StrictBody):
-    """Several at once: all are accepted or none."""
+    """Several feedbacks: all are accepted or none."""
 
     feedback: Annotated[list[FeedbackItem], Field(min_length=1, max_length=MOST)]
 
@@ -58,10 +58,10 @@ Given = Annotated[
 def router(state: State) -> APIRouter:
     api = APIRouter(prefix="/v1", responses=ERRORS, tags=["feedback"])
 
-    @api.post("/feedback", status_code=202, summary="Say what you think of an answer")
+    @api.post("/feedback", status_code=202, summary="Give feedback on an answer")
     def give(body: Given, caller: Who) -> dict[str, Any]:
         items = body.feedback if isinstance(body, FeedbackBatch) else [body]
-        said = [_said(state, item, caller) for item in items]
+        said = [_new_feedback(state, item, caller) for item in items]
         rows = state.store.add_feedback(said, caller.name, state.settings.max_queued)
         shown = []
         for (_, adapter), (row, known) in zip(said, rows, strict=True):
@@ -72,7 +72,7 @@ def router(state: State) -> APIRouter:
             state.learner.wake()
         return {"object": "list", "data": shown} if isinstance(body, FeedbackBatch) else shown[0]
 
-    @api.get("/feedback", summary="What was said lately")
+    @api.get("/feedback", summary="The latest feedback")
     def recent(
         adapter: Annotated[str, Query(max_length=200)], caller: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 50
     ) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def router(state: State) -> APIRouter:
             "data": [{"object": "feedback", **f.public(adapter)} for f in found],
         }
 
-    @api.get("/feedback/{feedback_id}", summary="What became of it")
+    @api.get("/feedback/{feedback_id}", summary="The status of a feedback")
     def one(feedback_id: str, caller: Who) -> dict[str, Any]:
         found = state.store.feedback(feedback_id)
         adapter = state.store.adapter_by_id(found.adapter)
@@ -107,7 +107,7 @@ def router(state: State) -> APIRouter:
     return api
 
 
-def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, AdapterRow]:
+def _new_feedback(state: State, item: FeedbackItem, caller: Caller) -> tuple[NewFeedback, AdapterRow]:
     completion = state.store.completion(item.completion_id, item.choice)
     caller.demand(completion.model, "read")
     if not caller.sees(completion.key):
@@ -121,7 +121,7 @@ def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, Adapt
         name = row.name
     else:
         raise BadRequest(
-            f"{completion.id} was answered by the base model, which does not learn; name the adapter that shall, "
+            f"{completion.id} was answered by the base model, which does not learn; name the adapter that learns, "
             'as "adapter": "NAME".',
             "adapter",
         )
@@ -133,4 +133,4 @@ def _said(state: State, item: FeedbackItem, caller: Caller) -> tuple[Said, Adapt
     adapter = state.store.adapter(name)
     if adapter.origin == PUSHED:
         raise Conflict(f"{name} is trained elsewhere and pushed here, so it does not learn here.", "adapter")
-    return Said(item.completion_id, item.choice, item.text, item.thumbs, item.better, item.id, name), adapter
+    return NewFeedback(item.completion_id, item.choice, item.text, item.thumbs, item.better, item.id, name), adapter

@@ -1,9 +1,9 @@
-"""The gate: what a new version must show before it answers anybody.
+"""The gate: the measures that a new version must pass before it becomes live.
 
     margin            Σ log π(chosen) - Σ log π(rejected), held-out pairs; against the version that is live
     entropy ratio     H(candidate's answers to the probes) / H(base's)
     self-similarity   mean ROUGE-L (Lin, 2004) between a model's answers to one probe
-    drift             mean over the base's own answers of |log π_base - log π_candidate|, nats a token
+    drift             mean over the base's own answers of |log π_base - log π_candidate|, nats per token
 
 A measure without data is *not applicable*, never a pass.
 """
@@ -19,7 +19,7 @@ from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.engines import LocalEngine
 from earnest.models import SampleSpec
 from earnest.objectives.needs import Entropy, LogProb
-from earnest.serve.decode import DecodeBatch, Flight, Request
+from earnest.serve.decode import DecodeBatch, PendingRequest, Request
 from earnest.serve.learning import GateConfig
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
@@ -28,7 +28,7 @@ from earnest.signals import Batch
 
 @dataclass(frozen=True)
 class ProbeAnswers:
-    """A model's answers to the probes, and what they are like."""
+    """A model's answers to the probes, and their statistics."""
 
     prompts: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[tuple[int, ...], ...], ...]
@@ -49,25 +49,25 @@ def rouge_l(a: Sequence[str], b: Sequence[str]) -> float:
 
 
 def self_similarity(texts: Sequence[Sequence[str]]) -> float:
-    """Over the prompts, the mean over pairs of answers."""
+    """The mean over prompts of the mean ROUGE-L over pairs of answers."""
     return fmean(fmean(rouge_l(a.split(), b.split()) for a, b in combinations(answers, 2)) for answers in texts)
 
 
 def probe(
     state: State, engine: LocalEngine, config: GateConfig, yield_turn: Callable[[], None], *, base: bool
 ) -> ProbeAnswers:
-    """Sample the probes' answers (base: with the adapter's gate at 0) and look at them."""
+    """Sample the probes' answers (base: with the adapter's gate at 0) and measure them."""
     prompts = tuple(state.text.render([{"role": "user", "content": p}]) for p in config.prompts)
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, seed=1)
     adapter = None if base else engine.adapter
-    flights = [Flight(Request(p, spec, adapter, config.samples)) for p in prompts]
+    submitted = [PendingRequest(Request(p, spec, adapter, config.samples)) for p in prompts]
     decoding = DecodeBatch(state.host)
-    for start in range(0, len(flights), 4):  # a few at a time: chat goes on in between
-        decoding.admit(flights[start : start + 4])
+    for start in range(0, len(submitted), 4):  # a few at a time, so that chats are served in between
+        decoding.admit(submitted[start : start + 4])
         while len(decoding):
             decoding.step()
             yield_turn()
-    answers = tuple(tuple(d.tokens for d in f.result()) for f in flights)
+    answers = tuple(tuple(d.tokens for d in f.result()) for f in submitted)
     texts = [[state.text.decode(tokens) for tokens in own] for own in answers]
     batch = _batch(state, prompts, answers)
     with state.host.only(adapter):
@@ -131,7 +131,7 @@ def judge(
             f"{config.entropy_ratio:g} to {config.entropy_most:g}",
             "holds" if config.entropy_ratio <= ratio <= config.entropy_most else "fails",
             "Answers to unrelated questions have become far more certain than the base's (the policy collapses), "
-            "or far less (it babbles).",
+            "or far less (they are near random).",
         ),
         Finding(
             "gate",
@@ -139,15 +139,15 @@ def judge(
             f"{now.similarity:.3g} (base {base.similarity:.3g})",
             f"at most {config.self_similarity:g}",
             "holds" if now.similarity <= max(config.self_similarity, base.similarity) else "fails",
-            "Different samples for one question say nearly the same: the policy collapses.",
+            "Different samples for one question are nearly the same: the policy collapses.",
         ),
         Finding(
             "gate",
             "log-prob drift",
-            f"{drift:.3g} nats a token",
+            f"{drift:.3g} nats per token",
             f"at most {config.drift:g}",
             "holds" if drift <= config.drift else "fails",
-            "The log-probs of the base's own answers have moved far, up or down: more was changed than was taught.",
+            "The log-probs of the base's own answers have moved far, up or down: the update changed too much.",
         ),
     ]
     if after is not None:
@@ -165,5 +165,5 @@ def _margin(before: float | None, after: float | None, room: float) -> Finding:
         f"{before:.3g} → {after:.3g} nats",
         f"loses at most {room:g}",
         "holds" if after >= before - room else "fails",
-        "On pairs that were held out the wanted answer has become less likely against the unwanted one.",
+        "On the held-out pairs the wanted answer has become less likely against the unwanted one.",
     )

@@ -1,6 +1,6 @@
-"""JSON mode: at each token only those continuations are left that can still become JSON of the wanted form.
+"""JSON mode: at each token only continuations are allowed that can still become JSON of the wanted form.
 
-The parsing is llguidance's: linear in the text, with bounds of its own for schemas from clients.
+llguidance does the parsing: linear in the text, with its own limits for schemas from clients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from earnest.errors import MissingExtra, SamplingError
 if TYPE_CHECKING:
     from earnest.models import Policy
 
-STYLE = {"whitespace_flexible": False}  # a model that may write spaces without end would never close the object
+STYLE = {"whitespace_flexible": False}  # a model could otherwise write spaces for ever and never close the object
 
 
 class Grammars:
@@ -36,7 +36,7 @@ class Grammars:
         )
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of a JSON schema; ``SamplingError`` where it cannot be one."""
+        """The grammar of a JSON schema; ``SamplingError`` where it has none."""
         try:
             grammar: str = self._library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=STYLE)
             problem = self._library.LLMatcher.validate_grammar(grammar, self._tokenizer)
@@ -64,7 +64,7 @@ class Matcher:
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """The token was chosen."""
+        """Advance the state by the chosen token."""
         self._inner.consume_token(token)
         self._check()
 

@@ -23,7 +23,7 @@ def router(state: State) -> APIRouter:
     @api.get("/health", summary="Whether the server is up, and the model loaded")
     @api.get("/v1/health", include_in_schema=False)
     def health() -> dict[str, Any]:
-        """Needs no key, and says nothing that would."""
+        """Needs no key, and returns nothing that would need one."""
         ready = state.host.ready()
         found: dict[str, Any] = {
             "status": "ok" if ready else "failed" if state.host.failure else "loading",
@@ -42,7 +42,7 @@ def router(state: State) -> APIRouter:
             found["learning"] = None if state.learner is None else state.learner.doing
         return found
 
-    @api.get("/v1/events", summary="What happens, as it happens (server-sent events)", response_class=StreamingResponse)
+    @api.get("/v1/events", summary="The server's events (server-sent events)", response_class=StreamingResponse)
     async def events(
         caller: Who,
         last_event_id: Annotated[str | None, Header(max_length=20)] = None,

@@ -1,8 +1,8 @@
 """The host: one policy, the adapters on it, and the turns that all torch work takes.
 
-At rest every adapter's gate is closed (scale 0), so the model is the base. Inside a turn exactly what was asked for is
-open: one adapter (``turn(kind, adapter)``, ``only``), or one a row (``rows``). When a turn is handed over in
-the middle (``Turn.yield_turn``) the gates are closed for the others and put back afterwards.
+Outside a turn every adapter's scale is 0, so the model is the base. Inside a turn the named adapters are active: one
+(``turn(kind, adapter)``, ``only``), or one per row (``rows``). While a turn is yielded (``Turn.yield_turn``), all
+scales are 0 for the others, and they are restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ if TYPE_CHECKING:
 
     from earnest.adapters import Adapter, Variant
     from earnest.models import Policy
-    from earnest.serve.decode import Decoder, Done, Request
+    from earnest.serve.decode import Decoder
     from earnest.serve.grammar import Grammars
 
 log = logging.getLogger("earnest.serve")
 
 
 class Stopping(Exception):
-    """The server shuts down: whoever holds a turn ends its work here, without a result."""
+    """The server shuts down: the holder of a turn ends its work without a result."""
 
 
 class Cancelled(Exception):
-    """Somebody cancelled the work of this turn; it ends without a result."""
+    """The work of this turn was cancelled; it ends without a result."""
 
 
 class NotReady(EarnestError):
-    """The model is not there (yet)."""
+    """The model is not loaded (yet)."""
 
 
 class Turn:
-    """A turn that is being held. ``yield_turn`` between micro-batches, decoding steps and the like."""
+    """A held turn. Call ``yield_turn`` between micro-batches, decoding steps and the like."""
 
     def __init__(self, host: Host, ticket: Ticket) -> None:
         self._host, self._ticket = host, ticket
         self.to: Collection[Kind] = ORDER
         """Kinds that may be served while this turn is yielded."""
         self.cancelled: Callable[[], bool] = lambda: False
-        """Whether the work of this turn shall end at its next yield."""
+        """Whether the work of this turn must end at its next yield."""
 
     @property
     def kind(self) -> Kind:
         return self._ticket.kind
 
     def yield_turn(self) -> None:
-        """Let others go first whose turn it is. Raises ``Stopping`` for background work when the server shuts down,
-        and ``Cancelled`` where the work was cancelled."""
+        """Let waiting threads with a higher priority go first. Raises ``Stopping`` for background work when the server
+        shuts down, and ``Cancelled`` where the work was cancelled."""
         if self.kind == "learn" and self._host.stopping:
             raise Stopping
         if self.cancelled():
@@ -84,7 +84,7 @@ class Turn:
 
 
 class Host:
-    """Loads the policy in a thread of its own; everything that needs it waits for ``ready``."""
+    """One policy and its adapters. It is loaded in a thread of its own; callers wait for ``ready``."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -92,14 +92,14 @@ class Host:
         self.failure: str | None = None
         self.stopping = False
         self.after_load: list[Callable[[], None]] = []
-        """Called in the loading thread when the policy is there, before ``ready``."""
+        """Called in the loading thread when the policy is loaded, before ``ready``."""
         self._policy: Policy | None = None
         self._text: Text | None = None
         self._decoder: Decoder | None = None
         self._adapters: dict[str, Adapter] = {}
         self.cache = AdapterCache(self, settings.max_resident)
         self._ready = threading.Event()
-        self._mine = threading.local()
+        self._of_thread = threading.local()
         self._thread: threading.Thread | None = None
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Host:
             log.info("loaded %s", policy.describe())
         except EarnestError as error:
             self.failure = str(error)
-        except Exception as error:  # whatever it is, the server must say it instead of waiting for ever
+        except Exception as error:  # report any failure instead of waiting for ever
             log.exception("the model could not be loaded")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
@@ -141,7 +141,7 @@ class Host:
         return self._ready.is_set() and self.failure is None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the policy is there; ``NotReady`` where it does not come."""
+        """Wait until the policy is loaded; ``NotReady`` if it is not."""
         if not self._ready.wait(timeout):
             raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
         if self.failure is not None:
@@ -155,7 +155,7 @@ class Host:
 
     @property
     def text(self) -> Text:
-        """The policy's tokenizer; nobody uses it past this."""
+        """The policy's tokenizer; all access goes through this object."""
         if self._text is None:
             raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
         return self._text
@@ -174,7 +174,7 @@ class Host:
         return Grammars(self.policy)
 
     def close(self) -> None:
-        """Stop the threads; work under way in the background is given up, nothing of it is kept."""
+        """Stop the threads; background work under way is abandoned, and nothing of it is kept."""
         self.stopping = True
         if self._thread is not None:
             self._thread.join()
@@ -185,26 +185,26 @@ class Host:
 
     @contextmanager
     def turn(self, kind: Kind, adapter: Adapter | None = None) -> Iterator[Turn]:
-        """Torch work happens in here and nowhere else; ``adapter`` alone is open, or none. A thread that holds a turn
-        already goes on with it."""
-        held: Turn | None = getattr(self._mine, "turn", None)
+        """All torch work happens inside a turn, with only ``adapter`` active, or none. A thread that holds a turn
+        already continues with it."""
+        held: Turn | None = getattr(self._of_thread, "turn", None)
         if held is not None:
             with self.only(adapter):
                 yield held
             return
         ticket = self.turns.acquire(kind)
-        turn = self._mine.turn = Turn(self, ticket)
+        turn = self._of_thread.turn = Turn(self, ticket)
         try:
             with self.only(adapter):
                 yield turn
         finally:
-            self._mine.turn = None
+            self._of_thread.turn = None
             self._set({})
             self.turns.release(ticket)
 
     @contextmanager
     def only(self, adapter: Adapter | None) -> Iterator[None]:
-        """This adapter is open inside the block, and no other."""
+        """Only this adapter is active inside the block."""
         before = self._scales()
         self._set({} if adapter is None else {adapter.name: 1.0})
         try:
@@ -242,13 +242,13 @@ class Host:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def attach(self, name: str, variant: Variant, **how: Any) -> Adapter:
-        """Put a new adapter on the policy, closed; ``how`` goes to ``earnest.attach``."""
+        """Put a new adapter on the policy, inactive; ``how`` goes to ``earnest.attach``."""
         from earnest.adapters import attach
 
         return self._add(name, lambda: attach(self.policy, variant, name=name, **how))
 
     def mount(self, name: str, folder: Path) -> Adapter:
-        """Put a saved adapter on the policy, closed."""
+        """Put a saved adapter on the policy, inactive."""
         from earnest.adapters import load_adapter
 
         return self._add(name, lambda: load_adapter(self.policy, folder, name=name, expressions=False))
@@ -269,13 +269,3 @@ class Host:
 
     def attached(self) -> tuple[str, ...]:
         return tuple(self._adapters)
-
-    # --- sampling -----------------------------------------------------------------------------------------------------
-
-    def sample(self, requests: Sequence[Request]) -> list[list[Done]]:
-        """The completions of each request; requests of different adapters are decoded together. Blocks; never call it
-        while holding a turn."""
-        assert getattr(self._mine, "turn", None) is None, "the decoder needs the turn that this thread holds"
-        self.wait()
-        flights = [self.decoder.submit(r) for r in requests]
-        return [flight.result() for flight in flights]

@@ -2,10 +2,10 @@
 
     keys:
       - name: alice
-        sha256: 9f86d0…            # of the key itself, which is nowhere on the server
+        sha256: 9f86d0…            # of the key itself, which the server does not store
         allow: {"team/*": [read, teach], base: [read]}
 
-A key is 256 random bits, so a plain hash is enough. Without a file of keys everybody may do everything, and then the
+A key is 256 random bits, so a plain hash is enough. Without a file of keys every client may do everything, and the
 server listens on loopback only.
 """
 
@@ -29,7 +29,7 @@ from earnest.serve.errors import Forbidden, NoKey, NoModel
 from earnest.serve.settings import LearnLimits
 
 Right = Literal["read", "teach", "delete"]
-PREFIX = "tml-"  # the Tinker SDK takes no others
+PREFIX = "tml-"  # the Tinker SDK accepts no other prefix
 
 
 class KeyEntry(BaseModel):
@@ -37,13 +37,11 @@ class KeyEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="how logs and versions call the holder")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="the holder's name in logs and versions")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="of the key, in hex")]
     allow: dict[str, list[Right]] = Field(description="adapter (or a pattern with *) → what may be done with it")
-    sees: Literal["all", "own"] = Field(
-        "all", description="own: of conversations and feedback only those that this key made"
-    )
-    limits: LearnLimits = Field(LearnLimits(), description="the most that the holder may ask for in `learn`")
+    sees: Literal["all", "own"] = Field("all", description="own: only the conversations and feedback of this key")
+    limits: LearnLimits = Field(LearnLimits(), description="upper limits of the settings in `learn`")
 
 
 class KeyFile(BaseModel):
@@ -56,7 +54,7 @@ class KeyFile(BaseModel):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. ``rules`` None: no keys are in use, everything is allowed."""
+    """The caller of a request. ``rules`` None: the server has no keys, and everything is allowed."""
 
     name: str = ""
     rules: dict[str, frozenset[str]] | None = field(default=None, repr=False)
@@ -65,7 +63,7 @@ class Caller:
     """Whether conversations and feedback of other keys are hidden from it."""
 
     def sees(self, key: str) -> bool:
-        """Whether what the holder of this key wrote may be shown."""
+        """Whether the caller may see what the holder of this key wrote."""
         return not self.own or key == self.name
 
     def may(self, adapter: str, right: Right) -> bool:
@@ -74,21 +72,21 @@ class Caller:
         return any(fnmatchcase(adapter, pattern) and right in rights for pattern, rights in self.rules.items())
 
     def demand(self, adapter: str, right: Right) -> None:
-        """Raise unless allowed. What may not be read does not exist."""
+        """Raise unless allowed; an adapter that may not be read is reported as missing."""
         if self.may(adapter, right):
             return
         if right == "read" or not self.may(adapter, "read"):
             raise NoModel(f"there is no adapter {adapter[:160]!r}; GET /v1/models lists what there is.", "model")
-        raise Forbidden(f"the key {self.name!r} may not {right} {adapter!r}; ask whoever keeps the keys.", "model")
+        raise Forbidden(f"the key {self.name!r} may not {right} {adapter!r}; ask the server's administrator.", "model")
 
     def demand_new(self, adapter: str) -> None:
-        """Raise unless an adapter of this name may be made; the answer is the same whether it exists."""
+        """Raise unless an adapter of this name may be made; the error is the same whether or not it exists."""
         if not self.may(adapter, "teach"):
-            raise Forbidden(f"the key {self.name!r} may not teach {adapter!r}; ask whoever keeps the keys.", "name")
+            raise Forbidden(f"the key {self.name!r} may not teach {adapter!r}; ask the server's administrator.", "name")
 
 
 class Keys:
-    """Finds out who asks."""
+    """Finds the caller of a request by its key."""
 
     def __init__(self, path: Path | None) -> None:
         self._callers: dict[str, Caller] | None = None
@@ -114,7 +112,7 @@ class Keys:
             raise NoKey("this server needs an API key: send it as 'Authorization: Bearer …' or 'X-API-Key: …'.")
         found = self._callers.get(_hash(key))
         if found is None:
-            raise NoKey("this API key is unknown here; check for a missing character, or ask for a new one.")
+            raise NoKey("this API key is unknown here; check for a missing character, or get a new one.")
         return found
 
 
@@ -123,7 +121,8 @@ def caller(
     _bearer: Annotated[object, Security(HTTPBearer(auto_error=False, description="an API key"))] = None,
     _header: Annotated[object, Security(APIKeyHeader(name="X-API-Key", auto_error=False))] = None,
 ) -> Caller:
-    """Who asks (a FastAPI dependency). The security schemes are for the OpenAPI schema; ``Keys`` reads the headers."""
+    """The caller (a FastAPI dependency). The security schemes are for the OpenAPI schema; ``Keys`` reads the
+    headers."""
     return request.app.state.earnest.keys.caller(request)
 
 
@@ -147,9 +146,9 @@ def _hash(key: str) -> str:
 
 
 def new_key(name: str, allow: str = "*") -> tuple[str, str]:
-    """(a fresh key, its entry for the file of keys). The key is shown once and kept nowhere."""
+    """(a fresh key, its entry for the file of keys). The key is shown once and stored nowhere."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ConfigError(f"{name!r} is no name for a key; use letters, digits, '.', '-' and '_'.")
+        raise ConfigError(f"{name!r} is not a valid name for a key; use letters, digits, '.', '-' and '_'.")
     key = PREFIX + secrets.token_urlsafe(32)
     lines = (f"  - name: {name}", f'    sha256: "{_hash(key)}"')
     return key, "\n".join((*lines, f'    allow: {{"{allow}": [read, teach, delete], base: [read]}}'))

@@ -1,7 +1,7 @@
-"""Growing sequences that others can join: two caches become one, and padding that nobody needs any more is cut off.
+"""KV caches of a growing batch: two caches are joined into one, and unused padding is cut off.
 
-Rows are padded on the left, so a row keeps its distances when it gets more padding in front. Law: a row's hidden
-states do not depend on who shares its batch (up to the rounding of matrix products of other shapes).
+Rows are padded on the left, so a row keeps its relative positions when it gets more padding in front. A row's
+hidden states do not depend on the other rows (up to the rounding of matrix products of other shapes).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def join(first: Cached, second: Cached) -> None:
 
 
 def trim(cached: Cached) -> None:
-    """Cut off columns that are padding in every row, once there are many; and see to it that the mask has room."""
+    """Cut off columns that are padding in every row, once there are many, and make room in the mask."""
     lead = int(cached.mask[:, : cached.used].any(0).int().argmax())
     if lead > SPARE:
         for layer in _layers(cached):

@@ -31,7 +31,7 @@ from earnest.objectives.needs import LogProb
 from earnest.proving import prove
 from earnest.serve import gate, learning, lessons, versions
 from earnest.serve.attempts import REASON
-from earnest.serve.decode import DecodeBatch, Flight, Request
+from earnest.serve.decode import DecodeBatch, PendingRequest, Request
 from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
 from earnest.serve.store import AdapterRow
@@ -274,8 +274,8 @@ class Learner:
     ) -> tuple[dict[str, Any], Verdict, str]:
         """(the version's record, the audit's verdict, why it is not to be promoted or '')."""
         ready = [
-            self._signals(engine, batch, told, objective, teacher)
-            for batch, told in lessons.batches(self.state, found.rows)
+            self._signals(engine, batch, teacher_prompts, objective, teacher)
+            for batch, teacher_prompts in lessons.batches(self.state, found.rows)
         ]
         before = _by_role(engine, ready)
         answers = self._answers(engine, found, turn)
@@ -321,12 +321,12 @@ class Learner:
         self,
         engine: LocalEngine,
         batch: Batch,
-        told: Sequence[tuple[int, ...] | None],
+        teacher_prompts: Sequence[tuple[int, ...] | None],
         objective: Objective,
         teacher: Any,
     ) -> Batch:
         batch = with_reference(engine, batch, objective)
-        return with_teacher(engine, batch, told, teacher) if "teacher" in objective.signals() else batch
+        return with_teacher(engine, batch, teacher_prompts, teacher) if "teacher" in objective.signals() else batch
 
     def _base(self, engine: YieldingEngine, config: LearnConfig, turn: Turn) -> gate.ProbeAnswers:
         """The base's answers to the probes; they never change, so they are sampled once."""
@@ -338,8 +338,8 @@ class Learner:
     def _answers(self, engine: YieldingEngine, found: lessons.Lessons, turn: Turn) -> list[dict[str, Any]]:
         """The most likely answers to the first prompts that the feedback is about."""
         shown = list({c.prompt: (f, c) for f, c in reversed(found.taken)}.values())[-SHOWN:][::-1]
-        flights = [
-            Flight(
+        submitted = [
+            PendingRequest(
                 Request(
                     c.prompt,
                     SampleSpec(temperature=0.0, max_new_tokens=min(ANSWER, len(c.tokens) + 8)),
@@ -349,7 +349,7 @@ class Learner:
             for _, c in shown
         ]
         decoding = DecodeBatch(self.state.host)
-        decoding.admit(flights)
+        decoding.admit(submitted)
         while len(decoding):
             decoding.step()
             turn.yield_turn()
@@ -360,9 +360,9 @@ class Learner:
                 "prompt": c.messages[-1]["content"] if c.messages else self.state.text.decode(c.prompt),
                 "given": c.text,
                 "said": f.text or f.better or f"thumbs {f.thumbs}",
-                "before": self.state.text.decode(flight.result()[0].tokens),
+                "before": self.state.text.decode(pending.result()[0].tokens),
             }
-            for (f, c), flight in zip(shown, flights, strict=True)
+            for (f, c), pending in zip(shown, submitted, strict=True)
         ]
 
     def _write(

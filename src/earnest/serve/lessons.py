@@ -27,7 +27,7 @@ from earnest.signals import Batch, Role
 
 @dataclass(frozen=True)
 class LessonRow:
-    """One row of a batch; ``told`` is the prompt of its teacher."""
+    """One row of a batch; ``teacher_prompt`` is the prompt of its teacher."""
 
     role: Role
     prompt: tuple[int, ...]
@@ -35,7 +35,7 @@ class LessonRow:
     behaviour: tuple[float, ...]
     temperature: float
     version: int
-    told: tuple[int, ...] | None = None
+    teacher_prompt: tuple[int, ...] | None = None
     advantage: float = 0.0
     correct: bool = False
     pair: int = -1
@@ -102,9 +102,9 @@ def _rows(
     found: list[LessonRow] = []
     rating = {"up": 1.0, "down": -1.0, None: 0.0}[f.thumbs]
     if "rollout" in roles and ("teacher" in wanted or rating):
-        told = _told(state, config, f, given) if "teacher" in wanted else None
+        seen = _teacher_prompt(state, config, f, given) if "teacher" in wanted else None
         found.append(
-            LessonRow("rollout", given.prompt, given.tokens, given.logprobs, *common, told, rating, f.thumbs == "up")
+            LessonRow("rollout", given.prompt, given.tokens, given.logprobs, *common, seen, rating, f.thumbs == "up")
         )
     if "demonstration" in roles and better is not None:
         found.append(LessonRow("demonstration", given.prompt, better, silent, *common, correct=True))
@@ -123,7 +123,7 @@ def _better(state: State, better: str, given: StoredCompletion) -> tuple[int, ..
     return state.text.encode(better, special=False)
 
 
-def _told(state: State, config: LearnConfig, f: FeedbackRow, given: StoredCompletion) -> tuple[int, ...]:
+def _teacher_prompt(state: State, config: LearnConfig, f: FeedbackRow, given: StoredCompletion) -> tuple[int, ...]:
     """The prompt that the teacher reads. A text is continued where it ends, so what was said of it stands above it."""
     thumb = config.thumbs.up if f.thumbs == "up" else config.thumbs.down
     said = f.text if f.text is not None else thumb
@@ -142,7 +142,7 @@ def _told(state: State, config: LearnConfig, f: FeedbackRow, given: StoredComple
 def _fit(state: State, rows: Sequence[LessonRow]) -> None:
     limit = positions(state.host.policy)
     for row in rows:
-        size = max(len(row.prompt), len(row.told or ())) + len(row.tokens) - 1
+        size = max(len(row.prompt), len(row.teacher_prompt or ())) + len(row.tokens) - 1
         if limit is not None and size > limit:
             raise TemplateError(
                 f"the conversation, what was said about it and the answer have {size} tokens together; "
@@ -151,7 +151,7 @@ def _fit(state: State, rows: Sequence[LessonRow]) -> None:
 
 
 def batches(state: State, rows: Sequence[LessonRow]) -> list[tuple[Batch, list[tuple[int, ...] | None]]]:
-    """A batch for each sampling temperature (a batch has one), and the told prompts of its rows."""
+    """A batch for each sampling temperature (a batch has one), and the teacher's prompts of its rows."""
     by_temperature: dict[float, list[LessonRow]] = {}
     for row in rows:
         by_temperature.setdefault(row.temperature, []).append(row)
@@ -171,7 +171,7 @@ def batches(state: State, rows: Sequence[LessonRow]) -> list[tuple[Batch, list[t
                 pad=policy.pad_id,
                 device=policy.device,
             ),
-            [r.told for r in own],
+            [r.teacher_prompt for r in own],
         )
         for temperature, own in by_temperature.items()
     ]

@@ -29,11 +29,11 @@ from earnest.serve.keys import Caller, Who
 from earnest.serve.leases import Lease
 from earnest.serve.state import State
 from earnest.serve.store import StoredCompletion
-from earnest.serve.text import Unfolding, cut
+from earnest.serve.text import IncrementalText, cut
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
 if TYPE_CHECKING:
-    from earnest.serve.decode import DecodedToken, Done, Flight, Shaping
+    from earnest.serve.decode import DecodedToken, Done, PendingRequest, Shaping
 
 
 def router(state: State) -> APIRouter:
@@ -233,22 +233,22 @@ async def _answer(work: Work, request: Request, prompts: Sequence[Any]) -> Any:
     try:
         await run_in_threadpool(_begin, work, prompts, stack)
         events: asyncio.Queue[tuple[int, int, DecodedToken] | None] = asyncio.Queue()
-        flights = _submit(work, events if work.body.stream else None)
+        submitted = _submit(work, events if work.body.stream else None)
     except BaseException:
         stack.close()
         raise
     if work.body.stream:
         return StreamingResponse(
-            _stream(work, flights, events, stack), media_type="text/event-stream", headers=work.headers()
+            _stream(work, submitted, events, stack), media_type="text/event-stream", headers=work.headers()
         )
     try:
-        answers = await _wait(flights, request)
+        answers = await _wait(submitted, request)
         await _keep(work, answers)
         echoed = await run_in_threadpool(_echo, work) if isinstance(work.body, TextRequest) and work.body.echo else None
         return JSONResponse(_whole(work, answers, echoed), headers=work.headers())
     finally:
-        for flight in flights:
-            flight.cancel()
+        for pending in submitted:
+            pending.cancel()
         stack.close()
 
 
@@ -262,18 +262,18 @@ def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
         raise BadRequest(str(error), "response_format") from None
 
 
-def _submit(work: Work, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None) -> list[Flight]:
+def _submit(work: Work, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None) -> list[PendingRequest]:
     from earnest.serve.decode import Full
     from earnest.serve.decode import Request as Wanted
 
     loop = asyncio.get_running_loop()
-    flights: list[Flight] = []
+    submitted: list[PendingRequest] = []
     if work.length == 0:
-        return flights
+        return submitted
     try:
         for place, prompt in enumerate(work.prompts):
 
-            def told(index: int, step: DecodedToken, place: int = place) -> None:
+            def on_step(index: int, step: DecodedToken, place: int = place) -> None:
                 loop.call_soon_threadsafe(events.put_nowait, (place, index, step))  # type: ignore[union-attr]
 
             spec = work.body.spec(work.room(prompt))
@@ -284,33 +284,33 @@ def _submit(work: Work, events: asyncio.Queue[tuple[int, int, DecodedToken] | No
                 work.n,
                 work.top or 0,
                 work.shaping,
-                None if events is None else told,
+                None if events is None else on_step,
             )
-            flights.append(work.state.host.decoder.submit(wanted))
+            submitted.append(work.state.host.decoder.submit(wanted))
     except Full as error:
-        _cancel(flights)
+        _cancel(submitted)
         raise Busy(str(error)) from None
     except SamplingError as error:
-        _cancel(flights)
+        _cancel(submitted)
         raise BadRequest(str(error)) from None
     except BaseException:
-        _cancel(flights)
+        _cancel(submitted)
         raise
-    return flights
+    return submitted
 
 
-def _cancel(flights: Sequence[Flight]) -> None:
-    for flight in flights:
-        flight.cancel()
+def _cancel(submitted: Sequence[PendingRequest]) -> None:
+    for pending in submitted:
+        pending.cancel()
 
 
-async def _wait(flights: Sequence[Flight], request: Request) -> list[list[Done]]:
+async def _wait(submitted: Sequence[PendingRequest], request: Request) -> list[list[Done]]:
     """All answers; where the client leaves, its sequences leave the batch."""
-    waiting = asyncio.gather(*(awaitable(f.future) for f in flights))
+    waiting = asyncio.gather(*(awaitable(f.future) for f in submitted))
     while not waiting.done():
         await asyncio.wait([waiting], timeout=0.5)
         if not waiting.done() and await request.is_disconnected():
-            _cancel(flights)
+            _cancel(submitted)
     return list(waiting.result())
 
 
@@ -371,15 +371,15 @@ def _echo(work: Work) -> list[Any]:
 
 
 async def _stream(
-    work: Work, flights: Sequence[Flight], events: asyncio.Queue[Any], stack: ExitStack
+    work: Work, submitted: Sequence[PendingRequest], events: asyncio.Queue[Any], stack: ExitStack
 ) -> AsyncIterator[str]:
     """Chunks as tokens come; the completion is on the disk before its last chunk."""
     from earnest.serve.decode import Done
 
     chat = work.kind == "chat"
-    unfolding: dict[tuple[int, int], Unfolding] = {}
+    texts: dict[tuple[int, int], IncrementalText] = {}
     offsets: dict[tuple[int, int], int] = {}  # of the next token, in the text of its choice
-    ended = asyncio.gather(*(awaitable(f.future) for f in flights), return_exceptions=True)
+    ended = asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
     ended.add_done_callback(lambda _: events.put_nowait(None))
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
@@ -394,9 +394,9 @@ async def _stream(
             if chat:
                 choice["logprobs"] = chat_logprobs(work.text, done)
             else:
-                told = text_logprobs(work.text, done, None, offsets.get((place, index), 0))
-                offsets[place, index] = told["text_offset"][0] + len(told["tokens"][0])
-                choice["logprobs"] = told
+                logprobs = text_logprobs(work.text, done, None, offsets.get((place, index), 0))
+                offsets[place, index] = logprobs["text_offset"][0] + len(logprobs["tokens"][0])
+                choice["logprobs"] = logprobs
         return chunk([choice | ({"delta": {"content": text}} if chat else {"text": text})])
 
     finished = False
@@ -407,7 +407,7 @@ async def _stream(
                 yield chunk([{"index": index, "finish_reason": None, "logprobs": None, "delta": delta}])
         while (found := await events.get()) is not None:
             place, index, step = found
-            growing = unfolding.setdefault((place, index), Unfolding(work.text, work.body.stops()))
+            growing = texts.setdefault((place, index), IncrementalText(work.text, work.body.stops()))
             text = growing.feed(step.token)
             if text or work.top is not None or work.body.return_token_ids:
                 yield piece(place, index, text, step)
@@ -420,7 +420,7 @@ async def _stream(
         finished = True
         for place, answers in enumerate(outcomes):
             for index, done in enumerate(answers):
-                grown = unfolding.get((place, index))
+                grown = texts.get((place, index))
                 if grown is not None and (text := grown.rest()):
                     yield piece(place, index, text, None)
                 last: dict[str, Any] = {"index": place * work.n + index, "finish_reason": _finish(done)}
@@ -431,16 +431,16 @@ async def _stream(
     except Exception as error:
         yield f"data: {json.dumps(error_response(error)[1])}\n\n"
     finally:
-        _cancel(flights)
+        _cancel(submitted)
         if not finished:  # the client left: what it saw is kept all the same
-            work.state.later(_keep_rest(work, flights, stack))
+            work.state.later(_keep_rest(work, submitted, stack))
         else:
             stack.close()
 
 
-async def _keep_rest(work: Work, flights: Sequence[Flight], stack: ExitStack) -> None:
+async def _keep_rest(work: Work, submitted: Sequence[PendingRequest], stack: ExitStack) -> None:
     try:
-        outcomes = await asyncio.gather(*(awaitable(f.future) for f in flights), return_exceptions=True)
+        outcomes = await asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
         # One that failed keeps its place: an answer belongs to the prompt of its own number.
         await _keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
     finally:

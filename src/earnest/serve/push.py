@@ -32,7 +32,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.js
 IGNORED = ("version.json", "README.md")
 UPLOAD = "/v1/upload_lora_adapter"
 # A sentence where it went well, as vLLM answers; errors stay JSON.
-SAID: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 class Load(StrictBody):
@@ -52,7 +52,9 @@ class Unload(StrictBody):
 def router(state: State) -> APIRouter:
     api = APIRouter(prefix="/v1", responses=ERRORS, tags=["push"])
 
-    @api.post("/load_lora_adapter", summary="Answer with an adapter from a folder", response_model=None, responses=SAID)
+    @api.post(
+        "/load_lora_adapter", summary="Load an adapter from a folder", response_model=None, responses=PLAIN_TEXT
+    )
     def load(body: Load, caller: Who) -> PlainTextResponse:
         _allowed(body.lora_name, caller)
         _old(state, body.lora_name, body.load_inplace, caller)
@@ -61,9 +63,9 @@ def router(state: State) -> APIRouter:
 
     @api.post(
         "/upload_lora_adapter",
-        summary="Answer with an adapter that the body holds, as the zip of an export",
+        summary="Load an adapter from the body, the zip of an export",
         response_model=None,
-        responses=SAID,
+        responses=PLAIN_TEXT,
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -84,7 +86,7 @@ def router(state: State) -> APIRouter:
         await run_in_threadpool(install, state, lora_name, files, load_inplace, caller)
         return PlainTextResponse(f"{lora_name} is loaded.")
 
-    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=SAID)
+    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=PLAIN_TEXT)
     def unload(body: Unload, caller: Who) -> PlainTextResponse:
         caller.demand(body.lora_name, "delete")
         row = state.store.adapter(body.lora_name)

@@ -54,7 +54,7 @@ class StoredCompletion:
 
 
 @dataclass(frozen=True)
-class Said:
+class NewFeedback:
     """What a user said about a completion, on its way in."""
 
     completion: str

@@ -25,7 +25,7 @@ from earnest.serve.rows import (
     STATUSES,
     AdapterRow,
     FeedbackRow,
-    Said,
+    NewFeedback,
     Status,
     StoredCompletion,
     VersionRow,
@@ -35,7 +35,16 @@ from earnest.serve.rows import (
     to_version,
 )
 
-__all__ = ["PUSHED", "AdapterRow", "FeedbackRow", "Said", "ServerStore", "StoredCompletion", "VersionRow", "check_name"]
+__all__ = [
+    "PUSHED",
+    "AdapterRow",
+    "FeedbackRow",
+    "NewFeedback",
+    "ServerStore",
+    "StoredCompletion",
+    "VersionRow",
+    "check_name",
+]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -361,7 +370,7 @@ class ServerStore:
     # --- feedback -----------------------------------------------------------------------------------------------------
 
     def add_feedback(
-        self, said: Sequence[tuple[Said, AdapterRow]], key: str, limit: int
+        self, said: Sequence[tuple[NewFeedback, AdapterRow]], key: str, limit: int
     ) -> list[tuple[FeedbackRow, bool]]:
         """Accept all of them or none; when this returns they are on the disk. (row, whether it was known already)."""
 

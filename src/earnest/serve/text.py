@@ -95,7 +95,7 @@ def cut(text: str, stop: Sequence[str]) -> str:
     return text[: min((i for s in stop if (i := text.find(s)) >= 0), default=len(text))]
 
 
-class Unfolding:
+class IncrementalText:
     """The text of a growing sequence of tokens, in pieces that never have to be taken back.
 
     Held back: half of a character, and an end that may become a stop string.

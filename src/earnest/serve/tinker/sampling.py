@@ -20,7 +20,7 @@ from earnest.serve.tinker.samplers import Source, attach
 
 if TYPE_CHECKING:
     from earnest.models import SampleSpec
-    from earnest.serve.decode import Done, Flight
+    from earnest.serve.decode import Done, PendingRequest
     from earnest.serve.host import Host
 
 _CLOSING = Failed("the server is shutting down.", "server")
@@ -103,7 +103,7 @@ class _Job:
     key: str
     source: Source
     scores: scoring.PromptScores = field(default_factory=scoring.PromptScores)
-    flights: list[Flight] = field(default_factory=list)
+    submitted: list[PendingRequest] = field(default_factory=list)
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -164,17 +164,17 @@ class SampleQueue:
                     job.scores = scoring.score_prompt(policy, request.prompt, request.asked)
             most = min(self.host.settings.max_rows, self.host.settings.max_waiting)
             for size, own in _parts(request.n, spec, most):
-                job.flights.append(self._submit(decode.Request(request.prompt, own, adapter, size, request.top)))
+                job.submitted.append(self._submit(decode.Request(request.prompt, own, adapter, size, request.top)))
         except BaseException:
-            for flight in job.flights:
-                flight.cancel()
+            for pending in job.submitted:
+                pending.cancel()
             self._release(job)
             raise
-        job.left = len(job.flights)
-        for flight in job.flights:
-            flight.future.add_done_callback(lambda _: self._finish(job))
+        job.left = len(job.submitted)
+        for pending in job.submitted:
+            pending.future.add_done_callback(lambda _: self._finish(job))
 
-    def _submit(self, request: Any) -> Flight:
+    def _submit(self, request: Any) -> PendingRequest:
         from earnest.serve.decode import Full
 
         while True:
@@ -195,11 +195,11 @@ class SampleQueue:
             if job.left:
                 return
         self._release(job)
-        failed = next((e for f in job.flights if (e := f.future.exception()) is not None), None)
+        failed = next((e for f in job.submitted if (e := f.future.exception()) is not None), None)
         if failed is not None:
             job.promise.set(failure(failed))
             return
-        found = [done for flight in job.flights for done in flight.future.result()]
+        found = [done for pending in job.submitted for done in pending.future.result()]
         scores = job.scores
         job.promise.set(
             SampleOutput(
