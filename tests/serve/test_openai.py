@@ -172,6 +172,7 @@ def test_an_answer_stays_with_its_prompt(live: Live) -> None:
     body = TextRequest(model="base", prompt=["The fox is", "The owl", "The sea"], n=2, max_tokens=2)
     work = Work(live.state, body, Caller(), "text", [], 2, None)
     work.lease = Lease(None, 0, None)
+    work.shape()
     work.prompts = [live.state.text.encode(p) for p in body.prompts()]
     submitted = [PendingRequest(Wanted(p, SampleSpec(max_new_tokens=2), n=2)) for p in work.prompts]
     submitted[1].fail(RuntimeError("diverged"))
