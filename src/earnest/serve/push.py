@@ -52,9 +52,7 @@ class Unload(StrictBody):
 def router(state: State) -> APIRouter:
     api = APIRouter(prefix="/v1", responses=ERRORS, tags=["push"])
 
-    @api.post(
-        "/load_lora_adapter", summary="Load an adapter from a folder", response_model=None, responses=PLAIN_TEXT
-    )
+    @api.post("/load_lora_adapter", summary="Load an adapter from a folder", response_model=None, responses=PLAIN_TEXT)
     def load(body: Load, caller: Who) -> PlainTextResponse:
         _allowed(body.lora_name, caller)
         _old(state, body.lora_name, body.load_inplace, caller)
