@@ -13,7 +13,7 @@ HELP = "/reset forgets the conversation · /base and /adapter switch the adapter
 
 
 class Chat:
-    """One conversation. Where ``adapted`` is true the next answer is the adapter's, else the base policy's."""
+    """One conversation. If ``adapted`` is true the adapter gives the next answer, else the base policy."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answer(self, text: str) -> str:
-        """The policy's answer to ``text``, which joins the conversation."""
+        """The policy's answer to ``text``; both are added to the conversation."""
         from earnest.models import SampleSpec, sample
 
         self.messages.append({"role": "user", "content": text})

@@ -1,7 +1,7 @@
 """The command line: each command makes its settings, calls one function and prints what it returns.
 
 torch is imported inside the commands, so that `earnest --help` is fast.
-Exit codes: 0 done · 1 a law is broken, or a run had to stop · 2 a mistake in what was asked · 130 Ctrl-C.
+Exit codes: 0 done · 1 a law fails, or a run had to stop · 2 a mistake in the command or its settings · 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from earnest.audit import Verdict
 
-# click's base of all its errors, from typer: some versions carry a click of their own.
+# The base class of click's errors, taken from typer, because some versions of typer contain their own click.
 UsageMistake: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -55,7 +55,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and exit.")
     ] = False,
 ) -> None:
     """Post-training of language models in which nothing fails silently."""
@@ -80,7 +80,7 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder, bit for bit.")] = False,
     full: Annotated[bool, typer.Option("--full", help="An experiment with all its arms, controls and seeds.")] = False,
-    on: Annotated[str, typer.Option(metavar="WHERE", help="With replicas=N: what starts them (local, …).")] = "local",
+    on: Annotated[str, typer.Option(metavar="WHERE", help="With replicas=N: the executor that starts them (local, …).")] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With replicas=N: print what would be started.")] = False,
 ) -> None:
     """Train."""
@@ -161,10 +161,10 @@ def data(
 @app.command()
 def worker(
     run_url: Annotated[str, typer.Argument(help="The address that `earnest run … replicas=N` printed.")],
-    replica: Annotated[int | None, typer.Option(min=0, help="Which replica to be; none: the first free one.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="For its checkpoints; none: runs/<run>-replica-<i>.")] = None,
+    replica: Annotated[int | None, typer.Option(min=0, help="Number of the replica; none: the first free one.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder for its checkpoints; none: runs/<run>-replica-<i>.")] = None,
 ) -> None:
-    """Join a run that lives in a bucket, as one more replica."""
+    """Join a run in a bucket as one more replica."""
     from rich.console import Console
 
     from earnest.diloco.worker import work
@@ -176,7 +176,7 @@ def worker(
 @app.command()
 def sampler(
     url: Annotated[str, typer.Argument(help="The bucket that the run names with sampler=URL (s3://…, file:///…).")],
-    number: Annotated[int, typer.Option(min=0, help="Which of the run's sampler.count samplers to be.")] = 0,
+    number: Annotated[int, typer.Option(min=0, help="Number of the sampler, below the run's sampler.count.")] = 0,
 ) -> None:
     """Sample for a training run through a bucket, until the run ends."""
     from rich.console import Console
@@ -194,16 +194,16 @@ def audit(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
-    tests: Annotated[Path | None, typer.Option(help="Mutate --source under these tests; list what they miss.")] = None,
+    tests: Annotated[Path | None, typer.Option(help="List the mutants of --source that these tests miss.")] = None,
     source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
-    out: Annotated[Path | None, typer.Option(help="With --tests: results as JSON lines; goes on from them.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --tests: results (JSON lines), to continue from.")] = None,
 ) -> None:
-    """Prove a training step: a recipe's, or a script's (extra words are its own); exit 1 where a law is broken."""
+    """Prove the training step of a recipe or a script (further arguments go to the script); exit 1 if a law fails."""
     if tests is not None:
         raise typer.Exit(_score_tests(tests, source, limit, out, as_json))
     if recipe is None:
-        raise EarnestError("audit what? Give a recipe (`earnest recipes` lists them), a script.py, or --tests PATH.")
+        raise EarnestError("give something to audit: a recipe (see `earnest recipes`), a script.py, or --tests PATH.")
     found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
@@ -227,7 +227,7 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
 
 
 def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
-    """Run a script under the audit; its own output goes to stderr."""
+    """Run a script under the audit; the script's output goes to stderr."""
     from contextlib import redirect_stdout
 
     from rich.console import Console
@@ -240,11 +240,11 @@ def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
 
 
 def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:
-    """Print which mutants of ``source`` the tests do not see; 1 where there are any."""
+    """Print the mutants of ``source`` that the tests do not detect; 1 if there are any."""
     from earnest.mutation import score_tests
 
     if source is None:
-        raise EarnestError("--tests needs --source: the file or folder of training code that the tests are about.")
+        raise EarnestError("--tests needs --source: the file or folder of training code that the tests check.")
     found = score_tests(tests, source, out=out, limit=limit, progress=lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
@@ -285,19 +285,19 @@ def chat(
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback it needs --keys.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on; any other than loopback needs --keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     model: Annotated[str, typer.Option(help="nano, smollm2, a Hugging Face id, or a folder.")] = "nano",
     data: Annotated[Path, typer.Option(help="The folder of the database and of all versions.")] = Path("earnest-data"),
     keys: Annotated[Path | None, typer.Option(help="A YAML file of API keys; without it, loopback only.")] = None,
-    learn: Annotated[Path | None, typer.Option(help="A YAML file with how adapters learn.")] = None,
+    learn: Annotated[Path | None, typer.Option(help="A YAML file with the settings for learning.")] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(help="An adapter that exists from the start; may be repeated.")
     ] = None,
     keep_days: Annotated[float | None, typer.Option(help="Delete conversations after this many days.")] = None,
-    client_learn: Annotated[bool, typer.Option(help="Whether clients may set how their adapters learn.")] = True,
+    client_learn: Annotated[bool, typer.Option(help="Whether clients may change learning settings.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    new_key: Annotated[str | None, typer.Option(help="Print a fresh API key of this name, and end.")] = None,
+    new_key: Annotated[str | None, typer.Option(help="Print a new API key with this name, and exit.")] = None,
 ) -> None:
     """Chat that learns from its users' feedback, in one process on one port."""
     if new_key is not None:
@@ -336,7 +336,7 @@ def replay(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file with teachers, judge and filters.")] = None,
 ) -> None:
-    """Traces into preference pairs; the same command again goes on where it stopped."""
+    """Make preference pairs from traces; the same command again continues where it stopped."""
     from rich.console import Console
 
     from earnest.replay import report as pages
@@ -368,7 +368,7 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="With RUN: task=NAME prompts=200 samples=4 temperature=0."),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A live server; none: one is started.", rich_help_panel=LOOPS)] = None,
+    url: Annotated[str | None, typer.Option(help="The address of a running server; none: one is started.", rich_help_panel=LOOPS)] = None,
     out: Annotated[Path, typer.Option(help="The folder for the results.", rich_help_panel=LOOPS)] = RESULTS,
     model: Annotated[str, typer.Option(help="Without --url: the model to serve.", rich_help_panel=LOOPS)] = "nano",
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of feedback.", rich_help_panel=LOOPS)] = None,
@@ -402,7 +402,7 @@ def evaluate(
 
 @app.command()
 def recipes() -> None:
-    """What can be run."""
+    """List the recipes and experiments."""
     from earnest import listings
 
     _print(listings.recipes())
@@ -410,7 +410,7 @@ def recipes() -> None:
 
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", help="A file or module of your own that registers more; may be repeated."),
+    typer.Option("--import", help="Your own file or module that registers terms, adapters or tasks; repeatable."),
 ]
 
 
@@ -457,7 +457,7 @@ def tasks(
     name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None,
     imports: Imports = None,
 ) -> None:
-    """What there is to learn; with NAME its description, settings and three prompts with grades."""
+    """List the tasks; with NAME show its description, its settings and three prompts with grades."""
     from earnest import listings
 
     _import(imports)
@@ -466,14 +466,14 @@ def tasks(
 
 @app.command()
 def models() -> None:
-    """What can be loaded by name."""
+    """List the models that have a name."""
     from earnest import listings
 
     _print(listings.models())
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; every mistake of the user is one sentence on stderr."""
+    """Run the command. A user's mistake ends it with one sentence on stderr."""
     try:
         code = app(arguments, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):

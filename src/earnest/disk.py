@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a folder, so that the rename that follows never reaches the disk before its content."""
+    """fsync a file or a folder, so that its content is on disk before the rename that follows."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -46,7 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a temporary file, sync, rename: a reader sees the old file or the new one, never a part."""
+    """Write a temporary file, sync it, rename it: a reader finds the old file or the new one, never a part."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with fresh.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -74,7 +74,7 @@ def clean(data: Any) -> Any:
 class JsonLines:
     """A JSONL file that is appended to line by line; a checkpoint stores its length.
 
-    ``check`` turns a record into what the file holds, and raises where it must not be written.
+    ``check`` converts a record into the line's data, and raises if it must not be written.
     """
 
     def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict) -> None:
@@ -93,7 +93,7 @@ class JsonLines:
         return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
 
     def length(self) -> int:
-        """Bytes that are safely on disk."""
+        """The length of the file in bytes, after a sync."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self.path.stat().st_size

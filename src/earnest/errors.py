@@ -13,7 +13,7 @@ class SignalError(EarnestError):
 
 
 class ObjectiveError(EarnestError):
-    """An objective cannot be computed as asked."""
+    """An objective cannot be computed with these settings."""
 
 
 class NothingToTrain(ObjectiveError):
@@ -32,19 +32,19 @@ class ConfigError(EarnestError):
 
 
 class CheckpointError(EarnestError):
-    """A checkpoint or run folder is missing, torn, or belongs to something else."""
+    """A checkpoint or run folder is missing, damaged, or belongs to something else."""
 
 
 class UnknownModel(EarnestError):
-    """No model of that name or at that place can be had from here."""
+    """There is no model of that name or in that folder, or it cannot be downloaded."""
 
 
 class UnusableModel(EarnestError):
-    """The model is there, but cannot be a policy: no causal LM, pickled weights, missing tensors, an odd head."""
+    """The model cannot be a policy: not a causal LM, pickled weights, missing tensors, an unsupported head."""
 
 
 class SamplingError(EarnestError):
-    """A sampling request is out of range, or the model answered with numbers that are none."""
+    """A sampling request is out of range, or the model's logits are not finite."""
 
 
 class MissingExtra(EarnestError):

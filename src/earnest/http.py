@@ -1,8 +1,8 @@
 """The HTTP client for every request to another server, with one retry policy.
 
-A request is sent again after a status that may pass, after a broken connection and after an answer that ``read``
+A request is sent again after a temporary error status, after a broken connection and after an answer that ``read``
 cannot use. The wait before try k + 1 is min(60, backoff·2^(k-1))·(½ + u/2) seconds, where a hash of the request's name
-gives u in [0, 1); the server's Retry-After replaces it where that is longer. Connections are not kept: an idle one that
+gives u in [0, 1); the server's Retry-After replaces it if that is longer. Connections are not reused: an idle one that
 the server closed would look like a lost request.
 """
 
@@ -54,7 +54,7 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def wait(name: str, attempt: int, backoff: float) -> float:
-    """Seconds before the next try, the same for the same request: requests that fail together return apart."""
+    """Seconds before the next try. They depend on the request's name, so requests that fail together are spread out."""
     u = int.from_bytes(hashlib.sha256(f"{name} {attempt}".encode()).digest()[:4], "big") / 2**32
     return min(LONGEST, backoff * 2 ** (attempt - 1)) * (0.5 + u / 2)
 
@@ -132,5 +132,5 @@ def error_text(response: httpx.Response) -> str:
 def _seconds(header: str | None) -> float:
     try:
         return min(LONGEST, max(0.0, float(header or 0)))
-    except ValueError:  # an HTTP date: the client's own wait is long enough
+    except ValueError:  # an HTTP date: the client's own wait is used
         return 0.0

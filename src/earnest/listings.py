@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _table(title: str, *columns: str, names: bool = True) -> Table:
-    """An empty table; ``names``: the first column holds names, which are copied and so never broken."""
+    """An empty table. ``names``: the first column has names for copying, so it is never wrapped."""
     table = Table(title=escape(title), title_justify="left", header_style="bold", show_lines=False)
     for place, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=names and place == 0)
@@ -29,7 +29,7 @@ def _row(table: Table, *cells: str) -> None:
 
 
 def recipes() -> Table:
-    """What `earnest run` knows by name."""
+    """Every recipe and experiment of `earnest run`."""
     from earnest import config
     from earnest.objectives import describe
 
@@ -42,7 +42,7 @@ def recipes() -> Table:
 
 
 def _reads(info: TermInfo) -> str:
-    """Roles and signals; in brackets the setting with which a further signal is read."""
+    """Roles and signals; in brackets the setting with which a term reads another signal."""
     return ", ".join([*info.roles, *info.signals, *(f"{signal} ({when})" for signal, when in info.more_signals)])
 
 

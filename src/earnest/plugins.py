@@ -1,6 +1,6 @@
-"""Code of the user's own: files and modules that register terms, adapters, tasks and optimizers when imported.
+"""The user's own code: files and modules that register terms, adapters, tasks and optimizers when imported.
 
-Three ways in, one effect (the module is imported once):
+There are three ways to name a module; each imports it once:
 
     import: [my_terms.py, package.module]           in a recipe
     earnest objectives --import my_terms.py         on the command line; adapters and tasks alike
@@ -87,14 +87,14 @@ def _module(entry: str, key: str) -> ModuleType:
 
 @functools.cache  # an exception is not cached: a broken plugin is reported every time
 def load_installed() -> None:
-    """Import what installed packages name in the entry-point group ``earnest.plugins``."""
+    """Import the modules that installed packages list in the entry-point group ``earnest.plugins``."""
     for point in importlib.metadata.entry_points(group=GROUP):
         owner = point.dist.name if point.dist is not None else "an installed package"
         _attempt(f"{point.value} (the plugin {point.name!r} of {owner})", point.load, "import")
 
 
 def _attempt(what: str, run: Callable[[], object], key: str) -> None:
-    """Whatever the user's code raises becomes one sentence with the line that raised it."""
+    """Turn any error of the user's code into one sentence with the line that raised it."""
     try:
         run()
     except EarnestError as error:
@@ -107,5 +107,5 @@ def _attempt(what: str, run: Callable[[], object], key: str) -> None:
         file = getattr(error, "filename", None) or (place.tb_frame.f_code.co_filename if place is not None else what)
         where = "" if "importlib" in str(file) else f" ({Path(str(file)).name}, line {line})"
         raise ConfigError(
-            f"{key}: {what} cannot be imported: {type(error).__name__}: {error}{where}; correct it, or take it out."
+            f"{key}: {what} cannot be imported: {type(error).__name__}: {error}{where}; correct it, or remove it."
         ) from error

@@ -1,4 +1,4 @@
-"""Things that a recipe names by a word: objectives, adapters, optimizers and tasks, earnest's own and the user's."""
+"""Registries of the objectives, adapters, optimizers and tasks that a recipe can name: earnest's own and the user's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T]):
-    """Everything of one sort by its name.
+    """All items of one sort by name.
 
-    When it is first read it imports every module of the package ``folder`` (empty: none), so a file in that folder is
-    known without being listed anywhere, and then the plug-ins that are installed.
+    The first read imports every module of the package ``folder`` (empty: none), so a file in that folder need not be
+    listed anywhere, and then the installed plug-ins.
     """
 
     def __init__(self, sort: str, folder: str, error: type[EarnestError]) -> None:
@@ -28,14 +28,14 @@ class Registry(MutableMapping[str, T]):
         self._searched: tuple[str, ...] | None = None
 
     def add(self, name: str, item: T, *, own: bool | None = None) -> None:
-        """Make ``item`` known as ``name``; a name that is taken is refused.
+        """Register ``item`` as ``name``; raises if the name is taken.
 
-        ``own``: whether it is earnest's own; None: where its class is one of earnest's modules.
+        ``own``: whether the item is part of earnest; None: it is if its class is defined in earnest.
         """
         cls = item if isinstance(item, type) else type(item)
         own = cls.__module__.startswith("earnest.") if own is None else own
         if not own:
-            self._search()  # so that a taken name is refused here, and not when earnest's own file is imported later
+            self._search()  # so that a taken name raises here, and not when earnest's own file is imported later
         if isinstance(item, type) and is_dataclass(item) and (bare := [f.name for f in fields(item) if not f.metadata]):
             raise self.error(
                 f"{self.sort} {name!r}: the field {bare[0]!r} has no range and no meaning; declare it with "

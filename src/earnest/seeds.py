@@ -1,4 +1,5 @@
-"""Every random number of a run is a function of its seed and its purpose: resuming needs no generator's state."""
+"""Derived seeds: every random number of a run depends on its seed, a purpose and a step, so no generator's state is
+saved."""
 
 from __future__ import annotations
 
@@ -6,6 +7,6 @@ import hashlib
 
 
 def derive(seed: int, purpose: str, number: int = 0) -> int:
-    """A seed below 2⁶² for a purpose and a step; other arguments give unrelated ones."""
+    """A seed below 2⁶² for a purpose and a step; different arguments give unrelated seeds."""
     digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2

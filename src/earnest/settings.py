@@ -30,7 +30,7 @@ class FieldProblem(ConfigError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field may be. Bounds apply to a number, or to every number of a list."""
+    """The type and range of a field. Bounds apply to a number, or to every number of a list."""
 
     doc: str
     above: float | None = None
@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def nested(self) -> dict[str, type]:
-        """The dataclasses that the value may be, by the ``kind`` with which a recipe chooses between several."""
+        """The dataclasses that the value may be, by the ``kind`` that selects one in a recipe."""
         return {getattr(t, "kind", t.__name__): t for t in self.types if is_dataclass(t) and isinstance(t, type)}
 
     @property
@@ -112,7 +112,7 @@ class Setting:
         )
 
     def problem(self, name: str, value: object) -> str:
-        """Why ``value`` is refused: the key, what is allowed, the value and the key's meaning."""
+        """The error for ``value``: the key, what is allowed, the value and the key's meaning."""
         hint = nearest(value, self.choices) if isinstance(value, str) else ""
         hint = f" ({hint})" if hint.startswith("did you mean") else ""  # the choices themselves are listed already
         return f"{name}: must be {self.allowed}, got {value!r}{hint}. Meaning: {self.doc}."
@@ -195,7 +195,7 @@ class Checked:
         self.validate()
 
     def validate(self) -> None:
-        """Raise where values that are legal alone contradict each other."""
+        """Raise if values that are each legal contradict each other."""
 
 
 def make(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -237,7 +237,7 @@ def _converted(key: str, value: Any, what: Setting) -> Any:
 
 
 def plain(owner: Any) -> dict[str, Any]:
-    """A dataclass instance as the mapping from which ``make`` builds it again, every default written out."""
+    """A dataclass instance as the mapping from which ``make`` builds it again, with every default."""
     found: dict[str, Any] = {}
     declared = {name: what for name, _, what in settings(owner)}
     for f in fields(owner):

@@ -2,8 +2,8 @@
 
     object  =  "# " + JSON header + "\\n" + payload           header: kind, writer, meta, sha256
 
-The one primitive is *create*: it succeeds for exactly one writer. Nothing is ever overwritten, and no decision rests on
-a clock. An answer that was lost on its way is recognised: the object is there, and it is one's own.
+The only write operation is *create*: it succeeds for exactly one writer. Nothing is overwritten, and no decision
+depends on a clock. If the answer to a create is lost, a retry finds the object with this writer's id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Keys = list[str]  # inside classes, `list` is a method
 FORMAT = 1
 METADATA = "169.254.169.254"
-"""The address from which machines in a cloud get their keys."""
+"""The address from which machines in a cloud get their credentials."""
 MARK = b"# "  # so that config.yaml is YAML, header and all
 
 
@@ -43,11 +43,11 @@ class AlreadyThere(Exception):
 
 
 class Unavailable(Exception):
-    """The store did not answer, or not as a store does; the same request may succeed later."""
+    """The store did not answer, or answered with a temporary error; the same request may succeed later."""
 
 
 class Store(Protocol):
-    """Four operations. ``create`` raises ``AlreadyThere``; any of them may raise ``Unavailable``, done or not."""
+    """Four operations. ``create`` raises ``AlreadyThere``. Each may raise ``Unavailable``, even if it succeeded."""
 
     def create(self, key: str, data: bytes) -> None: ...
 
@@ -60,7 +60,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Object:
-    """What a key holds. ``size`` counts the header, too: it is what crossed the wire."""
+    """The object of a key. ``size`` is the number of bytes that were transferred, header included."""
 
     key: str
     kind: str
@@ -81,7 +81,7 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count(self, *, requests: int = 0, sent: int = 0, received: int = 0, retries: int = 0) -> None:
-        """Add; several threads may read from one bucket."""
+        """Add to the counts; safe for several threads."""
         with self._lock:
             self.requests += requests
             self.sent += sent
@@ -91,7 +91,7 @@ class Traffic:
 
 @dataclass
 class Bucket:
-    """A prefix in a store, as one writer sees it. ``patience``: seconds of silence after which it is an error."""
+    """A prefix in a store, for one writer. ``patience``: seconds without an answer after which it raises."""
 
     store: Store
     url: str = "memory:"
@@ -108,7 +108,7 @@ class Bucket:
         return cls(open_store(url), url, label, patience)
 
     def create(self, key: str, kind: str, payload: bytes = b"", meta: Mapping[str, Any] | None = None) -> bool:
-        """Write ``key`` if it is free. True: this very object is there now (also where an answer was lost)."""
+        """Write ``key`` if it is free. True: this object is stored now (also if an answer was lost)."""
         data = seal(kind, self.writer, payload, meta or {})
 
         def attempt() -> bool:
@@ -124,12 +124,12 @@ class Bucket:
     def _is(self, key: str, data: bytes) -> bool:
         found = self.store.get(key)
         self.traffic.count(requests=1, received=len(found or b""))
-        if found is None:  # S3 answers 409 while another create of the key is under way, which may come to nothing
+        if found is None:  # S3 answers 409 while another create of the key is in progress, which may fail
             raise Unavailable(f"{key} was refused as taken, but is not there")
         return found == data
 
     def get(self, key: str) -> Object | None:
-        """The object, None where there is none; ``Damaged`` where it is not what was written."""
+        """The object, or None if there is none; ``Damaged`` if its hash does not match."""
         data = self._patiently(f"get {key}", lambda: self.store.get(key))
         if data is None:
             return None
@@ -146,7 +146,7 @@ class Bucket:
             self._patiently(f"delete {len(wanted)} objects", lambda: self.store.delete(wanted))
 
     def probe(self) -> None:
-        """Refuse a store on which the second create of a key succeeds: replicas would overwrite each other silently."""
+        """Raise if a second create of a key succeeds in this store: replicas would overwrite each other silently."""
         key = f"probe/{uuid.uuid4().hex}"
         payload = b"once"
         if not self.create(key, "probe", payload):
@@ -169,7 +169,7 @@ class Bucket:
             )
 
     def _patiently(self, what: str, attempt: Callable[[], T]) -> T:
-        wait, began = 0.05, self.clock()  # an attempt may hang for a minute: that is silence, too
+        wait, began = 0.05, self.clock()  # an attempt may hang for a minute, which counts too
         while True:
             self.traffic.count(requests=1)
             try:
@@ -181,7 +181,7 @@ class Bucket:
                         "the worker again: nothing that is committed is lost."
                     ) from None
                 self.traffic.count(retries=1)
-                pause = wait * (0.5 + random.random())  # not in step with the others
+                pause = wait * (0.5 + random.random())  # jitter, so that writers do not retry at the same time
                 self.sleep(pause)
                 wait = min(2 * wait, 2.0)
 
@@ -193,7 +193,7 @@ def seal(kind: str, writer: str, payload: bytes, meta: Mapping[str, Any]) -> byt
 
 
 def unseal(key: str, data: bytes) -> Object:
-    """Check and open; a missing, added or flipped byte is ``Damaged``."""
+    """Check the hash and split header and payload; a missing, added or changed byte raises ``Damaged``."""
     first, newline, payload = data.partition(b"\n")
     try:
         if not first.startswith(MARK):
@@ -224,7 +224,7 @@ def _hash(header: Mapping[str, Any], payload: bytes) -> str:
 
 
 class ObjectStore:
-    """``obstore``: S3 (and what speaks it), GCS, Azure, a folder, memory."""
+    """``obstore``: S3 and compatible stores, GCS, Azure, a folder, memory."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -244,7 +244,7 @@ class ObjectStore:
             from datetime import timedelta
 
             options["client_options"] = {"allow_http": True, "timeout": timedelta(seconds=60)}
-            # Bucket retries, and counts; obstore's own would hide a store that does not answer for minutes.
+            # Bucket retries and counts. obstore's own retries would hide a store that does not answer for minutes.
             options["retry_config"] = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
         try:
             self._store = from_url(url, **options)
@@ -272,7 +272,7 @@ class ObjectStore:
         )
 
     def delete(self, keys: Keys) -> None:
-        with suppress(*self._absent):  # somebody else tidied up
+        with suppress(*self._absent):  # another process deleted it first
             self._answered(lambda: self._api.delete(self._store, keys))
 
     def _answered(self, request: Callable[[], T]) -> T:
@@ -290,7 +290,7 @@ class ObjectStore:
                 f"{self._url} refuses access: {_plain(error)}. Set the store's keys in the environment."
             ) from None
         except self._failures as error:
-            if METADATA in str(error):  # where a machine in the cloud would have keys; nowhere else
+            if METADATA in str(error):  # only machines in a cloud have this address
                 raise StoreError(
                     f"{self._url}: no keys are set, and this machine has none of its own. Set AWS_ACCESS_KEY_ID and "
                     "AWS_SECRET_ACCESS_KEY (or GOOGLE_…, AZURE_…) in the environment."
@@ -304,7 +304,7 @@ def _plain(error: BaseException) -> str:
 
 
 def open_store(url: str) -> Store:
-    """The store of a URL; an unknown scheme is refused."""
+    """The store of a URL; an unknown scheme raises."""
     scheme = urlparse(url).scheme
     if scheme not in ("s3", "s3a", "gs", "az", "abfs", "abfss", "file", "memory"):
         raise StoreError(

@@ -1,7 +1,6 @@
-"""Mutation operators: small changes to the source of training code, as a typing slip or a bad merge makes them.
+"""Mutation operators: small changes to the source of training code, like typing errors or bad merges.
 
-Each operator takes one syntax node and yields what else it could have been. No operator knows what a law or a test
-detects.
+Each operator takes one syntax node and yields replacements for it. Operators do not depend on laws or tests.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ ANYWHERE = shutil.ignore_patterns(
     ".git", ".venv*", "venv", "__pycache__", ".*_cache", ".hypothesis", "node_modules", "*.egg-info"
 )
 RESULTS = {"runs", "wandb", "mlruns"}
-"""Folders of a project's root that may be large; a package of that name further down is code."""
+"""Folders in a project's root that are not copied, since they may be large. Deeper folders of these names are code."""
 SLACK = 5.0  # a mutant may take this many times the duration of the tests on the original
 
 
@@ -173,7 +173,7 @@ def stored(out: Path | None) -> Iterator[Outcome]:
     """The results of an earlier run."""
     if out is not None and out.exists():
         for line in out.read_text().splitlines():
-            if line.endswith("}"):  # a torn last line is made again
+            if line.endswith("}"):  # a mutant with an incomplete last line is run again
                 yield Outcome(**json.loads(line))
 
 

@@ -1,7 +1,7 @@
-"""Terms that are inactive by design where training begins: a KL at its reference, a barrier below its τ.
+"""Terms that are inactive by design when training begins: a KL at its reference, a barrier below its τ.
 
-Such a term is not broken, and its zero gradient does not show whether it would work. So the audit judges it where it is
-active: its threshold is set to half of the measured value, and where that is 0 the adapter is perturbed first.
+Such a term is not broken, and its zero gradient does not show whether it works. So the audit checks it in a state in
+which it is active: its threshold is half of the measured value; if that value is 0, the adapter is perturbed first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from earnest.proving.settings import rebuild
 from earnest.signals.batch import Batch
 
 PERTURBATIONS = (0.05, 0.2, 0.5, 1.0)  # times a parameter's own rms, or a typical one
-CLEAR = 1e-3  # nats, or a singular value's length: well above what fp32 rounds away
+CLEAR = 1e-3  # nats, or a singular value: well above the rounding of fp32
 
 
 def activation(engine: LocalEngine, objective: Objective, batch: Batch, step: Step) -> Active | None:
-    """The settings and the perturbation at which every inactive term is active; None where all terms are."""
+    """The settings and the perturbation at which every inactive term is active; None if all terms are active."""
     terms = inactive(engine, objective, batch)
     if not terms:
         return None
@@ -35,7 +35,7 @@ def activation(engine: LocalEngine, objective: Objective, batch: Batch, step: St
 
 
 def inactive(engine: LocalEngine, objective: Objective, batch: Batch) -> list[str]:
-    """The live terms that have no gradient on this batch and may have none by design."""
+    """The live terms that have a zero gradient on this batch, and for which that can be by design."""
     may = {w.term.label for w in objective.live() if "inactive_at_source" in w.term.laws}
     if not may:
         return []
@@ -46,7 +46,7 @@ def inactive(engine: LocalEngine, objective: Objective, batch: Batch) -> list[st
 def _reached(
     engine: LocalEngine, objective: Objective, batch: Batch, terms: list[str]
 ) -> tuple[dict[str, float], float]:
-    """The settings that put the thresholds of ``terms`` within reach, and the least value of one of them there."""
+    """Settings with thresholds that the values of ``terms`` exceed, and the smallest of those values."""
 
     def values(of: Objective) -> dict[str, Value]:
         state = {**of.initial_state(), **engine.objective_state}

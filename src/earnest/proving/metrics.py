@@ -1,5 +1,5 @@
-"""Facts about the metrics of earnest's own terms: their ranges, which of them may stay constant, and their values where
-the policy is the one that sampled."""
+"""Facts about the metrics of earnest's own terms: their ranges, which of them may stay constant, and their values when
+the policy is the one that sampled the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES = ("clip_low", "clip_high", "clip_dual", "advantage_zero", "accuracy", "i
 POSITIVE = ("ratio", "ratio_max", "is_weight", "is_weight_max", "behaviour_kl", "k2", "k3", "gap_max", "nll", "entropy",
             "divergence", "divergence_max", "aggregate", "sigma", "sigma_max", "tokens", "positions", "strength",
             "dropped_tokens", "rows_left_out")  # fmt: skip
-# What any move of the policy changes. The others are counts, settings, or shares that may be 0 or 1 for long.
+# Metrics that change with any change of the policy. The others are counts, settings, or shares that may stay 0 or 1.
 MOVING = ("ratio", "ratio_max", "behaviour_kl", "k1", "k2", "k3", "gap_max", "nll", "entropy", "divergence", "sigma")
 # Where behaviour = proximal = current policy.
 NEUTRAL = {"ratio": 1.0, "ratio_max": 1.0, "behaviour_kl": 0.0, "gate": 1.0, "is_weight": 1.0, "is_weight_max": 1.0}
@@ -31,7 +31,7 @@ def named(live: Sequence[Weighted], whole: bool) -> dict[str, str]:
 
 
 def read(values: Mapping[str, Value], prefixes: Mapping[str, str]) -> dict[str, float]:
-    """Every metric of every term that had something to average."""
+    """Every metric of every term that had tokens to average over."""
     return {
         prefixes[label] + name: metric.value
         for label, value in values.items()
@@ -58,7 +58,7 @@ def still(ranged: Mapping[str, Range]) -> frozenset[str]:
 
 
 def neutral(live: Sequence[Weighted], values: Mapping[str, Value], prefixes: Mapping[str, str]) -> dict[str, float]:
-    """What each metric is for an unchanged policy."""
+    """The value of each metric for an unchanged policy."""
     found: dict[str, float] = {}
     for w in live:
         wide = isinstance(w.term, Clipped) and min(w.term.clip, w.term.ceiling - 1) >= NARROW

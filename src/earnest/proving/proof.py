@@ -1,8 +1,8 @@
 """``prove``: the laws of the audit on an engine's own training step.
 
 The step is audited through the engine's own backward pass and update, guard and clipping included. The engine is
-bit-equal afterwards. Terms that are inactive by design where training begins (a KL at its reference, a barrier below
-its τ) are judged in a state in which they are active (``proving.activation``).
+bit-equal afterwards. Terms that are inactive by design when training begins (a KL at its reference, a barrier below
+its τ) are checked in a state in which they are active (``proving.activation``).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def prove(
 
 
 def relevant(objective: Objective, batch: Batch) -> Batch:
-    """The rows that some live term reads: of its roles, with a teacher or routed to it where it needs that. The laws
-    say nothing about the others, and a row that rightly has no effect must not look like one that is lost."""
+    """The rows that some live term reads: rows of its roles, with a teacher or a route if the term needs one. The laws
+    are about these rows only; any other row correctly has no effect on the loss."""
     read = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
     for w in objective.live():
         if any(not isinstance(n, SpectralNorm) for n in w.term.needs(batch, w.term.initial_state())):
@@ -88,9 +88,9 @@ def _skipped(objective: Objective) -> Iterator[Finding]:
 
 @contextmanager
 def restored(engine: LocalEngine) -> Iterator[None]:
-    """Restore the parameters, optimizer, version and states of the engine on the way out, whatever happens inside.
+    """Restore the parameters, optimizer, version and states of the engine at the end of the block, also after an error.
 
-    Hooks of the optimizer's step run inside: law GL looks for one that moves a frozen weight.
+    Hooks of the optimizer's step run inside the block: law GL detects one that moves a frozen weight.
     """
     parameters = [p.detach().clone() for p in engine.parameters]
     gradients = [p.grad for p in engine.parameters]

@@ -1,7 +1,7 @@
-"""The settings of an objective's terms as the knobs and options of a ``Step``, nested ones too.
+"""The settings of an objective's terms, also nested ones, as the numbers (``knobs``) and options of a ``Step``.
 
-``grpo.clip``, ``grpo.correction.cap``, ``distill.wrap.threshold`` are knobs; ``grpo.weight`` is the number in front of
-a term of a sum, so no term may have a field of that name.
+Examples: ``grpo.clip``, ``grpo.correction.cap``, ``distill.wrap.threshold``. ``grpo.weight`` is the term's weight in
+the sum, so no term may have a field of that name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields
 
 
 def knobs(live: Sequence[Weighted]) -> dict[str, Any]:
-    """Every number, true or false that is set in a live term, and its weight where there are several terms."""
+    """Every number and every true or false of a live term, and its weight if there are several terms."""
     found: dict[str, Any] = {}
     for w in live:
         for path, value, what in _fields(w.term):
@@ -31,7 +31,7 @@ def knobs(live: Sequence[Weighted]) -> dict[str, Any]:
 
 
 def options(live: Sequence[Weighted]) -> dict[str, tuple[Any, ...]]:
-    """Every field with choices, the present one first; modes that contradict the other fields are left out."""
+    """Every field with choices, the current choice first; choices that contradict other fields are left out."""
     found: dict[str, tuple[Any, ...]] = {}
     for w in live:
         for path, present, what in _fields(w.term):
@@ -77,7 +77,7 @@ def _with(owner: Any, path: str, value: Any) -> Any:
 
 
 def _turns(term: Term, path: str, others: list[Any]) -> bool:
-    """Whether any other value is legal: a wrapper's own support is not, say."""
+    """Whether any other value is legal. The support inside a wrapper, for example, has no other legal value."""
     return any(_legal(term, path, other) for other in others)
 
 

@@ -1,7 +1,7 @@
-"""An engine's training step as a ``Step``: inputs, knobs, options, terms and metrics are read from the engine.
+"""An engine's training step as a ``Step``: inputs, settings, terms and metrics are read from the engine.
 
-The loss below goes hidden states → vocabulary pass → objective with plain autograd. The engine goes through its seam
-(scalars, derivatives, backward, micro-batches). Law DF checks that both have the same gradient.
+The loss below computes hidden states → vocabulary pass → objective with plain autograd. The engine computes scalars,
+derivatives and backward in micro-batches. Law DF checks that both have the same gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Data = Mapping[str, Any]
 def step_of(
     engine: LocalEngine, objective: Objective | Term, batch: Batch, *, update: Callable[[], Any] | None = None
 ) -> Step:
-    """The engine's step on this batch, declared for the audit; ``update`` instead of the engine's own."""
+    """The engine's step on this batch, declared for the audit. ``update`` replaces the engine's own."""
     objective = Objective.of(objective)
     live = list(objective.live())
     labels = [w.term.label for w in live]
@@ -58,7 +58,7 @@ def step_of(
         rows = _batch(batch, changed)
         need = LogProb(batch.temperature)
         flat = _fields(engine, model, rows, [need])[need].values
-        if gradient_like:  # rows of other roles have advantages that nobody reads
+        if gradient_like:  # no term reads the advantages of rows of other roles
             read_by = tuple({role for w in gradient_like for role in w.term.roles})
             flat = flat * rows.has_role(read_by)[rows.row].to(flat.dtype)
         whole = torch.zeros(rows.inputs.shape, dtype=flat.dtype, device=flat.device)
@@ -106,7 +106,7 @@ def step_of(
         family=_family(live, batch),
         value_is_loss=not stop,
         twins=frozenset(pair for w in live for pair in w.term.twins),
-        # Terms that divide by different counts: the gradient of the sum is no combination of two parts' gradients.
+        # If terms divide by different counts, the gradient of the sum is not a combination of two parts' gradients.
         rows_interact=not objective.additive or len(live) > 1 or any("batch_local" in w.term.laws for w in live),
         name=" + ".join(labels) if len(labels) > 1 else f"term {labels[0]}",
         optimizer=engine.optimizer,
@@ -131,7 +131,7 @@ def _family(live: list[Weighted], batch: Batch) -> Family | None:
         return "preference"
     if "teacher" in signals:
         return "divergence"
-    # A likelihood, and nothing that holds it back: a barrier, a bonus or a KL is no imitation.
+    # A likelihood alone: with a barrier, a bonus or a KL the step is not pure imitation.
     plain = all(not w.term.signals() and any(isinstance(n, LogProb) for n in w.term.needs(batch, {})) for w in live)
     return "sft" if plain else None
 
@@ -173,7 +173,7 @@ def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read(live: list[Weighted], needs: Sequence[Need]) -> set[str]:
-    """The keys of the batch that these terms really read."""
+    """The keys of the batch that these terms read."""
     names = {"reference.logprobs": "reference", "reference.distribution": "reference_distribution"}
     read = {names.get(s, s) for w in live for s in w.term.signals()}
     if any(not isinstance(n, SpectralNorm) for n in needs):
@@ -182,8 +182,8 @@ def _read(live: list[Weighted], needs: Sequence[Need]) -> set[str]:
 
 
 def _batch(original: Batch, data: Data) -> Batch:
-    """The typed batch of these rows. Rows may have been permuted, repeated, cut or added; ``row`` says which they
-    were."""
+    """The typed batch of these rows. Rows may have been permuted, repeated, cut or added; ``row`` has their original
+    numbers."""
     source = data["row"].tolist()
     weight = data["weight"]
     on = (weight if weight.ndim == 2 else weight.abs().sum(-1)) != 0
@@ -243,7 +243,7 @@ def _teacher(original: Batch, data: Data, on: Tensor, source: list[int]) -> Teac
 
 
 def _unique_pairs(pair: Tensor, role: list[Any]) -> Tensor:
-    """A repeated pair is another pair."""
+    """The pair numbers, with a new number for each repetition of a pair."""
     seen: dict[tuple[int, Any], int] = {}
     step = int(pair.max()) + 1 if len(pair) else 1
     numbers = []

@@ -38,6 +38,8 @@ def sampling_engine(config: str) -> LocalEngine:
 def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> SamplerPool | None:
     """The samplers of this run, which follow ``engine``; None: the engine samples."""
     policy, wanted = engine.policy, config.sampler
+    if wanted is None and not config.sampling.workers:
+        return None
     rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
     if config.sampling.workers:
         from earnest.sync import ray
@@ -47,8 +49,7 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
         gpus = 1.0 if policy.device.type == "cuda" else 0.0
         members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
         return SamplerPool(engine, rows, members, close)
-    if wanted is None:
-        return None
+    assert wanted is not None
     say(f"looking for the sampler at {wanted.url}")
     if wanted.url.startswith(("http://", "https://")):
         from earnest.sync.servers import ServerSampler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,13 @@ import torch
 from earnest.adapters import Adapter, attach
 from earnest.config import LoopConfig, RunConfig
 from earnest.engines import LocalEngine
-from earnest.engines.base import AdapterLike, Engine, Rollout
+from earnest.engines.base import AdapterLike, Engine
 from earnest.engines.estimator import check_terms
 from earnest.errors import ConfigError
-from earnest.models import Policy, SampleSpec, load
+from earnest.models import Policy, load
 from earnest.models.protocol import PolicyLike
 from earnest.objectives import Objective
+from earnest.rollouts.attempts import Sample
 from earnest.runs.guarding import guard_of
 from earnest.runs.preferences import Preferences
 from earnest.runs.sampling import samplers_of
@@ -57,9 +58,10 @@ class Setup:
             raise ConfigError(f"engine.kind: {purpose} reads weights and gradients, which a service does not show.")
         return self.engine.local
 
-    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
-        """``n`` completions of every prompt by the policy as it is now: sampled here, or by samplers that get it."""
-        return (self.samplers or self.engine).sample(prompts, n, spec)
+    @property
+    def sample(self) -> Sample:
+        """The function that samples with the current policy: the engine's own, or that of the samplers elsewhere."""
+        return (self.samplers or self.engine).sample
 
     def close(self) -> None:
         """End what was started with it."""
