@@ -80,7 +80,9 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder, bit for bit.")] = False,
     full: Annotated[bool, typer.Option("--full", help="An experiment with all its arms, controls and seeds.")] = False,
-    on: Annotated[str, typer.Option(metavar="WHERE", help="With replicas=N: the executor that starts them (local, …).")] = "local",
+    on: Annotated[
+        str, typer.Option(metavar="WHERE", help="With replicas=N: the executor that starts them (local, …).")
+    ] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With replicas=N: print what would be started.")] = False,
 ) -> None:
     """Train."""
@@ -162,7 +164,9 @@ def data(
 def worker(
     run_url: Annotated[str, typer.Argument(help="The address that `earnest run … replicas=N` printed.")],
     replica: Annotated[int | None, typer.Option(min=0, help="Number of the replica; none: the first free one.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Folder for its checkpoints; none: runs/<run>-replica-<i>.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder for its checkpoints; none: runs/<run>-replica-<i>.")
+    ] = None,
 ) -> None:
     """Join a run in a bucket as one more replica."""
     from rich.console import Console
@@ -285,7 +289,9 @@ def chat(
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; any other than loopback needs --keys.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; any other than loopback needs --keys.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     model: Annotated[str, typer.Option(help="nano, smollm2, a Hugging Face id, or a folder.")] = "nano",
     data: Annotated[Path, typer.Option(help="The folder of the database and of all versions.")] = Path("earnest-data"),
@@ -368,7 +374,9 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="With RUN: task=NAME prompts=200 samples=4 temperature=0."),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="The address of a running server; none: one is started.", rich_help_panel=LOOPS)] = None,
+    url: Annotated[
+        str | None, typer.Option(help="The address of a running server; none: one is started.", rich_help_panel=LOOPS)
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder for the results.", rich_help_panel=LOOPS)] = RESULTS,
     model: Annotated[str, typer.Option(help="Without --url: the model to serve.", rich_help_panel=LOOPS)] = "nano",
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of feedback.", rich_help_panel=LOOPS)] = None,

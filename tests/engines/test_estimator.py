@@ -60,7 +60,7 @@ def test_the_mean_over_all_tokens_is_the_exact_gradient_and_value(
     found = sampled.scalars(every, [need])[need]
     want = float(exact.scalars(one, [need])[need].values[0])
     assert float((found.values * student).sum()) == pytest.approx(want, rel=1e-4)
-    assert found.ran.startswith("sampled") and "one advantage a token" in found.ran
+    assert found.ran.startswith("sampled") and "one advantage per token" in found.ran
 
 
 def test_what_has_no_sampled_form_is_refused(two: tuple[en.LocalEngine, en.LocalEngine, list[int]]) -> None:

@@ -64,5 +64,5 @@ def test_two_replicas_with_route_are_two_replicas_without(data: dict[str, Any], 
 
 def test_refreshing_apart_is_refused(data: dict[str, Any], tmp_path: Path) -> None:
     config = from_mapping(data | {"guard": data["guard"] | {"refresh": 3}, "out": str(tmp_path / "run")})
-    with pytest.raises(ConfigError, match="2 replicas stand at different parameters"):
+    with pytest.raises(ConfigError, match="2 replicas have different parameters"):
         build(config, lambda _: None)

@@ -285,7 +285,7 @@ def test_what_the_user_typed_instead_is_a_teacher(tmp_path: Path) -> None:
         ({"teachers": [{"kind": "policy"}, {"kind": "policy"}]}, "two are called 'policy'"),
         ({"judge": {"kind": "teacher", "task": "sort"}}, "judge.task: has no meaning"),
         ({"judge": {"kind": "task", "model": "other"}}, "asks no model"),
-        ({"teachers": [{"kind": "policy"}], "max_cost": 1.0}, "nobody has a price"),
+        ({"teachers": [{"kind": "policy"}], "max_cost": 1.0}, "no endpoint has a price"),
         ({"clean": [{"op": "words"}]}, "neither min nor max"),
         ({"concurency": 3}, "concurrency"),
     ],

@@ -164,7 +164,7 @@ def test_a_torn_checkpoint_is_said_and_the_previous_one_used(
     TEARS[tear](torn / "checkpoints" / "step-000010")
     resume(torn, console=quiet)
     events = (torn / "events.log").read_text()
-    assert "warning checkpoint step-000010 is torn" in events
+    assert "warning checkpoint step-000010 is damaged" in events
     assert "resumed after step 9" in events
     assert_same_run(whole, torn, 10)
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_keeps_its_config(tmp_path: Path, make_config: Make, quiet
         resume(folder, ["optimizer.lr=0.5"], quiet)
     with pytest.raises(ConfigError, match=r"objective\.0\.clip, seed: a resumed run keeps its config"):
         resume(folder, ["objective.0.clip=0.5", "seed=9"], quiet)
-    with pytest.raises(ConfigError, match="more steps than its 4, not 2"):
+    with pytest.raises(ConfigError, match="at least its 4 steps, got 2"):
         resume(folder, ["steps=2"], quiet)
     with pytest.raises(ConfigError, match="out: a resumed run keeps"):
         resume(folder, ["out=elsewhere"], quiet)
@@ -210,7 +210,7 @@ def test_another_model_under_the_same_name_is_refused(
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"] += 1e-3
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="other weights than when"):
+    with pytest.raises(CheckpointError, match="have changed since"):
         resume(folder, console=quiet)
 
 

@@ -206,7 +206,7 @@ def test_what_is_obeyed_arrives(served: Served, tmp_path: Path) -> None:
 
 
 def test_a_service_is_not_audited_and_a_local_engine_has_no_address(served: Served, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="audit it with local"):
+    with pytest.raises(ConfigError, match=r"set engine\.kind=local"):
         check(_config(served, tmp_path / "run"))
     with pytest.raises(ValueError, match="no meaning for a local engine"):
         _config(served, tmp_path / "run", engine={"base_url": served.url})

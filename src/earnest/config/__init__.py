@@ -1,4 +1,4 @@
-"""A recipe's words, checked: YAML and ``key=value`` into a ``RunConfig``."""
+"""From YAML and ``key=value`` to a checked ``RunConfig``."""
 
 from __future__ import annotations
 

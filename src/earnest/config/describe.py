@@ -12,7 +12,7 @@ from earnest.config.schema import Kinded, RunConfig
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(key, default, meaning) of every key, parts opened up."""
+    """(key, default, meaning) of every key, with the keys of nested mappings."""
     for name, field in model.model_fields.items():
         if name in getattr(model, "hidden_fields", ()):
             continue

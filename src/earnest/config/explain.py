@@ -34,7 +34,7 @@ _BOUNDS = {
 
 
 def sentence(error: ValidationError, model: type[BaseModel]) -> str:
-    """A sentence about the first problem, with the number of further ones."""
+    """A sentence about the first problem, with the number of the others."""
     problems = error.errors()
     # An unknown key is the likeliest cause of the others (a misspelt one is also missing), so it is reported first.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
@@ -73,12 +73,12 @@ def _one(problem: Any, model: type[BaseModel]) -> str:
 
 
 def _is_union_tag(part: object) -> bool:
-    """pydantic puts the tried member of a union ("int", "list[str]") into the location; no key looks so."""
+    """Whether it names a member of a union ("int", "list[str]"), which pydantic adds to the location of a key."""
     return isinstance(part, str) and (part in ("int", "str", "float", "bool", "none") or "[" in part)
 
 
 def suggest(location: list[str], model: type[BaseModel]) -> str:
-    """Where the key should have been: the same word elsewhere, else the nearest word beside it."""
+    """A suggestion for an unknown key: the same key in another mapping, else the nearest key of this mapping."""
     beside = _fields_at(location[:-1], model)
     if close := difflib.get_close_matches(location[-1], beside, n=1, cutoff=0.6):
         return f"did you mean {'.'.join([*location[:-1], close[0]])!r}?"
@@ -89,7 +89,7 @@ def suggest(location: list[str], model: type[BaseModel]) -> str:
 
 
 def dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a model and of the models in it; list places are left out."""
+    """Every key of a model and of the models in it; keys inside lists are left out."""
     extra = getattr(model, "known_fields", None)
     for name in [*names(model), *(extra() if extra else ())]:
         yield prefix + name

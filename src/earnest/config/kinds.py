@@ -24,7 +24,7 @@ class Strict(BaseModel):
 
 
 class Kinded(Strict):
-    """A mapping whose ``kind`` decides which further keys it has; ``fields`` holds them, every default written out."""
+    """A mapping whose ``kind`` decides which other keys it has; ``fields`` holds those keys, with every default."""
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 
@@ -61,7 +61,7 @@ class Kinded(Strict):
         return self.fields
 
     def build(self) -> Any:
-        """The instance that the mapping describes; it is frozen, and made once."""
+        """The instance that the mapping describes. It is frozen and made once."""
         return self._built
 
     @model_serializer(mode="plain")

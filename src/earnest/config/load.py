@@ -40,7 +40,7 @@ def from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunC
 
 
 def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[str] = ()) -> M:
-    """The same for another model than a run's."""
+    """``from_mapping`` for any model, not only a run's."""
     merged = copy.deepcopy(dict(data))
     for override in overrides:
         _apply(merged, override)
@@ -66,7 +66,7 @@ def dump(config: LoopConfig) -> str:
 
 
 def changed_keys(old: LoopConfig, new: LoopConfig) -> list[str]:
-    """Dotted keys whose values differ, apart from those that do not change what is computed."""
+    """Dotted keys whose values differ, without the keys that do not change what is computed."""
     before, after = (_flatten(config.model_dump(mode="python", by_alias=True)) for config in (old, new))
     keys = [k for k in {**before, **after} if before.get(k, _ABSENT) != after.get(k, _ABSENT)]
     return sorted(k for k in keys if k.split(".")[0] not in NOT_OF_THE_RUN)

@@ -51,7 +51,7 @@ def list_recipes() -> list[Recipe]:
 
 
 def read(recipe: str) -> tuple[str, dict[str, Any]]:
-    """(name, raw data) of a recipe's name or of a YAML file's path."""
+    """(name, raw data) of a recipe, given by its name or by the path of a YAML file."""
     files = _files()
     if recipe in files:
         return recipe, text.parse_file(files[recipe])
@@ -89,8 +89,7 @@ _WITH_FILES = ("import", "task", "grade", "data")
 
 
 def _beside(recipe: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The data in which files under ``import``, ``task``, ``grade`` and ``data`` that lie in the recipe's folder are
-    found from any folder."""
+    """The data with absolute paths for files of the recipe's folder under ``import``, ``task``, ``grade``, ``data``."""
 
     def placed(value: str) -> str:
         file = value.rpartition(":")[0] if ".py:" in value else value

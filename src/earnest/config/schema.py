@@ -54,7 +54,7 @@ class TermConfig(Kinded):
 
 
 class AdapterConfig(Kinded):
-    """What is trained; ``earnest adapters`` lists the kinds and their fields."""
+    """The adapter that is trained; ``earnest adapters`` lists the kinds and their fields."""
 
     kind: str = Field(description="which adapter; `earnest adapters` lists them")
     targets: str | list[str] | None = Field(
@@ -72,7 +72,7 @@ class AdapterConfig(Kinded):
 
 
 class OptimizerConfig(Kinded):
-    """How a gradient becomes a step."""
+    """The optimizer: how a gradient becomes an update."""
 
     kind: str = Field("adamw", description="`adamw`, `sgd`, or an optimizer that `import` registers")
     max_grad_norm: float | None = Field(1.0, gt=0, description="the gradient is clipped to this norm; none: never")
@@ -87,7 +87,7 @@ class OptimizerConfig(Kinded):
 
 
 class TaskConfig(Strict):
-    """What is learned; ``task: NAME`` is short for ``task: {name: NAME}``. ``fields`` holds the task's settings."""
+    """The task to learn; ``task: NAME`` is short for ``task: {name: NAME}``. ``fields`` holds the task's settings."""
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 
@@ -158,26 +158,28 @@ class TeacherConfig(Strict):
 
 
 class SamplingConfig(Strict):
-    """Where the rows of a step come from."""
+    """How the completions of a step are sampled."""
 
     prompts_per_step: Whole = Field(8, description="training prompts per step")
     completions_per_prompt: Whole = Field(8, description="completions per prompt; together they are a group")
     max_new_tokens: int = key_of(SampleSpec, "max_new_tokens", default=16)
     temperature: float = Field(1.0, gt=0, description="the sampling temperature, also of the evaluation")
-    workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the process that trains does it itself")
+    workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the training process samples")
 
 
 class SamplerConfig(Strict):
-    """What samples instead of this process; ``sampler: http://…`` is short for its ``url``."""
+    """A sampler outside this process; ``sampler: http://…`` is short for its ``url``."""
 
     url: str = Field(
         pattern=r"^((https?|s3|gs|az)://[^\s@]+|file:///[^\s]+)$",
         description="of an `earnest serve`, vLLM or SGLang server; or a bucket (s3://…, gs://…, az://…, file:///…) "
         "that `earnest sampler` processes read",
     )
-    count: Whole = Field(1, description="`earnest sampler` processes of a bucket; a server counts as one")
+    count: Whole = Field(1, description="number of `earnest sampler` processes on a bucket; a server counts as one")
     folder: str | None = Field(
-        None, min_length=1, description="a folder that vLLM or SGLang sees under the same path; earnest needs none"
+        None,
+        min_length=1,
+        description="a folder that vLLM or SGLang reads under the same path; `earnest serve` needs none",
     )
     key: str = Field(
         "EARNEST_SAMPLER_KEY", min_length=1, description="the environment variable with the server's API key, if any"
@@ -326,7 +328,7 @@ class LoopConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     advantages: Literal["group", "batch", "none", "leave_one_out"] | None = Field(
-        None, description="how rewards become advantages; none: as the terms are defined, `group` where any will do"
+        None, description="how rewards become advantages; none: as the terms define them, `group` if they allow any"
     )
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -342,7 +344,7 @@ class LoopConfig(Strict):
     )
     check: bool = Field(True, description="prove the step before training: every term and parameter gets a gradient")
     loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        default_factory=list, description="besides metrics.jsonl; each is an extra of the same name"
+        default_factory=list, description="loggers besides metrics.jsonl; each needs the extra of the same name"
     )
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
 
@@ -355,7 +357,7 @@ class LoopConfig(Strict):
 class RunConfig(LoopConfig):
     """A whole run."""
 
-    description: str = Field("", description="what the recipe is, in a sentence; shown by `earnest recipes`")
+    description: str = Field("", description="one sentence about the recipe, for `earnest recipes`")
     imports: list[str] = Field(
         default_factory=list,
         alias="import",
@@ -384,10 +386,12 @@ class RunConfig(LoopConfig):
     )
     objective: list[TermConfig] = Field(min_length=1, description="the terms whose weighted sum is the loss")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
-    guard: GuardConfig | None = Field(None, description="what may not be learned; none: no guard")
+    guard: GuardConfig | None = Field(None, description="what must not be learned; none: no guard")
     engine: EngineConfig = Field(default_factory=EngineConfig)
     optimizer: OptimizerConfig = Field(default_factory=_empty, validate_default=True)
-    sampler: SamplerConfig | None = Field(None, description="the URL of a server that samples; none: sampled here")
+    sampler: SamplerConfig | None = Field(
+        None, description="the URL of a server or bucket that samples; none: this process samples"
+    )
     micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
     replicas: Whole = Field(1, description="processes that sample and train; they synchronize every sync.every updates")
     store: str | None = Field(
@@ -399,7 +403,7 @@ class RunConfig(LoopConfig):
 
     @property
     def replicated(self) -> bool:
-        """Whether this run is kept in a bucket."""
+        """Whether this run has replicas or a bucket."""
         return self.replicas > 1 or self.store is not None
 
     @model_validator(mode="before")
@@ -423,13 +427,13 @@ class RunConfig(LoopConfig):
     @field_validator("imports")
     @classmethod
     def _import(cls, entries: list[str]) -> list[str]:
-        """Import the user's own code before the kinds are looked up: fields are validated in their order."""
+        """Import the user's own code. Fields are validated in their order, so this runs before kinds are looked up."""
         return [plugins.load(entry) for entry in entries]
 
     @field_validator("chat_template")
     @classmethod
     def _read_template(cls, given: str | None) -> str | None:
-        """A file's name becomes its content, so that the run folder has the whole template."""
+        """Replace a file's name by its content, so that the run folder has the whole template."""
         if given is None or "{" in given:
             return given
         try:
@@ -441,7 +445,7 @@ class RunConfig(LoopConfig):
     @classmethod
     def _rate_of_the_adapter(cls, given: Any, info: ValidationInfo) -> Any:
         """Without ``optimizer.lr`` AdamW takes the adapter's own rate."""
-        adapter = info.data.get("adapter")  # absent where it is wrong: its own validation reports that
+        adapter = info.data.get("adapter")  # absent if it is wrong; its own validation reports that
         if adapter is None or not isinstance(given, dict) or "lr" in given or given.get("kind", "adamw") != "adamw":
             return given
         return {**given, "lr": adapter.build().lr}
@@ -461,7 +465,7 @@ class RunConfig(LoopConfig):
                     "leave it out, or use `earnest run heal`, whose loop has rounds"
                 )
         if self.sampler is not None and self.sampling.workers:
-            raise ConfigError("sampler: sampling.workers sample already; leave one of the two out")
+            raise ConfigError("sampler: sampling.workers are samplers too; leave one of the two out")
         if self.sampler is not None and self.engine.kind != "local":
             raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")
         if self.replicated:
@@ -471,5 +475,5 @@ class RunConfig(LoopConfig):
         return self
 
     def build_objective(self) -> Objective:
-        """The objective that the list of terms describes; two terms of one name are refused."""
+        """The objective of the list of terms. Raises if two terms have the same name."""
         return Objective(tuple(Weighted(term.weight, term.build()) for term in self.objective))

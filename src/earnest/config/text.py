@@ -1,4 +1,4 @@
-"""YAML with YAML 1.2's floats (``1e-4`` is a number) in which a repeated key is an error."""
+"""YAML with the floats of YAML 1.2 (``1e-4`` is a number); a repeated key is an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for _side in (_Loader, _Dumper):
 
 
 def parse(text: str, where: str) -> Any:
-    """The value that ``text`` spells; ``where`` names it in the error."""
+    """The value of the YAML in ``text``; ``where`` names the text in errors."""
     try:
         return yaml.load(text, Loader=_Loader)
     except ConfigError as error:

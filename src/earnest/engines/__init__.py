@@ -1,4 +1,5 @@
-"""Where a step runs: ``LocalEngine`` (PyTorch here). The seam that every engine offers is in ``base.py``."""
+"""Engines run the training steps: ``LocalEngine`` in PyTorch here, ``TinkerEngine`` on a service. ``base.py`` has the
+protocol."""
 
 from earnest.engines.base import AtIdsWanted as AtIdsWanted
 from earnest.engines.base import Engine as Engine

@@ -1,8 +1,8 @@
-"""The seam between maths and machines: what every engine, adapter and guard offers.
+"""The protocols of engines, adapters and guards.
 
     scalars(batch, needs)  →  objective.evaluate  →  backward(batch, derivatives)  →  update()
 
-``step`` is the three in a row. Shapes: N active tokens, K tokens per position.
+``step`` calls all of them. Shapes: N active tokens, K tokens per position.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class AdapterLike(Protocol):
-    """The trained weights: what a run describes, saves and pushes to samplers.
+    """The trained weights, which a run describes, saves and pushes to samplers.
 
-    Where the weights are on a service, ``parameters`` and ``state_dict`` are empty and ``save`` writes their address.
+    If the weights are on a service, ``parameters`` and ``state_dict`` are empty and ``save`` writes their address.
     """
 
     @property
@@ -62,7 +62,7 @@ class AdapterLike(Protocol):
 
 
 class Guard(Protocol):
-    """Judges the step that the optimizer computed; may change the parameters in place. Its state is checkpointed.
+    """Checks the update that the optimizer computed; may change the parameters in place. Its state is checkpointed.
 
     The engine calls ``bind`` once, ``prepare`` between clipping and the optimizer, ``judge`` after the optimizer.
     Inside ``ablated`` the policy is the one that would be deployed.
@@ -86,7 +86,7 @@ class Guard(Protocol):
 
 
 class Outer(Protocol):
-    """Called after every update, guard included: where replicas meet and averaging teachers average."""
+    """Called after every update and its guard: replicas synchronize and averaging teachers average here."""
 
     def after_update(self, engine: Any) -> Mapping[str, float]: ...
 
@@ -98,8 +98,8 @@ class Outer(Protocol):
 class Engine(Protocol):
     """A policy, the adapter that is trained on it, and the place where its steps run.
 
-    ``version`` counts updates, ``tokens`` the active tokens trained on. An engine that cannot do what a member asks
-    (a service shows no gradients) raises an ``EarnestError`` that gives the reason.
+    ``version`` counts updates, ``tokens`` the active tokens trained on. A member that an engine does not support (a
+    service shows no gradients) raises an ``EarnestError`` with the reason.
     """
 
     version: int
@@ -107,7 +107,7 @@ class Engine(Protocol):
 
     @property
     def local(self) -> LocalEngine | None:
-        """This engine where its weights are in this process, else None: what proofs and replicas need."""
+        """This engine if its weights are in this process, else None. Proofs and replicas need it."""
         ...
 
     @property
@@ -160,7 +160,7 @@ class Engine(Protocol):
         ...
 
     def save(self, folder: Path | str) -> Path:
-        """Write everything that the next step depends on, whole or not at all."""
+        """Write everything that the next step depends on; the folder is complete or not there."""
         ...
 
     def load(self, folder: Path | str) -> None:

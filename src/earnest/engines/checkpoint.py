@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: tensors as safetensors, the rest as JSON, a manifest of hashes, one rename.
+"""Atomic checkpoints: tensors as safetensors, the rest as JSON, a manifest of hashes, one rename.
 
-A folder is written beside its place, synced, and renamed; so a reader sees the old one, the new one, or none. ``read``
-checks every file against the manifest: a torn or edited checkpoint is an error that names the file, never a quiet half.
+A folder is written under a temporary name, synced, and renamed, so a reader finds the old one, the new one, or none.
+``read`` checks every file against the manifest; a damaged or edited checkpoint raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TENSORS, META, MANIFEST = "tensors.safetensors", "meta.json", "manifest.json"
 
 
 def write(folder: Path | str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-    """Write a checkpoint at ``folder``, replacing one that is there only once the new one is complete."""
+    """Write a checkpoint at ``folder``. One that is already there is replaced when the new one is complete."""
     folder = Path(folder)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -48,7 +48,7 @@ def write(folder: Path | str, tensors: Mapping[str, Tensor], meta: Mapping[str, 
 
 
 def read(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the rest of a checkpoint, after checking that every byte is the one that was written."""
+    """The tensors and the rest of a checkpoint, after a check of every file's hash."""
     from safetensors.torch import load_file
 
     folder = Path(folder)

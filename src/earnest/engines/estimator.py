@@ -1,7 +1,7 @@
-"""``LocalEngine(estimator="sampled")``: divergences as an engine without logits would see them.
+"""``LocalEngine(estimator="sampled")``: divergences as an engine without logits computes them.
 
-Every divergence is estimated at the sampled token (``vocabulary.known``); it is here to be compared with, since the
-exact form costs the same on this machine. All other scalars are as usual.
+Every divergence is estimated at the sampled token (``vocabulary.known``). It exists for comparison: the exact form
+costs the same on this machine. All other scalars are computed as usual.
 Shapes: N active tokens, M covered ones, d width.
 """
 
@@ -42,7 +42,7 @@ def fields(hidden: Float[Tensor, "N d"], head: HeadSpec, batch: Batch, needs: Se
 
 
 def check_terms(objective: Objective, temperature: float) -> None:
-    """Raise where the sampled form of a term's divergence has another gradient in expectation than the exact one."""
+    """Raise if the sampled form of a term's divergence has another expected gradient than the exact form."""
     for weighted in objective.live():
         term = weighted.term
         if not term.signals() & {"teacher", "reference.distribution"}:
@@ -64,7 +64,7 @@ def demand_ratio(
     version: int,
     idle: Container[str] = (),
 ) -> None:
-    """The sampled form is unbiased for tokens of the policy that is trained; on others a term must have a ratio."""
+    """Raise if tokens of another policy meet a term without a ratio: there the sampled form is biased."""
     check_terms(objective, batch.temperature)
     if bool((batch.policy_version == version).all()):
         return

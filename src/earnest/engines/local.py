@@ -4,7 +4,7 @@
     two passes   the objective is not a sum over rows (such as an rmse over positions) and the batch is cut: first the
                  whole batch's scalars, without a graph; then the objective on them; then forward and backward by part
 
-Either way the gradient is the whole batch's, whatever the cut.
+In both cases the gradient is that of the whole batch and does not depend on the cut.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class LocalEngine:
     """A policy, an adapter on it and an optimizer of exactly the adapter's parameters.
 
     Without ``optimizer`` it is AdamW at the learning rate that the adapter's variant declares (``variant.lr``).
-    ``version`` counts updates; every rollout and every checkpoint carries it. ``tokens`` counts what was trained on
-    since the engine was made: a replica's weight among others. ``micro_tokens`` bounds the padded tokens of one forward
-    pass. ``guard`` judges each step after the optimizer, ``outer`` runs after the guard. ``estimator``: divergences
+    ``version`` counts updates; every rollout and every checkpoint has one. ``tokens`` counts the tokens trained on
+    since the engine was made; replicas are weighted by it. ``micro_tokens`` limits the padded tokens of one forward
+    pass. ``guard`` checks each update after the optimizer, ``outer`` runs after the guard. ``estimator``: divergences
     over the vocabulary, or as an engine without logits estimates them (``engines.estimator``).
     """
 
@@ -151,7 +151,7 @@ class LocalEngine:
             )
             for part in parts:
                 hidden[part.token] = self._hidden(part.batch)
-            # Still inside: an adapter may sit on the head, too.
+            # Still inside the block: the head may have an adapter, too.
             if isinstance(want, HiddenWanted):
                 return Hidden(hidden)
             if isinstance(want, TopKWanted):
@@ -161,7 +161,7 @@ class LocalEngine:
             return scoring.all_logits(hidden, self.policy.head)
 
     def _as(self, who: Who) -> AbstractContextManager[object]:
-        """Inside the block the model is that policy. Where nothing is stacked, base and previous are one."""
+        """Inside the block the model is that policy. Without stacked adapters, base and previous are the same."""
         if who == "live":
             return nullcontext()
         if who == "base":
@@ -184,12 +184,12 @@ class LocalEngine:
         return fields
 
     def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
-        """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` are laid out as ``scalars`` gives them."""
+        """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` have the layout that ``scalars`` returns."""
         batch = batch.to(self.policy.device)
         self._backward(batch, weights, micro.cut(batch, self.micro_tokens))
 
     def update(self) -> UpdateReport:
-        """Clip, optimizer, guard, outer sync, in this order; the gradients are cleared and the version counts up."""
+        """Clip, optimizer, guard, outer sync, in this order; clears the gradients and increases the version by 1."""
         without = [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
         if len(without) == len(self.names):
             raise ObjectiveError(
@@ -233,7 +233,7 @@ class LocalEngine:
     # --- gradients without a trace (for reports and the audit) --------------------------------------------------------
 
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
-        """The gradient of an objective by every trainable parameter; the engine is as it was afterwards."""
+        """The gradient of an objective by every trainable parameter; the engine is unchanged afterwards."""
         with self._aside():
             self._accumulate(batch.to(self.policy.device), Objective.of(objective))
             return {
@@ -242,7 +242,7 @@ class LocalEngine:
             }
 
     def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
-        """For every live term: the norm of its weighted gradient, and that norm's part of the sum of norms."""
+        """For every live term: the norm of its weighted gradient, and that norm as a share of the sum of norms."""
         norms = {}
         for weighted in objective.live():
             try:
@@ -318,14 +318,14 @@ class LocalEngine:
         return dict(found(self._hidden(batch), self.policy.head, batch, needs))
 
     def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
-        """Scalars of the adapter itself, which depend on no batch, with their graph."""
+        """Scalars of the adapter, which depend on no batch, with their graph."""
         spectral = [n for n in needs if isinstance(n, SpectralNorm)]
         return {n: Field(spectral_norms(self.adapter), None, "subspace iteration") for n in spectral}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path | str) -> Path:
-        """Everything that the next step depends on, written whole or not at all."""
+        """Write everything that the next step depends on; the folder is complete or not there."""
         tensors = {f"adapter.{k}": v for k, v in self.adapter.state_dict().items()}
         optimizer_tensors, optimizer_meta = flatten_optimizer(self.optimizer)
         tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors.items()}
@@ -341,7 +341,7 @@ class LocalEngine:
         return checkpoint.write(folder, tensors, meta)
 
     def load(self, folder: Path | str) -> None:
-        """Continue from ``folder``. Another base model or optimizer, or a missing tensor, is refused first."""
+        """Continue from ``folder``. Raises first if the base model or optimizer differs, or if a tensor is missing."""
         tensors, meta = checkpoint.read(folder)
         if meta["base"] != self.policy.fingerprint():
             raise CheckpointError(f"{folder} was made on another base model than {self.policy.name}; load that one.")
@@ -368,13 +368,13 @@ class LocalEngine:
 
 
 def _refuse_batch_local(objective: Objective, parts: int) -> None:
-    """A term that divides by each micro-batch's own counts has no value on the whole batch at once."""
+    """Raise if a term divides by each micro-batch's own counts: it has no value on the whole batch at once."""
     for weighted in objective.live():
         if "batch_local" in weighted.term.laws:
             whole = next(w.term.label for w in objective.live() if not w.term.additive)
             raise ObjectiveError(
                 f"{weighted.term.label}: divides by the tokens of each micro-batch, but {whole} needs the whole batch "
-                f"at once, and this batch is cut into {parts}. Raise micro_tokens until it is one, or take dapo."
+                f"at once, and this batch is cut into {parts}. Raise micro_tokens until it is one part, or use dapo."
             )
 
 

@@ -1,7 +1,7 @@
-"""Cutting a batch into micro-batches of rows, and putting per-token values back together.
+"""Cut a batch into micro-batches of rows, and join their per-token values.
 
-Rows of similar length go together, so that little padding is computed. The cut is uneven in general; what is computed
-from it is not (the objectives divide by the whole batch's counts).
+Rows of similar length go together, so that there is little padding. Micro-batches may have different sizes; the result
+does not depend on them, because the objectives divide by the whole batch's counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from earnest.signals.batch import Batch
 
 @dataclass(frozen=True, eq=False)
 class Micro:
-    """Some rows of a batch, and where its active tokens stand among the whole batch's."""
+    """Some rows of a batch, and the places of their active tokens among the whole batch's."""
 
     batch: Batch
     token: Int[Tensor, " n"]

@@ -23,7 +23,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Load what ``flatten_optimizer`` gave; a missing or extra tensor is an error."""
+    """Load what ``flatten_optimizer`` returned; a missing or extra tensor raises."""
     if sorted(tensors) != meta["names"]:
         odd = sorted(set(tensors) ^ set(meta["names"]))
         raise CheckpointError(f"the optimizer's state does not match its list of tensors; differing: {odd[:5]}.")

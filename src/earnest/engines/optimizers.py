@@ -18,7 +18,7 @@ Parameters = Sequence[torch.nn.Parameter]
 
 @dataclass(frozen=True)
 class Optimizer(Checked):
-    """How a gradient becomes a step. A subclass has a ``kind``, settings with at least ``lr``, and ``build``."""
+    """How a gradient becomes an update. A subclass has a ``kind``, settings with at least ``lr``, and ``build``."""
 
     kind: ClassVar[str]
 
@@ -47,7 +47,7 @@ def register(cls: T) -> T:
 
 
 def groups(decayed: Parameters, plain: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups, of which the second never decays; an empty one is left out."""
+    """Two parameter groups, with and without weight decay; an empty one is left out."""
     found = [{"params": list(decayed), "weight_decay": weight_decay}, {"params": list(plain), "weight_decay": 0.0}]
     return [g for g in found if g["params"]]
 
@@ -74,7 +74,7 @@ class AdamW(Optimizer):
 @register
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Plain gradient descent with optional momentum; under it the laws of an update are easiest to read."""
+    """Plain gradient descent with optional momentum."""
 
     kind: ClassVar[str] = "sgd"
 

@@ -1,4 +1,4 @@
-"""What a step reports, and how the report is assembled: the same code for every engine."""
+"""The report of a step, assembled by the same code for every engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from earnest.objectives.base import Objective, Value
 
 @dataclass(frozen=True)
 class TermReport:
-    """One channel in a step. ``value`` is before the weight; ``share``, on request, its part of all gradient norms.
+    """One term in a step. ``value`` is before the weight; ``share``, on request, is its share of all gradient norms.
 
     ``divergence`` and ``estimator`` ("exact" or "sampled") are what the function that computed the term's divergence
     returned, never the requested settings; None for a term without a divergence.
@@ -46,7 +46,7 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The loss, each term's part, the update, and what really ran.
+    """The loss, each term's report, the update, and the passes over the batch that ran.
 
     ``skipped`` terms have weight 0; ``idle`` are live terms without any token in this batch, each with the reason.
     """
@@ -63,7 +63,7 @@ class StepReport:
 
     @property
     def learned_nothing(self) -> str | None:
-        """Why this step had nothing to learn from, or None where it had."""
+        """Why this step had nothing to learn from, or None if it had something."""
         update = self.update
         if update.learning_rate == 0:
             return "the learning rate is 0"

@@ -23,7 +23,7 @@ def _chunks(hidden: Float[Tensor, "N d"], head: HeadSpec) -> list[slice]:
 
 @torch.no_grad()
 def top_k(hidden: Float[Tensor, "N d"], head: HeadSpec, k: int) -> TopK:
-    """The k most probable tokens of every position, their log-probs, and the log of what they leave out."""
+    """The k most probable tokens of every position, their log-probs, and the log of the remaining mass."""
     vocabulary = head.weight.shape[0]
     if not 1 <= k <= vocabulary:
         raise SignalError(f"top-K needs 1 ≤ K ≤ {vocabulary} (the vocabulary), got {k}.")

@@ -2,7 +2,7 @@
 
     σ = uᵀ ΔW v   with the leading singular vectors u, v held fixed;  ∂σ/∂ΔW = u vᵀ
 
-Nothing dense is formed where ΔW has factors. At ΔW = 0 the value and the gradient are 0 (a subgradient).
+If ΔW has factors, no dense matrix is formed. At ΔW = 0 the value and the gradient are 0 (a subgradient).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from earnest.adapters.runtime import Slot
 
 
 def spectral_norms(adapter: Adapter) -> Float[Tensor, " L"]:
-    """One number a module, in the order of ``adapter.slots``."""
+    """One number per module, in the order of ``adapter.slots``."""
     return torch.stack([_norm(slot) for slot in adapter.slots.values()])
 
 

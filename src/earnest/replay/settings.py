@@ -17,23 +17,27 @@ from earnest.replay.filters import Op
 
 
 class PriceConfig(Strict):
-    """What an endpoint takes."""
+    """The price of an endpoint."""
 
-    input: float = Field(ge=0, description="dollars for a million tokens of prompt")
-    output: float = Field(ge=0, description="dollars for a million tokens of answer")
+    input: float = Field(ge=0, description="dollars per million prompt tokens")
+    output: float = Field(ge=0, description="dollars per million answer tokens")
 
 
 class SpeakerConfig(Strict):
     """A model that answers: an endpoint, or a policy on this machine."""
 
-    model: str = Field("nano", min_length=1, description="the endpoint's name for it; or what `earnest models` loads")
-    base_url: str | None = Field(None, min_length=1, description="an OpenAI-compatible endpoint, up to and with /v1")
+    model: str = Field(
+        "nano", min_length=1, description="the model's name at the endpoint, or a model of `earnest models`"
+    )
+    base_url: str | None = Field(
+        None, min_length=1, description="address of an OpenAI-compatible endpoint, with /v1 at the end"
+    )
     key: str = Field("OPENAI_API_KEY", min_length=1, description="environment variable with the endpoint's API key")
-    price: PriceConfig | None = Field(None, description="for the count of costs; none: tokens only")
+    price: PriceConfig | None = Field(None, description="prices for counting costs; none: tokens are counted")
     adapter: str | None = Field(None, min_length=1, description="a run folder or adapter on a local policy")
 
     def agree(self, where: str, endpoint: bool) -> None:
-        """Refuse the fields of the other sort, which would be ignored."""
+        """Raise if a field is set that this kind ignores."""
         if endpoint and self.base_url is None:
             raise ConfigError(f"{where}.base_url: an endpoint needs its address, e.g. http://127.0.0.1:8000/v1.")
         if endpoint and self.adapter is not None:
@@ -45,7 +49,7 @@ class SpeakerConfig(Strict):
 
 
 class TeacherEntry(SpeakerConfig):
-    """One teacher: it sees a state of a trace and answers in the assistant's place."""
+    """One teacher: it gets a state of a trace and answers instead of the assistant."""
 
     kind: Literal["endpoint", "policy", "hindsight", "user"] = Field(
         "hindsight",
@@ -56,8 +60,8 @@ class TeacherEntry(SpeakerConfig):
         None, pattern=r"^[\w.-]+$", description="its name in the pairs; none: its kind. Unique, and not `judge`"
     )
     temperature: float = Field(0.7, ge=0, description="0 is greedy")
-    max_tokens: Whole = Field(256, description="an answer is cut off here, and then not used")
-    samples: Whole = Field(1, description="answers to each state")
+    max_tokens: Whole = Field(256, description="longest answer, in tokens; a longer one is not used")
+    samples: Whole = Field(1, description="answers per state")
 
     @model_validator(mode="after")
     def _agree(self) -> TeacherEntry:
@@ -76,7 +80,7 @@ class TeacherEntry(SpeakerConfig):
 
 
 class JudgeConfig(SpeakerConfig):
-    """The judge of which of two answers is better."""
+    """Decides which of two answers is better."""
 
     kind: Literal["likelihood", "endpoint", "task", "teacher"] = Field(
         "likelihood",
@@ -119,11 +123,13 @@ class FilterConfig(Strict):
 
 
 class LeakageConfig(Strict):
-    """Prompts that stand in a held-out set are dropped."""
+    """Drops prompts that a held-out set contains."""
 
     heldout: str = Field(min_length=1, description="task:NAME, or a .jsonl or .txt file")
     n: Whole = Field(8, description="words in an n-gram; a shorter prompt is compared as a whole")
-    max: float = Field(0.5, ge=0, lt=1, description="the share of a prompt's n-grams that may be in there")
+    max: float = Field(
+        0.5, ge=0, lt=1, description="the largest share of a prompt's n-grams that the held-out set may contain"
+    )
 
 
 class ReplayConfig(Strict):
@@ -133,15 +139,15 @@ class ReplayConfig(Strict):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     turns: Literal["all", "last"] = Field("all", description="which assistant turns of a trace are replayed")
     min_margin: float = Field(0.0, ge=0, description="a pair needs a larger margin than this; ties are never pairs")
-    seed: int = Field(0, ge=0, lt=2**31, description="decides what local policies answer")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the local policies' answers")
     concurrency: Whole = Field(8, description="requests to endpoints at a time")
     attempts: Whole = Field(5, description="tries of a request before it counts as failed")
     backoff: float = Field(1.0, gt=0, description="seconds before the second try; doubled each time, a minute at most")
     timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer")
     max_errors: float = Field(0.1, ge=0, le=1, description="the job stops when a larger share of requests has failed")
-    max_cost: float | None = Field(None, gt=0, description="dollars, all sessions together; beyond it the job stops")
+    max_cost: float | None = Field(None, gt=0, description="dollars, over all sessions; the job stops above this cost")
     bad_lines: Literal["stop", "drop"] = Field(
-        "stop", description="malformed lines of the traces stop the job, or count"
+        "stop", description="whether malformed lines of the traces stop the job or are only counted"
     )
     clean: list[FilterConfig] = Field(default_factory=list, description="filters, one after the other")
     leakage: LeakageConfig | None = Field(None, description="held-out prompts that no pair may contain")
@@ -157,11 +163,12 @@ class ReplayConfig(Strict):
             if labels.count(label) > 1:
                 raise ConfigError(f"teachers: two are called {label!r}; give one of them a name.")
         if self.max_cost is not None and not any(s.price for s in (*self.teachers, self.judge)):
-            raise ConfigError("max_cost: nobody has a price, so no cost is ever counted; give prices, or leave it out.")
+            raise ConfigError("max_cost: no endpoint has a price, so no cost is counted; give prices, or leave it out.")
         return self
 
     def asking(self) -> dict[str, Any]:
-        """The part that decides what is asked: a journal belongs to it. Cleaning may change without asking again."""
+        """The settings that decide which requests are made; a journal belongs to them. Filters may change without new
+        requests."""
         kept = ("teachers", "judge", "turns", "seed")
         return {name: value for name, value in self.model_dump(mode="json").items() if name in kept}
 

@@ -1,4 +1,4 @@
-"""The few pieces of markup that every section is made of."""
+"""The pieces of markup that every section uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def section(key: str, title: str, *children: Child) -> Html:
 
 
 def scroll(label: str, child: Html) -> Html:
-    """A box that scrolls on its own, by keyboard too, so that a wide table never widens the page."""
+    """A box with its own scroll bar (keyboard too), so that a wide table does not widen the page."""
     return el("div", child, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
@@ -23,5 +23,5 @@ def note(text: str) -> Html | None:
 
 
 def none(text: str) -> Html:
-    """What is said where something is missing."""
+    """The text in place of something that is missing."""
     return el("p", text, class_="none")

@@ -1,4 +1,4 @@
-"""What is drawn: the run's numbers as charts, thinned where a run is long, and each chart again as a table."""
+"""The run's numbers as charts, thinned if the run is long, and the same numbers as tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal
 from earnest.report.record import Run, StepRecord
 
 POINTS = 400
-"""The most points that a series is drawn with; a longer one is cut into this many buckets."""
+"""The maximum number of points of a series; a longer series is averaged in this many buckets."""
 
 ROWS = 24
-"""The most rows of a chart's table, apart from evaluations, which are all there."""
+"""The maximum number of rows of a chart's table; rows of evaluations are always there."""
 
 Style = Literal["line", "faint", "bars", "area"]
 
@@ -30,12 +30,12 @@ class Series:
     lo: tuple[float, ...] = ()
     hi: tuple[float, ...] = ()
     colour: int = 0
-    """The number of the term that it belongs to; −1 is the neutral one."""
+    """The number of the term whose colour it has; −1 is the neutral colour."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A chart's numbers for who cannot or does not want to see it. ``note`` says which rows were left out."""
+    """A chart's numbers as text. ``note`` is about rows that are left out."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[float | None, ...], ...]
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """One drawing. ``floor`` and ``ceiling`` belong to it even where no value reaches them; ``share`` stacks."""
+    """One chart. Its axis includes ``floor`` and ``ceiling`` even if no value reaches them; ``share`` stacks series."""
 
     key: str
     title: str
@@ -56,7 +56,7 @@ class Chart:
     share: bool = False
 
     def data(self) -> dict[str, Any]:
-        """What the page's script draws, numbers with six digits."""
+        """The data for the page's script; numbers have six digits."""
         series = [
             {
                 "label": one.label,
@@ -83,12 +83,12 @@ def _six(value: float) -> float:
 
 
 def points(steps: Sequence[StepRecord], read: Callable[[StepRecord], float | None]) -> Points:
-    """(step, value) where there is a value."""
+    """(step, value) of the steps that have a value."""
     return [(float(step.step), value) for step in steps if (value := read(step)) is not None]
 
 
 def running_mean(pairs: Points, window: int) -> Points:
-    """The mean over ``window`` (odd) neighbouring points, fewer at the ends."""
+    """The mean over ``window`` (odd) neighbouring points; over fewer at the ends."""
     half = window // 2
     sums = [0.0]
     for _, value in pairs:
@@ -118,14 +118,14 @@ def thin(label: str, style: Style, pairs: Points, colour: int = 0) -> Series:
 
 
 def thinned(count: int) -> str:
-    """The sentence that a thinned chart carries."""
+    """The note of a thinned chart."""
     if count <= POINTS:
         return ""
     return f"{count:,} steps drawn as {POINTS} means; the band is each mean's smallest to largest step."
 
 
 def table(columns: dict[str, Points], always: Sequence[float] = ()) -> Table:
-    """Evenly chosen steps, the first and the last and those in ``always`` among them."""
+    """Evenly spaced steps, with the first, the last and those in ``always``."""
     lookup = {name: dict(pairs) for name, pairs in columns.items()}
     steps = sorted({x for pairs in lookup.values() for x in pairs})
     last = len(steps) - 1
@@ -175,12 +175,12 @@ def reward_chart(run: Run) -> Chart | None:
 
 
 def term_labels(run: Run) -> list[str]:
-    """Every term that ran, in the order of its first appearance: a term keeps its colour throughout the page."""
+    """Every term that ran, in the order of first appearance. A term has the same colour on the whole page."""
     return list(dict.fromkeys(label for step in run.steps for label in step.terms))
 
 
 def share_chart(run: Run) -> Chart | None:
-    """Each term's part of the gradient, stacked; None where fewer than two terms ran or none was measured."""
+    """Each term's share of the gradient, stacked; None if fewer than two terms ran or none was measured."""
     labels = term_labels(run)
     measured = [step for step in run.steps if any(term.share is not None for term in step.terms.values())]
     if len(labels) < 2 or not measured:
@@ -258,12 +258,12 @@ def metric_points(run: Run) -> list[Named]:
 
 
 STILL = 1e-4
-"""What moves by less than this part of its size is called still: a drawing would magnify rounding."""
+"""A number that changes by less than this fraction of its size gets no chart, which would magnify rounding."""
 
 
 @dataclass(frozen=True)
 class Still:
-    """A number that never changed (``exact``), or only by rounding."""
+    """A number that did not change (``exact``), or only by rounding."""
 
     title: str
     value: float
@@ -271,7 +271,7 @@ class Still:
 
 
 def metric_charts(run: Run) -> tuple[list[Chart], list[Still]]:
-    """Charts of what moves, and the values of what never did (a flat line says less than its number)."""
+    """Charts of the numbers that change, and the values of those that do not."""
     charts: list[Chart] = []
     still: list[Still] = []
     for index, one in enumerate(metric_points(run)):
@@ -285,7 +285,7 @@ def metric_charts(run: Run) -> tuple[list[Chart], list[Still]]:
 
 
 def small(key: str, title: str, pairs: Points, colour: int) -> Chart | None:
-    """A chart of one line; its own name is its label."""
+    """A chart with one line, labelled with the chart's name."""
     if not pairs:
         return None
     name = title.split(": ")[-1]

@@ -1,4 +1,4 @@
-"""Samples before and after side by side: the same held-out prompts in the file's order, none of them chosen."""
+"""Samples before and after training, side by side: the same held-out prompts, in the file's order, not selected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _lead(kinds: Sequence[str]) -> str:
 
 
 def _filter(kinds: Sequence[str]) -> Html:
-    """Buttons that the script brings to life; without it everything is simply shown."""
+    """Buttons that the script activates; without the script all samples are shown."""
     options = [("all", len(kinds)), *((kind, kinds.count(kind)) for kind in KINDS)]
     buttons = (
         el(
@@ -79,7 +79,7 @@ def _pair(before: SampleRecord | None, after: SampleRecord | None) -> Html:
 
 
 def _prompt(messages: Sequence[MessageRecord]) -> Html:
-    return el("div", *(el("p", el("span", m.role, class_="role"), el("span", m.text, class_="said")) for m in messages))
+    return el("div", *(el("p", el("span", m.role, class_="role"), el("span", m.text, class_="text")) for m in messages))
 
 
 def _side(name: str, sample: SampleRecord | None) -> Html:
@@ -95,9 +95,9 @@ def _side(name: str, sample: SampleRecord | None) -> Html:
     length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""
     mark = el("span", f"reward {number(sample.reward, 3)}{word}", class_="score" + tone)
     head = el("p", el("span", name, class_="role"), mark, el("span", length, class_="soft"), class_="head")
-    said = el("p", sample.completion, class_="completion") if sample.completion else none("(nothing)")
-    told = el("p", sample.feedback, class_="feedback") if sample.feedback else None
-    return el("div", head, said, told, class_="side")
+    completion = el("p", sample.completion, class_="completion") if sample.completion else none("(nothing)")
+    feedback = el("p", sample.feedback, class_="feedback") if sample.feedback else None
+    return el("div", head, completion, feedback, class_="side")
 
 
 def _rollouts(run: Run) -> Html | None:

@@ -1,4 +1,4 @@
-"""The top of the page: task, model, held-out before → after ± s.e., and whatever a reader must not miss."""
+"""The top of the page: task, model, held-out reward before → after ± s.e., and warnings."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def _measure(kind: str, name: str, value: float | None, se: float | None) -> Htm
 
 
 def notices(run: Run) -> Html | None:
-    """Broken laws, what is missing, and every warning and error, at the top where nobody can miss them."""
+    """Laws that fail, what is missing, and every warning and error."""
     broken = [check for check in run.verdict.checks if check.outcome == "fails"] if run.verdict else []
-    said = _reason_said(run, bool(broken))
-    loud = [event for event in run.events if event.level != "info" and not (said and said in event.text)]
+    shown = _reason_shown(run, bool(broken))
+    loud = [event for event in run.events if event.level != "info" and not (shown and shown in event.text)]
     items = [
         *(el("li", el("b", "broken"), f": {c.law} on {c.subject}. {c.detail}", class_="bad") for c in broken),
         *(el("li", gap) for gap in run.gaps),
@@ -84,8 +84,8 @@ def notices(run: Run) -> Html | None:
     return el("aside", el("h2", "Worth knowing"), el("ul", *items), class_="notices", aria_label="Worth knowing")
 
 
-def _reason_said(run: Run, broken: bool) -> str:
-    """Why the run ended, as events.log has it, where gaps and broken laws already say all of it; else nothing."""
+def _reason_shown(run: Run, broken: bool) -> str:
+    """The line of events.log about the run's end, if gaps and failed laws already contain it; else nothing."""
     reason = run.header.reason or ""
     whole = broken or len(reason.splitlines()) == 1
     return " ".join(reason.split()) if whole and run.header.status in ("failed", "interrupted") else ""

@@ -1,4 +1,4 @@
-"""The verdict: which laws of a training step were checked on this run's own, and what came out."""
+"""The verdict: the laws that were checked on this run's training step, and their outcomes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from earnest.report.record import CheckRecord, Outcome, Run
 TONES: dict[Outcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn"}
 WORDS: dict[Outcome, str] = {"holds": "hold", "fails": "fail", "not declared": "not declared"}
 OPEN = 12
-"""Up to so many checks are shown unfolded."""
+"""Up to this number of checks, the table is open."""
 
 
 def tally(checks: Sequence[CheckRecord]) -> Html:
-    """How many hold; how many fail comes first where any does."""
+    """The number of checks that hold; if any fail, their number comes first."""
     count = {outcome: sum(check.outcome == outcome for check in checks) for outcome in TONES}
     if count["fails"]:
         return badge(f"{count['fails']} of {len(checks)} fail", "bad")
@@ -27,7 +27,7 @@ def tally(checks: Sequence[CheckRecord]) -> Html:
 
 
 def verdict(run: Run) -> Html:
-    """Failures first and with what they mean; below, every check law by law."""
+    """Failures first, with their meaning; then every check, law by law."""
     title = "Verdict"
     if run.verdict is None or not run.verdict.checks:
         return section("verdict", title, none("No verdict yet: the training step of this run has not been checked."))

@@ -1,4 +1,5 @@
-"""A run folder into a ``Run``: a wrong value is an error, a missing file or a torn last line a sentence in ``gaps``."""
+"""Reads a run folder into a ``Run``. A wrong value raises; a missing file or an incomplete last line is a sentence in
+``gaps``."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Line = TypeVar("Line", StepRecord, EvalRecord)
 
 
 def load(run_dir: str | Path) -> Run:
-    """Read ``run_dir``; ``ReportError`` where it is not a run folder, or a file does not follow docs/run-folder.md."""
+    """Read ``run_dir``; ``ReportError`` if it is not a run folder, or if a file does not follow docs/run-folder.md."""
     return _Reader(Path(run_dir)).run()
 
 
@@ -107,7 +108,7 @@ class _Reader:
         return self._in_order(steps, "step"), self._in_order(evaluations, "evaluation")
 
     def _in_order(self, entries: Iterable[Line], kind: str) -> tuple[Line, ...]:
-        """Steps rise strictly. Where one comes twice the later line counts, and ``gaps`` mentions it."""
+        """The lines by increasing step. If a step has two lines, the later one counts, and ``gaps`` mentions it."""
         table: dict[int, Line] = {}
         again = 0
         for entry in entries:
@@ -130,7 +131,7 @@ class _Reader:
         return verdict
 
     def _text(self, name: str) -> str | None:
-        """The file's text, or None where there is no such file."""
+        """The file's text, or None if there is no such file."""
         try:
             return (self.folder / name).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -145,7 +146,8 @@ class _Reader:
         return None if text is None else self._parse(text, name)
 
     def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], str]]:
-        """(object, where) per line. A last line torn by a kill is left out and mentioned; another bad line raises."""
+        """(object, where) per line. An incomplete last line (the run was killed) is left out and mentioned in ``gaps``;
+        any other bad line raises."""
         *whole, rest = (self._text(name) or "").split("\n")
         for number, row in enumerate(whole, start=1):
             if row.strip():
@@ -187,7 +189,7 @@ def _event(line: str) -> EventRecord:
 
 
 def _unfinished(run: Run) -> list[str]:
-    """What an unfinished run does not have yet, one sentence each."""
+    """One sentence for each thing that an unfinished run does not have yet."""
     header, gaps = run.header, []
     done = f"{header.steps_done} of {header.steps} steps"
     first = header.reason.strip().splitlines()[0].rstrip(" .:") if header.reason and header.reason.strip() else ""

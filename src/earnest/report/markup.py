@@ -1,4 +1,4 @@
-"""HTML that is escaped by construction: only ``el`` makes ``Html``, and every other text in it is escaped."""
+"""Escaped HTML: only ``el`` makes ``Html``, and it escapes every other text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def join(*children: Child) -> Html:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number as it is read best: ``digits`` significant ones, no exponent where a person would not write one."""
+    """A number with ``digits`` significant digits, and an exponent only if it is very large or small."""
     if value is None:
         return "–"
     if value == 0:
@@ -52,7 +52,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def fixed(value: float | None, decimals: int = 3) -> str:
-    """A number of a column: the same count of decimals in every row."""
+    """A number with a fixed number of decimals, for columns."""
     return "–" if value is None else _minus(f"{value:,.{decimals}f}")
 
 

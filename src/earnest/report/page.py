@@ -1,4 +1,4 @@
-"""The page: one HTML file without a single request to anywhere, the same bytes for the same folder."""
+"""The page: one HTML file that makes no network request; the same folder gives the same bytes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _json(data: Any) -> Html:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing may load, and only our own script and style count: even markup that slipped in could not run."""
+    """The content security policy: nothing is loaded, and only our own script and style run."""
     own = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
 

@@ -57,7 +57,7 @@ class ModelRecord(Record):
     version: str | None = None
 
     def __str__(self) -> str:
-        """The model and its version; a folder's last part where it was loaded from a path."""
+        """The model and its version; for a path, the name of the folder."""
         name = Path(self.name).name if Path(self.name).is_absolute() else self.name
         return f"{name} {self.version or ''}".strip()
 
@@ -82,7 +82,7 @@ class RunRecord(Record):
     steps_done: NonNegativeInt
     seconds: float
     data: Mapping[str, Any] | None = None
-    """The file of preference pairs and its hash, where the run has one."""
+    """The file of preference pairs and its hash, if the run has one."""
 
 
 class TermRecord(Record):
@@ -120,7 +120,7 @@ class StepRecord(Record):
     skipped: Annotated[tuple[str, ...], Field(strict=False)] = ()
     idle: Mapping[str, str] = {}
     learned_nothing: str | None = None
-    """Why the step had nothing to learn from; None where it had."""
+    """Why the step had nothing to learn from; None if it had something."""
     tokens: NonNegativeInt | None = None
     """Tokens that were trained on."""
     grad_norm: Number = None
@@ -149,7 +149,7 @@ class EvalRecord(Record):
 
 
 class MessageRecord(Record):
-    """A message of a prompt, with whatever else it carries."""
+    """A message of a prompt; other keys are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -158,7 +158,7 @@ class MessageRecord(Record):
 
     @property
     def text(self) -> str:
-        """The content; what else the message carries (a tool call) follows as JSON, so that a prompt is shown whole."""
+        """The content, then the message's other keys (a tool call) as JSON, so that the whole prompt is shown."""
         rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
         parts = (self.content, json.dumps(rest, ensure_ascii=False) if rest else None)
         return "\n".join(part for part in parts if part)
@@ -240,9 +240,9 @@ class Change:
 
     @property
     def se(self) -> float | None:
-        """Standard error of the gain: over the prompts' differences where they are known, else as if independent.
+        """Standard error of the gain: of the prompts' differences if they are known, else as if independent.
 
-        The two evaluations share their prompts, so the second way usually overstates it.
+        The two evaluations share their prompts, so the second formula usually overstates it.
         """
         if self.paired:
             assert self.before.means is not None and self.after.means is not None
@@ -270,7 +270,7 @@ class Run:
 
     @property
     def change(self) -> Change | None:
-        """None before the second evaluation, and where the last one is not of a later step than the first."""
+        """None before the second evaluation, or if the last one is not from a later step than the first."""
         if len(self.evaluations) < 2 or self.evaluations[0].step >= self.evaluations[-1].step:
             return None
         return Change(self.evaluations[0], self.evaluations[-1])

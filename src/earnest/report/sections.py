@@ -1,4 +1,4 @@
-"""The sections of curves, of what ran, and of the settings: each a function of the run."""
+"""The sections of the page: curves, terms, updates, events, settings. Each is a function of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from earnest.report.record import Run
 
 
 def figure(chart: Chart, large: bool = False) -> Html:
-    """Title and readout, the place where the script draws, and the same numbers as a table."""
+    """A chart's title, its current values, the area that the script draws in, and the numbers as a table."""
     return el(
         "figure",
         el("figcaption", el("span", chart.title, class_="name"), el("span", class_="readout", aria_hidden="true")),
@@ -44,7 +44,7 @@ def reward(run: Run) -> tuple[Html, list[Chart]]:
 
 
 def terms(run: Run) -> tuple[Html, list[Chart]]:
-    """What each term was worth and what really ran for it."""
+    """Each term's weight, loss and share of the gradient, and the code that computed it."""
     title = "Terms of the loss"
     if not run.steps:
         return section("terms", title, none("No step is recorded.")), []
@@ -75,7 +75,7 @@ def _term_row(run: Run, label: str, colour: int) -> Html:
 
 
 def _ran(run: Run) -> list[Html | None]:
-    """The sentences under the table of terms: what did not run, and how the engine went over the batch."""
+    """The sentences under the table of terms: terms that did not run, and the engine's passes over the batch."""
     skipped = sorted({label for step in run.steps for label in step.skipped})
     idle: dict[tuple[str, str], int] = {}
     for step in run.steps:
@@ -97,7 +97,7 @@ def _grid(charts: Sequence[Chart]) -> Html | None:
 
 
 def update(run: Run) -> tuple[Html | None, list[Chart]]:
-    """Gradient and update norm, clip fraction, and every other number that moved."""
+    """Gradient and update norm, clip fraction, and every other number that changed."""
     charts, still = curves.metric_charts(run)
     if not charts and not still:
         return None, []

@@ -26,7 +26,7 @@ class Attempt:
 
 
 class Sample(Protocol):
-    """``n`` completions of every prompt in tokens, prompt by prompt: an engine's own, or that of samplers elsewhere."""
+    """Samples ``n`` completions of every prompt (in tokens), prompt by prompt: an engine, or samplers elsewhere."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]: ...
 
@@ -42,10 +42,10 @@ def attempt(
 ) -> list[Attempt]:
     """``n`` graded completions of every prompt, prompt by prompt."""
     rollouts = sample([policy.render(p.messages) for p in prompts], n, spec)
-    asked = [prompts[r.prompt_index] for r in rollouts]
+    repeated = [prompts[r.prompt_index] for r in rollouts]
     texts = [policy.decode(r.tokens) for r in rollouts]
-    grades = grade_all(task, asked, texts, max_grader_errors)
-    return [Attempt(*parts) for parts in zip(asked, rollouts, texts, grades, strict=True)]
+    grades = grade_all(task, repeated, texts, max_grader_errors)
+    return [Attempt(*parts) for parts in zip(repeated, rollouts, texts, grades, strict=True)]
 
 
 def describe(attempts: Sequence[Attempt]) -> dict[str, float]:

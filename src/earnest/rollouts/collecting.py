@@ -1,8 +1,8 @@
-"""From prompts to a batch: the only way, for ``en.collect`` and for every step of a run.
+"""From prompts to a batch: the same code for ``en.collect`` and for every step of a run.
 
     prompts ─► n completions each ─► grades ─► rows ─► advantages ─► reference and teacher ─► Batch
 
-The objective decides which rows and signals there are: by the roles and signals that its live terms read.
+The batch has the rows and signals that the live terms of the objective read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
 
 
 class Source(Protocol):
-    """What collecting needs of an engine."""
+    """The members of an engine that collecting uses."""
 
     version: int
 
@@ -67,7 +67,7 @@ class Rollouts:
 
     @property
     def reward(self) -> float:
-        """The mean reward; nan where the objective reads no rollouts."""
+        """The mean reward; nan if the objective reads no rollouts."""
         rewards = [a.grade.reward for a in self.attempts]
         return sum(rewards) / len(rewards) if rewards else float("nan")
 
@@ -88,10 +88,10 @@ def collect(
 ) -> Rollouts:
     """``n`` graded completions of every prompt as a batch, with every signal that ``objective`` reads.
 
-    An objective that reads demonstrations gets the task's right answers; one that reads preference pairs gets
-    ``pairs``, or without them the best over the worst completion of every prompt. Without ``objective`` the batch has
-    rollouts with advantages. ``estimator`` makes the advantages; None: the first that every term's definition allows.
-    ``teacher``: None is the policy itself. ``sample``: another sampler than the engine.
+    If the objective reads demonstrations, they are the task's right answers. If it reads preference pairs, they are
+    ``pairs``, or the best and the worst completion of every prompt. Without ``objective`` the batch has rollouts with
+    advantages. ``estimator`` makes the advantages; None: the first that every term's definition allows. ``teacher``:
+    None is the policy itself. ``sample`` replaces the engine's sampler.
     """
     wants = Wants() if objective is None else objective.wants()
     spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
@@ -107,7 +107,7 @@ def collect(
     if paired:
         rows += pairs_among(attempts, version, group) if pairs is None else pairs_given(pairs, version, group)
     if not rows:
-        raise SignalError("there is nothing to make a batch of: give at least one prompt.")
+        raise SignalError("a batch needs at least one prompt; none was given.")
     batch = stack(
         rows,
         temperature=(spec.temperature or 1.0) if attempts or pairs is None else 1.0,
@@ -134,8 +134,8 @@ def _first(wants: Wants) -> Estimator:
 
 
 def teacher_prompts(policy: PolicyLike, attempts: Sequence[Attempt], rows: int) -> list[list[int] | None]:
-    """For each of ``rows`` rows the feedback-conditioned prompt of its self-teacher: with a sibling's success and the
-    grader's feedback, or None where there is neither.
+    """The feedback-conditioned prompt of the self-teacher for each of ``rows`` rows: with another completion's success
+    and the grader's feedback, or None if there is neither.
 
     Rollouts are the batch's first rows; the others (demonstrations, pairs) have no teacher.
     """

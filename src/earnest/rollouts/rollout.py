@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion with the exact log-probs it was sampled with, and the version of the weights that sampled it."""
+    """A completion, the exact log-probs that it was sampled with, and the version of the weights that sampled it."""
 
     prompt_index: int
     sample_index: int

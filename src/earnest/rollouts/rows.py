@@ -19,7 +19,7 @@ from earnest.tasks import Prompt, Task
 class Row:
     """A prompt and a completion in tokens.
 
-    ``logprobs`` are None where the completion was not sampled: a batch with rollouts then has 0 there, which no term
+    ``logprobs`` are None if the completion was not sampled. A batch with rollouts then has 0 there, which no term
     reads.
     """
 
@@ -69,7 +69,7 @@ def rollout_row(rollout: Rollout, correct: bool = False) -> Row:
 
 
 def pairs_among(attempts: Sequence[Attempt], version: int, group: int) -> list[Row]:
-    """Chosen and rejected rows in turn: for each prompt the best completion over the worst, where rewards differ."""
+    """Chosen and rejected rows in turn: the best and the worst completion of each prompt whose rewards differ."""
     couples = pairs_of([a.grade.reward for a in attempts], [a.rollout.prompt_index for a in attempts])
     rows: list[Row] = []
     for number, couple in enumerate(couples):
@@ -95,12 +95,12 @@ def demonstration(policy: PolicyLike, task: Task, prompt: Prompt, version: int, 
 
 
 def demonstrate(policy: PolicyLike, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
-    """(prompt, right answer) in tokens; the answer ends its turn. An answer that its own grader rejects is refused."""
+    """(prompt, right answer) in tokens; the answer ends its turn. Raises if the task's grader rejects the answer."""
     answer = prompt.data.get("answer")
     if answer is None:
         raise ConfigError(
             f"task: {task.name} has no right answers to demonstrate (its prompts carry no data['answer']); "
-            "take a task that has, or an objective on rollouts."
+            "use a task with answers, or an objective on rollouts."
         )
     if not task.grade(prompt, str(answer)).correct:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A run from its config to its folder: start it, stop it, resume it bit for bit."""
+"""Runs: start one from its config, stop it, resume it bit for bit. Everything that it writes is in its folder."""
 
 from __future__ import annotations
 

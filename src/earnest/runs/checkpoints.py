@@ -1,10 +1,11 @@
-"""Checkpoints of a whole run: the engine's state and the loop's, in one folder that appears at once.
+"""Checkpoints of a whole run: the state of the engine and of the loop, in one folder that is renamed into place.
 
-    checkpoints/step-000020/engine/…        what the engine writes (its own manifest of hashes inside)
-    checkpoints/step-000020/loop.json       where the data streams and the JSONL files stood
+    checkpoints/step-000020/engine/…        what the engine writes, with its own manifest of hashes
+    checkpoints/step-000020/loop.json       position of the prompt stream, lengths of the JSONL files
     checkpoints/step-000020/manifest.json   hashes of loop.json and of the engine's manifest
 
-A checkpoint with a missing or changed byte is set aside, reported in events.log, and the one before it is used.
+A checkpoint whose files do not match their hashes is renamed to ``….torn`` and reported in events.log. The run then
+uses the previous one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep:
     write_json(fresh / LOOP, {"step": step, "lengths": run.lengths(), **state})
     write_json(fresh / MANIFEST, {name: file_hash(fresh / name) for name in _HASHED})
     if final.exists():
-        shutil.rmtree(final)  # the same step again after a resume: the same bits
+        shutil.rmtree(final)  # a resumed run repeats this step with the same bits
     fresh.rename(final)
     sync(final.parent)
     for old in _whole(run)[keep:]:
@@ -48,12 +49,12 @@ def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep:
 
 
 def newest(run: RunFolder) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is what was written, or None. Torn ones are set aside and reported in events.log."""
+    """The folder and the loop state of the newest checkpoint that matches its hashes, or None. Others are set aside."""
     for folder in _whole(run):
         try:
             state = _verify(run, folder)
         except CheckpointError as error:
-            run.event("warning", f"checkpoint {folder.name} is torn ({error}); using the one before it")
+            run.event("warning", f"checkpoint {folder.name} is damaged ({error}); using the previous one")
             aside = folder.with_name(f"{folder.name}.torn")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
@@ -73,10 +74,10 @@ def _verify(run: RunFolder, folder: Path) -> dict[str, Any]:
     for name in _HASHED:
         path = folder / name
         if not path.is_file() or file_hash(path) != hashes.get(name):
-            raise CheckpointError(f"{name} is missing or not the file that was written")
+            raise CheckpointError(f"{name} is missing, or its hash does not match")
     read_engine(folder / ENGINE)
     state = read_json(folder / LOOP)
     for lines in (run.metrics, run.samples):
         if lines.length() < state["lengths"][lines.path.name]:
-            raise CheckpointError(f"{lines.path.name} is shorter than the checkpoint remembers")
+            raise CheckpointError(f"{lines.path.name} is shorter than when the checkpoint was written")
     return state

@@ -1,4 +1,4 @@
-"""The batches of a run: which prompts, seeds and pairs each step gets. ``rollouts`` makes the batch."""
+"""The batches of a run: the prompts, seeds and pairs of each step. ``rollouts`` makes the batch from them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from earnest.tasks import Prompt, PromptStream
 
 
 def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int) -> list[Attempt]:
-    """``n`` graded completions of every prompt, prompt by prompt, as the run samples."""
+    """``n`` graded completions of every prompt, prompt by prompt, with the run's sampler and settings."""
     spec = _spec(setup, seed)
     return graded(setup.sample, setup.policy, setup.task, prompts, n, spec, setup.config.max_grader_errors)
 
 
 class BatchSource:
-    """A step's batch, in an order that the seed alone decides; ``purpose`` keeps the check out of training's order."""
+    """The batch of each step. Its order depends on the seed and ``purpose``, so the check does not change training."""
 
     def __init__(self, setup: Setup, purpose: str = "train", position: int = 0) -> None:
         self.setup, self.purpose = setup, purpose

@@ -1,4 +1,4 @@
-"""On what a run ran: environment.json."""
+"""The software and hardware of a run: environment.json."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit that the working folder is at, and whether something in it is changed; None outside a repository."""
+    """The commit of the working folder, and whether tracked files have changed; None outside a repository."""
     try:
         commit, changed = (
             subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -6,7 +6,7 @@ from earnest.errors import EarnestError
 
 
 class RunStopped(EarnestError):
-    """Training cannot go on (a loss that is not finite, a grader that raises, a broken law); the folder is whole."""
+    """Training cannot continue: a loss is not finite, a grader raises, or a law fails. The run folder is complete."""
 
     exit_code = 1
 

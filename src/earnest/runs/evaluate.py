@@ -1,6 +1,6 @@
-"""The held-out reward: fixed prompts, fixed sampling seeds, the training temperature, and an honest standard error.
+"""The held-out reward: fixed prompts, fixed sampling seeds, the training temperature, and a standard error.
 
-The completions of one prompt are not independent, so the standard error is over the P prompts' means:
+The completions of one prompt are not independent, so the standard error is that of the P prompts' means:
 
     se = sd(m_1 … m_P) / √P,        and for a gain, the same over the differences of each prompt's mean.
 """
@@ -36,13 +36,13 @@ class HeldOutEvaluation:
     correct: float
     attempts: tuple[Attempt, ...]
     pairs: Mapping[str, float] = field(default_factory=dict)
-    """Held-out preference pairs, where the run has a file of them."""
+    """Accuracy and margin on the held-out preference pairs, if the run has a file of pairs."""
 
     @classmethod
     def of(
         cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, pairs: Mapping[str, float] | None = None
     ) -> HeldOutEvaluation:
-        """Of graded completions, as many for every prompt."""
+        """The measurement from graded completions; every prompt has the same number of them."""
         rewards: dict[int, list[float]] = defaultdict(list)
         for a in attempts:
             rewards[a.rollout.prompt_index].append(a.grade.reward)
@@ -76,15 +76,15 @@ class HeldOutEvaluation:
 
 
 def heldout(setup: Setup) -> list[Prompt]:
-    """The prompts of every evaluation, the same for every seed."""
+    """The held-out prompts: the same at every evaluation and for every seed."""
     prompts = setup.task.prompts("heldout", setup.config.eval.prompts, HELDOUT_SEED)
     if not prompts:
-        raise ConfigError(f"task: {setup.task.name} has no held-out prompts; take another task.")
+        raise ConfigError(f"task: {setup.task.name} has no held-out prompts; use another task.")
     return prompts
 
 
 def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
-    """Measure the policy that would be deployed: the live one, without a guard's quarantine."""
+    """Measure the policy that would be deployed: the current one, without a guard's quarantine."""
     wanted, prompts = setup.config.eval, heldout(setup)
     with setup.deployed():
         attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
@@ -93,7 +93,7 @@ def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """sd/√n with n - 1; None for a single value, whose spread is unknown."""
+    """sd/√n, with the sd's divisor n - 1; None for a single value."""
     n = len(values)
     if n < 2:
         return None
@@ -103,7 +103,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two measurements on the same prompts. Standard errors are None where there is only one prompt."""
+    """Two measurements on the same prompts. Standard errors are None if there is only one prompt."""
 
     before: float
     after: float
@@ -140,6 +140,6 @@ def _pm(value: float, se: float | None, sign: str = "") -> str:
 
 
 def gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float | None]:
-    """(gain, its standard error) with every prompt paired with itself."""
+    """(gain, its standard error), from the difference of each prompt's means."""
     differences = [a - b for b, a in zip(before, after, strict=True)]
     return sum(differences) / len(differences), standard_error(differences)

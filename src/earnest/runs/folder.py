@@ -19,7 +19,7 @@ def now() -> str:
 
 
 def default_place(recipe: str) -> Path:
-    """runs/<recipe>-<time>, with a number after it where that is taken."""
+    """runs/<recipe>-<time>; with a number at the end if that folder exists."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     place = Path("runs") / f"{recipe}-{stamp}"
     number = 2
@@ -30,7 +30,7 @@ def default_place(recipe: str) -> Path:
 
 
 def require_free(place: Path) -> None:
-    """Refuse a place that is not empty, or in which no folder can be made."""
+    """Raise if ``place`` is a folder with files in it, or if no folder can be made there."""
     for part in (place, *place.parents):
         if part.exists() and not part.is_dir():
             what = "is a file" if part == place else f"cannot be made, because {part} is a file"
@@ -44,7 +44,7 @@ def require_free(place: Path) -> None:
 
 
 class RunFolder:
-    """One run's folder, held by one process at a time."""
+    """The folder of one run. A lock lets one process at a time use it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: str, environment: Mapping[str, Any], header: Mapping[str, Any]) -> RunFolder:
-        """A new folder; ``run.json`` comes last, so that a folder that has one has all of these."""
+        """Make a new folder. ``run.json`` is written last, so a folder with a run.json has all the other files."""
         require_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class RunFolder:
         return {lines.path.name: lines.length() for lines in (self.metrics, self.samples)}
 
     def cut(self, lengths: Mapping[str, int]) -> None:
-        """Cut the JSONL files to the lengths that a checkpoint stored, so that no line comes twice."""
+        """Cut the JSONL files to the lengths that a checkpoint stored, so that a resumed run repeats no line."""
         for lines in (self.metrics, self.samples):
             lines.cut(lengths.get(lines.path.name, 0))
 

@@ -14,7 +14,7 @@ from earnest.objectives import Objective
 
 
 def guard_of(config: RunConfig, policy: Policy, adapter: Adapter, objective: Objective) -> DirectionGuard | None:
-    """None without ``guard:``. Triples are contrasted with the run's own objective, temperature and length."""
+    """The guard; None without ``guard:``. Directions from triples use the run's objective, temperature and length."""
     wanted = config.guard
     if wanted is None:
         return None
@@ -44,8 +44,8 @@ def guard_of(config: RunConfig, policy: Policy, adapter: Adapter, objective: Obj
 
     if wanted.refresh and config.replicas > 1:
         raise ConfigError(
-            f"guard.refresh: {config.replicas} replicas stand at different parameters between two meetings and would "
-            "extract different directions; set guard.refresh=0, or replicas=1"
+            f"guard.refresh: {config.replicas} replicas have different parameters between two synchronizations and "
+            "would extract different directions; set guard.refresh=0, or replicas=1"
         )
     again: dict[str, Any] = {"every": wanted.refresh, "extract": extract} if wanted.refresh else {}
     return kind(extract(), **settings, **again)

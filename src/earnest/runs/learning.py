@@ -1,6 +1,6 @@
-"""Whether the steps of a run had something to learn from: a warning while it trains, and a row of its verdict.
+"""Did the steps of a run have something to learn from? A warning during training, and a row of the verdict.
 
-One step without a spread of rewards is normal; several in a row mean that the run trains nothing.
+One step in which all rewards are equal is normal. Several in a row mean that the run trains nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Learning:
                 self.add(line)
 
     def add(self, line: dict[str, Any]) -> str | None:
-        """Take a step's line of metrics.jsonl; returns a warning where ``STREAK`` steps in a row learned nothing."""
+        """Add a step's line of metrics.jsonl. Returns a warning if the last ``STREAK`` steps learned nothing."""
         self.steps.append(int(line["step"]))
         solved = line["metrics"].get("correct") == 1  # nothing is left to learn, which is not a problem
         self.reasons.append(None if solved else line.get("learned_nothing"))
@@ -41,7 +41,7 @@ class Learning:
 
     @property
     def longest(self) -> int:
-        """The most steps in a row that learned nothing."""
+        """The longest sequence of steps that learned nothing."""
         best = now = 0
         for reason in self.reasons:
             now = 0 if reason is None else now + 1
@@ -49,7 +49,7 @@ class Learning:
         return best
 
     def problem(self) -> str | None:
-        """A sentence about the run where ``STREAK`` steps in a row, or all of them, learned nothing; else None."""
+        """A sentence for the user if ``STREAK`` steps in a row, or all of them, learned nothing; else None."""
         idle = [reason for reason in self.reasons if reason is not None]
         if not idle or (self.longest < STREAK and len(idle) < len(self.reasons)):
             return None

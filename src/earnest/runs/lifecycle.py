@@ -28,7 +28,7 @@ from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
 
 FROM_PYTHON = "python"
-"""The recipe's name of a run that ``en.train`` started."""
+"""The name that stands for the recipe in a run that ``en.train`` started."""
 
 C = TypeVar("C", bound=LoopConfig)
 
@@ -45,7 +45,7 @@ class Finished(Comparison):
     adapter: Path
     report: Path
     problem: str | None = None
-    """Why the run learned little or nothing, where three steps in a row (or all) had nothing to learn from."""
+    """Why the run learned little or nothing, if three steps in a row (or all) had nothing to learn from."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield ""
@@ -90,7 +90,7 @@ def resume(
         _require_one_process(config)
         threads = read_json(folder / "environment.json").get("threads")
         if config.threads is None and isinstance(threads, int):
-            torch.set_num_threads(threads)  # other thread counts sum in another order
+            torch.set_num_threads(threads)  # another number of threads sums in another order
         setup = build(config, note_on(console))
         compare_environments(run, setup)
     except BaseException:
@@ -111,7 +111,7 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
     """Prove the step of a config without training it; nothing is written."""
     console = console or Console()
     if config.engine.kind != "local":
-        raise ConfigError("engine.kind: the laws read gradients, which a service does not show; audit it with local.")
+        raise ConfigError("engine.kind: the laws read gradients, which a service does not show; set engine.kind=local.")
     setup = build(config, note_on(console))
     try:
         batch = probe_batch(setup)
@@ -192,19 +192,17 @@ def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
 
 
 def continued(run: RunFolder, old: C, new: C) -> C:
-    """``new``, where it differs from ``old`` in nothing but more steps; the folder's config gets them."""
+    """``new``, if it differs from ``old`` only by more steps, which are written to the folder's config; else raise."""
     changed = [key for key in changed_keys(old, new) if key != "steps"]
     if new.out is not None:
         changed.append("out")
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)}: a resumed run keeps its config, and this would change it; "
+            f"{', '.join(changed)}: a resumed run keeps its config; "
             "leave it out, or start a new run. Only steps may grow."
         )
     if new.steps < old.steps:
-        raise ConfigError(
-            f"steps: a resumed run may get more steps than its {old.steps}, not {new.steps}; leave it out."
-        )
+        raise ConfigError(f"steps: a resumed run needs at least its {old.steps} steps, got {new.steps}; leave it out.")
     if new.steps != old.steps:
         from earnest.disk import write_text
 
@@ -214,10 +212,10 @@ def continued(run: RunFolder, old: C, new: C) -> C:
 
 
 def compare_environments(run: RunFolder, setup: Setup) -> None:
-    """Warn where the software differs (a resumed run is bit-equal only on the same), and refuse other weights."""
+    """Warn if the software differs, because then bits may differ; raise if the base weights or the pairs differ."""
     then, now = read_json(run.path / "environment.json"), environment.describe(setup.policy)
     if then.get("base") != now["base"]:
-        raise CheckpointError(f"model: {setup.model} has other weights than when {run.path} began; use the same ones.")
+        raise CheckpointError(f"model: the weights of {setup.model} have changed since {run.path} began; use the same.")
     known = read_json(run.path / "run.json").get("data")
     if setup.preferences is not None and known is not None and known["sha256"] != setup.preferences.sha256:
         raise CheckpointError(f"data: {setup.preferences.path} has changed since {run.path} began; use the same pairs.")

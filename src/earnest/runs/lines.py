@@ -12,7 +12,7 @@ from earnest.rollouts import Attempt, Rollouts, reward_summary
 
 
 def step_line(step: int, version: int, collected: Rollouts, seconds: dict[str, float]) -> dict[str, Any]:
-    """What is known of a step before it trains."""
+    """The part of the line that is known before the step trains: rewards, sampling metrics, seconds."""
     line: dict[str, Any] = {"kind": "step", "step": step, "version": version}
     if collected.attempts:
         line["reward"] = reward_summary(collected.attempts)
@@ -33,9 +33,9 @@ def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 
 def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: float) -> dict[str, Any]:
-    """The line of a step that updated; a term that is alone has the whole gradient, if there is one.
+    """The line of a step that updated. A single term has share 1 of the gradient, unless the gradient is zero.
 
-    ``surrogate`` terms read advantages: the value of their loss means nothing, only its gradient does.
+    ``surrogate`` terms read advantages: the gradient of their loss has a meaning, its value has none.
     """
     alone = len(report.terms) == 1 and report.update.gradient_norm > 0
     surrogates = {w.term.label for w in objective.live() if "advantages" in w.term.signals()}
@@ -71,7 +71,7 @@ def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: 
 
 
 def untrained(line: dict[str, Any], objective: Objective, idle: Mapping[str, str]) -> dict[str, Any]:
-    """The line of a step on whose batch no live term had anything to do: nothing was updated, with the reasons."""
+    """The line of a step without an update, because no live term had anything to compute; with each term's reason."""
     nothing: dict[str, Any] = {"loss": None, "terms": {}, "grad_norm": None, "update_norm": None, "lr": None}
     reason = "no term had anything to do (" + "; ".join(f"{label}: {why}" for label, why in idle.items()) + ")"
     return line | nothing | {"skipped": list(objective.skipped), "idle": dict(idle), "learned_nothing": reason}

@@ -1,4 +1,4 @@
-"""Where numbers go besides metrics.jsonl: TensorBoard, trackio, Weights & Biases. Each is an extra."""
+"""Loggers besides metrics.jsonl: TensorBoard, trackio, Weights & Biases. Each is an extra of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SKIPPED = ("kind", "step", "version", "means", "seconds", "micro_batches")
 
 
 class Logger(Protocol):
-    """Takes the lines of metrics.jsonl."""
+    """Receives the lines of metrics.jsonl."""
 
     def log(self, line: Mapping[str, Any]) -> None: ...
 
@@ -36,7 +36,7 @@ def _numbers(data: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def open_loggers(names: Sequence[str], run: Path, config: Mapping[str, Any], after_step: int) -> list[Logger]:
-    """These loggers, for a run that continues after ``after_step``; a missing package is named with its extra."""
+    """These loggers, for a run that continues after ``after_step``. A missing package raises, with its extra's name."""
     made: list[Logger] = []
     try:
         for name in names:
@@ -49,7 +49,7 @@ def open_loggers(names: Sequence[str], run: Path, config: Mapping[str, Any], aft
 
 
 def require_installed(names: Sequence[str]) -> None:
-    """Raise where a logger's package is missing."""
+    """Raise if a logger's package is missing."""
     for name in names:
         _need(name, name)
 
@@ -62,7 +62,7 @@ def _need(package: str, extra: str) -> Any:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard; what an interrupted run wrote past its checkpoint is purged."""
+    """Event files in RUN/tensorboard. A resumed run purges what was written after its checkpoint."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
         _need("tensorboard", "tensorboard")
@@ -95,7 +95,7 @@ class Trackio:
 
 
 class Wandb:
-    """Weights & Biases; WANDB_MODE=offline keeps it on this machine. One W&B run for a run folder, resumed with it."""
+    """Weights & Biases; WANDB_MODE=offline keeps it on this machine. A run folder has one W&B run, and resumes it."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
         wandb = _need("wandb", "wandb")

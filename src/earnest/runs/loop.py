@@ -2,7 +2,7 @@
 
     prompts → sample → grade → advantages → batch → reference signals → step (updates_per_batch times) → metrics
 
-Every random number is a function of (seed, purpose, step), so the loop's state is a step and the stream's position.
+Every random number is a function of (seed, purpose, step), so the loop's state is the step and the stream's position.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 class TrainingLoop:
     """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions.
 
-    ``evaluations`` are the lines of all held-out evaluations so far; those of earlier sessions are read by ``restore``.
+    ``evaluations`` are the lines of all held-out evaluations so far; ``restore`` reads those of earlier sessions.
     """
 
     setup: Setup
@@ -62,7 +62,7 @@ class TrainingLoop:
     # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Go back to the newest whole checkpoint, or to the beginning where there is none."""
+        """Go back to the newest undamaged checkpoint, or to the beginning if there is none."""
         found = checkpoints.newest(self.run)
         if found is None:
             self.run.cut({})
@@ -80,7 +80,7 @@ class TrainingLoop:
         self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
 
     def save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
+        """Write a checkpoint of this step, unless there is one."""
         if self.saved_at == self.step:
             return
         state = {"stream": self.source.stream.state(), "seconds": self.seconds}
@@ -90,7 +90,7 @@ class TrainingLoop:
     # --- the run ------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """All steps that are left, between the check and the evaluations."""
+        """Check the step, evaluate, train the steps that are left, evaluate again."""
         config = self.setup.config
         with Stopper(self.progress.note) as stopper, self.writing():
             try:
@@ -113,7 +113,7 @@ class TrainingLoop:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside the block a file that cannot be written (a full disk) ends the run with one sentence."""
+        """If a file cannot be written inside the block (a full disk), the run ends with one sentence."""
         try:
             yield
         except OSError as error:
@@ -181,7 +181,7 @@ class TrainingLoop:
             self.run.samples.append(sample_record(a, "train", step))
 
     def _record_step(self, line: dict[str, Any]) -> None:
-        """Write a step's line, show it, and warn where the last steps learned nothing."""
+        """Write a step's line, show it, and warn if the last steps learned nothing."""
         self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
@@ -199,7 +199,7 @@ class TrainingLoop:
     # --- around the steps ---------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Prove the step before training with it; a broken law ends the run here."""
+        """Prove the step before training with it; a law that fails ends the run here."""
         if not self.setup.config.check:
             self.run.event("warning", "check is false: the step was not checked")
             return
@@ -252,10 +252,10 @@ class TrainingLoop:
 
 
 def probe_batch(setup: Setup) -> Batch:
-    """A batch to prove the step on, from prompts of its own, so that training's data order stays.
+    """A batch to prove the step on, from its own stream of prompts, so that the order of the training data stays.
 
-    Where all completions of a prompt are worth the same, no policy gradient is alive, and that says nothing about the
-    step: such rows are left out, and a batch that has no others is drawn again.
+    Completions of one prompt that all have the same reward give a zero policy gradient, also in a correct step. Such
+    rows are left out; a batch with no other rows is replaced by the next one.
     """
     source = BatchSource(setup, "check")
     for attempt in range(PROBE_TRIES):
@@ -263,8 +263,8 @@ def probe_batch(setup: Setup) -> Batch:
         if batch.advantages is not None:
             idle = batch.has_role(("rollout",))
             idle[batch.row[batch.advantages != 0]] = False
-            telling = (~idle).nonzero()[:, 0]
-            batch = batch.rows(telling) if len(telling) else batch
+            nonzero = (~idle).nonzero()[:, 0]
+            batch = batch.rows(nonzero) if len(nonzero) else batch
         if not setup.objective.idle(batch) and (batch.advantages is None or bool(batch.advantages.any())):
             break
     return batch

@@ -1,7 +1,7 @@
 """`earnest eval RUN`: a saved adapter and its base model on the held-out prompts of a task.
 
-Prompts and sampling seeds are those of a run's own evaluations: with the same task, prompts and samples the result is
-the run's.
+Prompts and sampling seeds are those of a run's own evaluations, so with the same task, prompts and samples the result
+equals the run's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from earnest.runs.folder import read_json
 
 
 class MeasureConfig(Strict):
-    """The keys of `earnest eval RUN`; what is not given is the run's own."""
+    """The keys of `earnest eval RUN`. A key that is not given has the run's own value."""
 
     task: TaskConfig | None = Field(None, description="none: the run's")
     prompts: Whole | None = Field(None, description="held-out prompts; none: the run's eval.prompts")
     samples: Whole | None = Field(None, description="completions per prompt; none: the run's eval.samples")
     temperature: float | None = Field(None, ge=0, description="0 is greedy; none: the run's")
     max_new_tokens: Whole | None = Field(None, description="a completion is cut off here; none: the run's")
-    model: str | None = Field(None, min_length=1, description="another base model than the adapter names")
+    model: str | None = Field(
+        None, min_length=1, description="base model to use instead of the one that the adapter names"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,8 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
 
 
 def _own_task(place: Path, config: Mapping[str, Any]) -> TaskConfig:
-    """The task of the run in ``place``: from its config, or by its name where it was started from Python."""
+    """The task of the run in ``place``: from its config, or by its name if ``en.train`` started it."""
     name = config.get("task") or (read_json(place / "run.json").get("task") if config else None)
     if name is None:
-        raise ConfigError(f"task: {place} is not a run folder, so it has no task of its own; give task=NAME.")
+        raise ConfigError(f"task: {place} is not a run folder, so its task is not known; give task=NAME.")
     return TaskConfig.model_validate(name)

@@ -1,8 +1,8 @@
-"""Preference pairs from a file as rows of a step: the order is the seed's, an epoch without repetition.
+"""Preference pairs from a file as rows of a step. The seed decides the order; an epoch repeats no pair.
 
 A tenth of the traces is held out, chosen by the traces' names. On their pairs an evaluation measures
 
-    accuracy = mean [m_c > m_r],   margin = mean (m_c - m_r),   m = an answer's mean log-prob a token.
+    accuracy = mean [m_c > m_r],   margin = mean (m_c - m_r),   m = an answer's mean log-prob per token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELDOUT = 0.1
 
 @dataclass(frozen=True)
 class Preferences:
-    """A file's pairs for one policy. ``sha256`` says which file it was: a resumed run takes no other."""
+    """The pairs of a file, in one policy's tokens. A resumed run compares ``sha256`` and refuses another file."""
 
     path: str
     sha256: str
@@ -38,7 +38,7 @@ class Preferences:
 
     @classmethod
     def load(cls, path: Path, policy: PolicyLike, say: Callable[[str], None]) -> Preferences:
-        """Read and render; pairs that the policy's context cannot hold are left out, counted and said."""
+        """Read and render the pairs. Pairs longer than the policy's context are left out; ``say`` gets their number."""
         found = read(path)
         context = policy.positions or 2**31
         rendered = [(pair, _render(policy, pair)) for pair in found]
@@ -60,7 +60,7 @@ class Preferences:
         return {"file": self.path, "sha256": self.sha256, **sizes}
 
     def at(self, seed: int, purpose: str, start: int, count: int) -> list[PairTokens]:
-        """``count`` pairs from place ``start`` of an endless row of epochs, each a shuffle of its own."""
+        """``count`` pairs from position ``start`` of an endless sequence of epochs, each with its own shuffle."""
         return [self._one(seed, purpose, start + i) for i in range(count)]
 
     def _one(self, seed: int, purpose: str, place: int) -> PairTokens:
@@ -68,7 +68,7 @@ class Preferences:
         return self.train[_order(derive(seed, f"{purpose} pairs", epoch), len(self.train))[offset]]
 
     def measure(self, engine: Scorer) -> dict[str, float]:
-        """Accuracy and margin on the held-out pairs; nothing where there are none."""
+        """Accuracy and margin on the held-out pairs; empty if there are none."""
         if not self.heldout:
             return {}
         batch = rows(self.heldout, pad=engine.policy.pad_id, device=engine.policy.device)

@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked before its folder is made, so that a mistake leaves no folder."""
+"""Checks of a run before its folder is made, so that a mistake leaves no folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def preflight(setup: Setup) -> None:
             continue
         if length >= context:
             raise ConfigError(
-                f"task: prompt {prompt.id} has {length} tokens, and the context of {policy.name} holds {context}; take "
+                f"task: prompt {prompt.id} has {length} tokens, and the context of {policy.name} holds {context}; use "
                 "a task with shorter prompts, or a model with a longer context."
             )
         raise ConfigError(

@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 LINES = 20
-"""The number of plain lines per run, about, where there is no terminal."""
+"""About how many plain lines a run prints without a terminal."""
 
 
 class ProgressReporter(Protocol):
-    """Shows what happens in a run."""
+    """Shows the progress of a run."""
 
     def start(self, steps: int, done: int) -> None: ...
 
@@ -35,13 +35,13 @@ def reporter_on(console: Console) -> ProgressReporter:
 
 
 def note_on(console: Console) -> Callable[[str], None]:
-    """A function that prints what is being done, before a run has its reporter."""
+    """A function that prints what is being done; used until a run has its reporter."""
     return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def facts(line: dict[str, Any]) -> str:
-    """Losses that mean something (a policy gradient's does not), the gradient norm, the share of groups without spread,
-    entropy in nats per token, and trained tokens per second; what a step does not have is left out."""
+    """A step in one line: losses (not those of policy gradients, whose value has no meaning), the gradient norm, the
+    share of groups without spread, entropy in nats per token, trained tokens per second. Missing ones are left out."""
     if not line["terms"]:
         return "no update (idle)"
     losses = [f"{label} {_number(t['loss'])}" for label, t in line["terms"].items() if not t.get("surrogate")]
@@ -99,7 +99,7 @@ class Bars:
 
     def step(self, line: dict[str, Any]) -> None:
         shown = f"[green]{reward_text(line)}[/]  [dim]{escape(facts(line))}[/]"
-        # refresh at once, so that a step faster than the refresh rate is still seen
+        # refresh at once, so that a step shorter than the refresh interval is shown
         self.progress.update(self.bar, completed=line["step"], facts=shown, refresh=True)
 
     def evaluation(self, line: dict[str, Any]) -> None:
@@ -140,4 +140,4 @@ class Plain:
         self._print(f"warning: {text}")
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Nothing to close."""

@@ -1,6 +1,6 @@
-"""A run whose steps happen on a Tinker service: ``engine: {kind: tinker, base_url: …}``.
+"""A run whose steps are computed by a Tinker service: ``engine: {kind: tinker, base_url: …}``.
 
-Every key of the config is obeyed there or refused here, by name.
+Every key of the config has its effect on the service, or an error here names it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check(config: RunConfig, objective: Objective) -> None:
         "device": "the service chooses its own",
         "dtype": "the service chooses its own",
         "micro_tokens": "the service cuts batches itself",
-        "guard": "a guard judges weights, which are elsewhere",
+        "guard": "a guard reads weights, which a service does not show",
         "chat_template": "the service's tokenizer has its own",
     }
     for key, why in reasons.items():
@@ -49,7 +49,7 @@ def check(config: RunConfig, objective: Objective) -> None:
     adapter = config.adapter
     if adapter.kind != "lora" or adapter.targets is not None or adapter.layers is not None:
         raise ConfigError(
-            "adapter: a Tinker service trains a LoRA on all linear layers; take kind lora, without targets and layers."
+            "adapter: a Tinker service trains a LoRA on all linear layers; use kind lora, without targets and layers."
         )
     from earnest.engines.tinker.engine import ALPHA
 
@@ -64,7 +64,7 @@ def check(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(f"optimizer.kind: a Tinker service steps with adamw, not {config.optimizer.kind}.")
     if config.teacher.kind == "trust_region":
         raise ConfigError(
-            "teacher.kind: trust_region mixes logits, which a service does not send; take live, base or ema."
+            "teacher.kind: trust_region mixes logits, which a service does not send; use live, base or ema."
         )
 
 
@@ -82,7 +82,7 @@ def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[st
             ema = RemoteEMA(rate=config.teacher.mix or 0.05)
         except SignalError as error:
             raise ConfigError(f"teacher.mix: {error}") from None
-        say("teacher ema: its past weights live as long as this process, so this run cannot be resumed")
+        say("teacher ema: its past weights exist only in this process, so this run cannot be resumed")
     say(f"a LoRA on {served_name(config.model)} at {config.engine.base_url or 'TINKER_BASE_URL'}")
     variant = config.adapter.build()
     assert isinstance(variant, LoRA), "check() refuses any other"

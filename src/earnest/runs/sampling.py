@@ -1,4 +1,4 @@
-"""The samplers that a config asks for: Ray actors, a server, or processes that see only a bucket."""
+"""The samplers of a config: Ray actors, a server, or processes that share only a bucket with the trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBES = 4
 
 
 def sampling_engine(config: str) -> LocalEngine:
-    """What a sampler's process needs of a run: its policy and its adapter at initialization."""
+    """The engine of a sampler's process: the run's policy with its adapter at initialization."""
     from earnest.runs.setup import adapted
 
     made = from_mapping(parse(config, "the run's config"))
@@ -65,13 +65,13 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
 
 
 def put_config(bucket: Bucket, text: str) -> None:
-    """Write the run's settings for its samplers. A prefix that has another run's settings is refused: its samplers
-    would load another model."""
+    """Write the run's settings for its samplers. Raises if the prefix has another run's settings, since its samplers
+    load the model of that run."""
     if bucket.create(buckets.CONFIG, "config", text.encode()):
         return
     found = bucket.get(buckets.CONFIG)
     if found is None or found.payload != text.encode():
-        raise SamplingError(f"sampler.url: {bucket.url} has the settings of another run; use a prefix of its own.")
+        raise SamplingError(f"sampler.url: {bucket.url} has the settings of another run; use another prefix.")
 
 
 def follow(url: str, number: int, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""A config into the parts of a run: policy, adapter, engine, objective, task."""
+"""From a config to the parts of a run: policy, adapter, engine, objective, task."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Setup:
         return self.engine.adapter
 
     def require_local(self, purpose: str) -> LocalEngine:
-        """The local engine; a service raises."""
+        """The local engine; raises if the run trains on a service."""
         if self.engine.local is None:
             raise ConfigError(f"engine.kind: {purpose} reads weights and gradients, which a service does not show.")
         return self.engine.local
@@ -64,7 +64,7 @@ class Setup:
         return (self.samplers or self.engine).sample
 
     def close(self) -> None:
-        """End what was started with it."""
+        """Stop the samplers."""
         if self.samplers is not None:
             self.samplers.close()
 
@@ -90,7 +90,7 @@ class Setup:
 
 
 def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
-    """Make the parts; what can be checked without the model is checked before it is loaded."""
+    """Make the parts. Checks that need no model come before the model is loaded."""
     from earnest.runs import remote
 
     task = get_task(config.task.name, config.task.fields)
@@ -130,7 +130,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
 
 
 def check_groups(config: LoopConfig, objective: Objective) -> None:
-    """Raise where rollouts have no sibling to be compared with."""
+    """Raise if a rollout would be the only completion of its prompt, so that it has no advantage."""
     roles = {role for w in objective.live() for role in w.term.roles}
     if "rollout" in roles and config.sampling.completions_per_prompt < 2:
         raise ConfigError(
@@ -140,7 +140,7 @@ def check_groups(config: LoopConfig, objective: Objective) -> None:
 
 
 def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
-    """The policy and its untrained adapter: the same wherever this config is built."""
+    """The policy and its untrained adapter. Every process that builds this config gets the same weights."""
     say(f"loading {config.model}")
     policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
     if config.chat_template is not None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the run to stop after its current step; a second Ctrl-C stops at once."""
+"""Ctrl-C and SIGTERM stop the run after its current step; a second Ctrl-C stops it at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 
 class Stopper:
-    """``requested`` is the number of the signal that came, or None."""
+    """``requested`` is the number of the signal that was received, or None."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested: int | None = None
@@ -18,7 +18,7 @@ class Stopper:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers in no other thread
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
         return self

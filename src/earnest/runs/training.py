@@ -24,7 +24,7 @@ from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.tasks import Task, get_task
 
 SAME = ("task", "model", "adapter", "objective")
-"""What of run.json must be the same when a run continues."""
+"""The keys of run.json that must be the same when a run continues."""
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
     console: Console | None = None,
     **settings: Any,
 ) -> Finished:
-    """Train the engine's adapter for ``steps`` batches: check, evaluations, checkpoints and report in a run folder.
+    """Train the engine's adapter on ``steps`` batches, with check, evaluations, checkpoints and report in a run folder.
 
     ``settings`` are the keys of a recipe that concern the loop, such as ``seed=1``, ``eval={"every": 5}`` or
     ``sampling={"prompts_per_step": 4}`` (docs/runs.md). ``pairs`` is a file of preference pairs; None: pairs among the
@@ -50,7 +50,7 @@ def train(
     task = get_task(task) if isinstance(task, str) else task
     place = None if out is None else Path(out)
     if resume and place is None:
-        raise ConfigError("resume: give the folder of the run that continues, out=…")
+        raise ConfigError("resume: give the folder of the run to continue, out=…")
     config = check_mapping(LoopConfig, {"steps": steps, **settings})
     check_groups(config, objective)
     if config.sampling.workers:
@@ -60,7 +60,9 @@ def train(
             "teacher: no term of the objective reads a teacher; add SDPO(), for example, or leave it out."
         )
     if isinstance(teacher, EMATeacher) and (engine.local is None or engine.local.outer is not teacher):
-        raise ConfigError("teacher: an average follows its engine's updates; make LocalEngine(…, outer=teacher).")
+        raise ConfigError(
+            "teacher: an EMA teacher must follow its engine's updates; make LocalEngine(…, outer=teacher)."
+        )
     preferences = None if pairs is None else Preferences.load(Path(pairs), engine.policy, note_on(console))
     setup = Setup(config, engine.policy.name, task, engine, objective, teacher or LiveTeacher(), preferences)
     preflight(setup)

@@ -18,7 +18,7 @@ def holds(run: Path) -> bool:
 
 
 def add(run: Path, check: dict[str, Any]) -> None:
-    """Append a row to the checks; where nothing was checked before training, only a failure makes the file."""
+    """Append a row to the checks. If there is no file yet (``check: false``), only a failure makes one."""
     path = run / NAME
     if path.exists():
         found = read_json(path)
@@ -32,7 +32,7 @@ def add(run: Path, check: dict[str, Any]) -> None:
 
 
 def write(run: Path, verdict: Verdict, step: int, seconds: float) -> None:
-    """Write it; what does not apply to this run is left out of the checks and counted."""
+    """Write the verdict. Findings that do not apply to this run are counted, not listed."""
     checks = [
         {
             "law": f.law,

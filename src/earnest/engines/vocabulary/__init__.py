@@ -1,4 +1,4 @@
-"""One pass over the vocabulary makes every per-token scalar that an objective asks for."""
+"""One pass over the vocabulary computes every per-token scalar that an objective reads."""
 
 from earnest.engines.vocabulary.fused import backward, scalars
 

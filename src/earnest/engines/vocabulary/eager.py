@@ -1,6 +1,4 @@
-"""The vocabulary pass in plain PyTorch: all logits at once, and autograd. The twin that the fused pass is tested
-against.
-"""
+"""The vocabulary pass in plain PyTorch: all logits at once, and autograd. Tests compare the fused pass with it."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def _source(covered: Covered, head: Head, dtype: torch.dtype) -> Float[Tensor, "
 
 
 def source_entropy(source: Float[Tensor, "n V"] | TopK, temperature: float) -> tuple[Float[Tensor, " n"], str]:
-    """The source's own entropy; of a received top-K a lower bound, since its tail counts as one token."""
+    """The source's entropy; for a received top-K a lower bound, since its tail counts as one token."""
     with torch.no_grad():
         if isinstance(source, TopK):
             logp = torch.cat([source.logprobs, source.tail[:, None]], -1)

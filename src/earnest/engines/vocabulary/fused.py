@@ -1,15 +1,15 @@
 """The vocabulary pass: every per-token scalar from one sweep over hidden states × head, a chunk of tokens at a time.
 
-No tensor of tokens × vocabulary exists, forward or backward. How the derivative comes about is one of three things,
-and is said:
+No tensor of tokens × vocabulary exists, forward or backward. The derivative is computed in one of three ways, and the
+field's ``ran`` names it:
 
-    values              nobody asked for a derivative
-    forward-derivative  ∂scalar/∂h, one d-vector a token and scalar, is made while the logits are there; backward scales
-    recompute           backward makes the logits again and pulls all scalars back in one product, and the head's
+    values              no derivative is needed
+    forward-derivative  ∂scalar/∂h, one d-vector per token and scalar, is made with the logits; backward scales it
+    recompute           backward makes the logits again; one product gives the derivatives of all scalars and the head
 
-For N tokens, k scalars and s sources that come as hidden states, in products of N·d·V: 1 + k + s against 3 + 2s. A
-head that wants a gradient of its own (trained, or with an adapter) and K targets a token always recompute; otherwise
-the count decides.
+For N tokens, k scalars and s sources given as hidden states, forward-derivative takes 1 + k + s products of N·d·V and
+recompute 3 + 2s; the smaller number wins. A head that needs a gradient (trained, or with an adapter), or K targets per
+token, always recompute.
 Shapes: N tokens, M covered ones, n rows of a chunk, d width, V vocabulary.
 """
 
@@ -41,9 +41,9 @@ Path = Literal["values", "forward-derivative", "recompute"]
 def scalars(
     hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Sequence[Need], *, budget_bytes: int = BUDGET_BYTES
 ) -> dict[Need, Field]:
-    """Every need's field, differentiable by ``hidden`` and by what the head wants a gradient for.
+    """Every need's field, differentiable by ``hidden`` and by the head's trainable tensors.
 
-    ``budget_bytes`` bounds the logits that exist at one time; more than some 300 MiB a block of them gains no speed.
+    ``budget_bytes`` limits the logits that exist at one time; more than about 300 MiB gains no speed.
     """
     todo = plan.make(needs, batch, head, hidden)
     if not todo.needs:
@@ -76,7 +76,7 @@ def backward(
 ) -> None:
     """Add Σ weights·∂scalars/∂· to the gradients of what ``hidden`` and the head were made from.
 
-    For a caller that has the loss's derivative by every scalar already: 2 + s products, however many scalars there are.
+    For a caller that already has the loss's derivative by every scalar: 2 + s products for any number of scalars.
     """
     todo = plan.make(list(weights), batch, head, hidden)
     factor = product.of(head, hidden.dtype)
@@ -111,7 +111,7 @@ def _field(need: TokenNeed, values: Tensor, found: Found, todo: plan.Plan, path:
 
 
 class _Run:
-    """What the autograd function's two halves share."""
+    """The data that the autograd function's forward and backward share."""
 
     def __init__(self, sweep: Sweep, path: Path) -> None:
         self.sweep, self.path = sweep, path
@@ -137,7 +137,7 @@ class _Pass(torch.autograd.Function):
         outputs = tuple(run.found[n].values for n in run.needs)
         ctx.mark_non_differentiable(*(run.found[n].values for n in run.needs if isinstance(n, SourceEntropy)))
         for found in run.found.values():
-            found.by_hidden = None  # the graph holds them, and lets them go
+            found.by_hidden = None  # the graph holds and frees them
         return outputs
 
     @staticmethod

@@ -4,7 +4,7 @@
     entropy     -Σ p log p            -p·(log p + entropy)
     divergence  formulas.gjs          formulas.gjs, spread over the vocabulary by ``support``
 
-Shapes: b rows, V vocabulary, K targets a row.
+Shapes: b rows, V vocabulary, K targets per row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from earnest.signals.distributions import TopK
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A need's answer on one block of rows; ``slope`` = ∂(weight·value)/∂z, with weight 1 where none was given."""
+    """A need's values on one block of rows; ``slope`` = ∂(weight·value)/∂z, with weight 1 if none is given."""
 
     value: Tensor
     ran: str
@@ -45,7 +45,7 @@ def block(
     weight: Tensor | None,
     out: Scratch,
 ) -> Block:
-    """``weight`` is the loss's derivative by the value; it is needed where a row has K values."""
+    """``weight`` is the loss's derivative by the value; it is required if a row has K values."""
     if isinstance(need, SourceEntropy):
         assert source is not None
         return Block(*source_entropy(source, need.temperature))
@@ -81,7 +81,7 @@ def _logprob(
     by_logits = None
     if slope:
         if weight is None:
-            assert targets.ndim == 1, "K values a row have K derivatives: they are pulled back with their weights"
+            assert targets.ndim == 1, "K values per row have K derivatives: the backward pass needs their weights"
             each = torch.ones_like(value)
         else:
             each = weight.to(z.dtype).view(value.shape)

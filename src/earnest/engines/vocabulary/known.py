@@ -1,12 +1,11 @@
-"""A divergence from log-probs alone: where the student is known at K tokens of a position, or at one.
+"""A divergence from log-probs alone, for a student that is known at K tokens of a position, or at one.
 
     exact     D on the K tokens and their tail;   ∂D/∂log S_k = -w_k   (``sampled.target_weights``)
     sampled   an estimate at the sampled token y; its derivative by log S(y) is -A(y)   (``sampled.advantages``)
 
-Either way the field's values have the divergence's value and the gradient that goes with it, as a graph on the
-log-probs that were given. The sampled form is unbiased for tokens that the student itself sampled; the exact form
-asks nobody who sampled them.
-Shapes: M covered tokens, K kept ones a token.
+In both forms the field has the divergence's value and its gradient, as a graph on the given log-probs. The sampled
+form is unbiased for tokens that the student sampled; the exact form does not depend on who sampled them.
+Shapes: M covered tokens, K kept ones per token.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LEAST_TAIL = 1e-9
 
 
 def tail_of(logprobs: Float[Tensor, "M K"]) -> Float[Tensor, " M"]:
-    """log(1 - Σp), never below what rounding leaves of it."""
+    """log(1 - Σp), never below the rounding error of Σp."""
     total = logprobs.double().logsumexp(-1)
     return formulas.log1mexp(total.clamp(max=-LEAST_TAIL))
 
@@ -44,7 +43,7 @@ def cut(source: TopK, k: int | None) -> TopK:
 def exact(need: Divergence, student: Float[Tensor, "M K"], source: TopK, at: Int[Tensor, " M"] | None) -> Field:
     """``need`` from the student's log-probs at ``source.ids`` (with their graph)."""
     if need.top_k is not None and need.top_k != source.ids.shape[1]:
-        raise SignalError(f"{need}: the source has {source.ids.shape[1]} tokens a position; cut it to top_k first.")
+        raise SignalError(f"{need}: the source has {source.ids.shape[1]} tokens per position; cut it to top_k first.")
     own = student.detach().double()
     theirs = TopK(source.ids, source.logprobs.double(), source.tail.double().clamp(min=tail_floor()))
     ours = TopK(source.ids, own.clamp(max=0), tail_of(own))
@@ -59,7 +58,7 @@ def tail_floor() -> float:
 
 
 def _compare(ours: TopK, theirs: TopK, need: Divergence) -> VocabularyComparison:
-    """The one formula of the vocabulary pass, on a vocabulary of the K tokens and one that stands for all others."""
+    """The formula of the vocabulary pass, on a vocabulary of the K tokens and one token for all others."""
     K = ours.ids.shape[1]
     z = torch.cat([ours.logprobs, ours.tail[:, None]], -1)
     ids = torch.arange(K, device=z.device).expand(z.shape[0], K)
@@ -68,7 +67,7 @@ def _compare(ours: TopK, theirs: TopK, need: Divergence) -> VocabularyComparison
 
 @dataclass(frozen=True, eq=False)
 class AtToken:
-    """Both sides' log-masses of the sampled token's category: the token itself, or the bucket where it is outside."""
+    """Both sides' log-masses of the sampled token's category: the token itself, or the bucket if it is not among K."""
 
     student: Float[Tensor, " M"]
     source: Float[Tensor, " M"]
@@ -98,7 +97,7 @@ class AtToken:
 def estimate(need: Divergence, logprob: Float[Tensor, " M"], sides: AtToken, at: Int[Tensor, " M"] | None) -> Field:
     """``need`` in its sampled form: ``logprob`` is log S(y) with its graph."""
     if need.temperature != 1:
-        raise ObjectiveError(f"{need}: the sampled form is read from log-probs at temperature 1.")
+        raise ObjectiveError(f"{need}: the sampled form needs log-probs at temperature 1.")
     advantage = sampled.advantages(sides.student, sides.source, need, inside=sides.inside)
     value = sampled.estimates(sides.student, sides.source, need, inside=sides.inside)
     if need.support == "full":
@@ -109,8 +108,8 @@ def estimate(need: Divergence, logprob: Float[Tensor, " M"], sides: AtToken, at:
         metrics = {"inside_support": Mean.of(sides.inside)}
     name = "unnormalised_reverse_kl" if where and need.tail == "unnormalised" else name_of(need)
     values = value - advantage * (logprob - logprob.detach())
-    said = f"{name}{where}"
-    return Field(values, at, f"sampled {said} [one advantage a token]", metrics, said, "sampled")
+    described = f"{name}{where}"
+    return Field(values, at, f"sampled {described} [one advantage per token]", metrics, described, "sampled")
 
 
 def _metrics(found: VocabularyComparison) -> dict[str, Metric]:

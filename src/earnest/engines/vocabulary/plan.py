@@ -1,4 +1,4 @@
-"""What a list of needs asks of a batch, checked before anything is computed."""
+"""The needs of an objective and the sources in a batch, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MASS_SLACK = 0.05
 
 
 class Head(Protocol):
-    """What the pass reads of ``earnest.models.policy.HeadSpec``: z = softcap(scale·(h·Wᵀ + bias)) where the head is
-    ``plain``.
+    """The members of ``earnest.models.policy.HeadSpec`` that the pass reads: z = softcap(scale·(h·Wᵀ + bias)) if the
+    head is ``plain``.
     """
 
     @property
@@ -52,7 +52,7 @@ class Covered:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Needs that this batch can answer, and the sources that they read."""
+    """Needs that can be computed from this batch, and the sources that they read."""
 
     needs: tuple[TokenNeed, ...]
     sources: Mapping[Source, Covered]
@@ -61,7 +61,7 @@ class Plan:
         return self.sources[need.source].at if isinstance(need, Divergence | SourceEntropy) else None
 
     def metrics(self, need: TokenNeed, student_mass: Tensor | None, teacher_mass: Tensor | None) -> dict[str, Metric]:
-        """How much of both distributions a top-K support covers, and how far a received tail may be off."""
+        """The mass of both distributions that a top-K support covers, and a bound on a received tail's error."""
         found: dict[str, Metric] = {}
         if student_mass is not None and teacher_mass is not None:
             found["covered_mass"] = Mean.of(student_mass)
@@ -78,7 +78,7 @@ class Plan:
 
 
 def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, "N d"]) -> Plan:
-    """Refuse what this pass cannot compute exactly as asked; nothing is replaced by something else."""
+    """Raise if this pass cannot compute a need exactly; nothing is approximated instead."""
     vocabulary, width = head.weight.shape[0], hidden.shape[1]
     if hidden.shape[0] != batch.active.shape[0]:
         raise SignalError(
@@ -92,7 +92,7 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
     kept: list[TokenNeed] = []
     for need in needs:
         if isinstance(need, SpectralNorm):
-            raise ObjectiveError(f"{need} is not a scalar of a token; the engine answers it from the adapter.")
+            raise ObjectiveError(f"{need} is not a per-token scalar; the engine computes it from the adapter.")
         if not 0 < need.temperature < float("inf"):
             raise ObjectiveError(f"{need}: the temperature must be above 0 and finite.")
         if isinstance(need, Divergence | SourceEntropy):
@@ -102,7 +102,8 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
                 check_divergence(need, covered.distribution, vocabulary)
             elif isinstance(covered.distribution, TopK) and need.temperature != 1:
                 raise ObjectiveError(
-                    f"{need}: a received top-K has no logits to heat; use temperature 1, or a source with logits."
+                    f"{need}: a received top-K has no logits to divide by a temperature; use temperature 1, or a "
+                    "source with logits."
                 )
         kept.append(need)
     targets = batch.token_target
@@ -112,7 +113,7 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
 
 
 def check_trained_head(todo: Plan, batch: Batch) -> None:
-    """A head that is trained is no other policy's head: another policy's hidden states must not be read through it."""
+    """Raise if hidden states of another policy meet a trained head, which is not that policy's head any more."""
     for source, covered in todo.sources.items():
         signal = batch.teacher if source == "teacher" else batch.reference
         if isinstance(covered.distribution, Hidden) and signal is not None and signal.kind != "live":
@@ -135,8 +136,8 @@ def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, wi
         )
     if isinstance(distribution, FullLogits) and distribution.logits.shape[1] != vocabulary:
         raise SignalError(
-            f"{need}: the {need.source} has {distribution.logits.shape[1]} logits a token, the policy {vocabulary}; "
-            "both must speak one vocabulary."
+            f"{need}: the {need.source} has {distribution.logits.shape[1]} logits per token, the policy {vocabulary}; "
+            "both need the same vocabulary."
         )
     if isinstance(distribution, Hidden) and distribution.states.shape[1] != width:
         raise SignalError(
@@ -196,12 +197,11 @@ def check_divergence(need: Divergence, distribution: Distribution, vocabulary: i
             "score the source at the student's ids (ScoredAt), or ask for support='teacher'."
         )
     if need.top_k is not None and not 1 <= need.top_k <= K:
-        raise SignalError(
-            f"{need}: top_k is {need.top_k}, the {need.source} sent {K} log-probs a token; ask for 1…{K}."
-        )
+        raise SignalError(f"{need}: top_k is {need.top_k}, the {need.source} sent {K} log-probs per token; give 1…{K}.")
     if need.support == "student" and need.top_k not in (None, K) and vocabulary > K:
         raise SignalError(f"{need}: the {need.source} was scored at {K} of the student's ids; top_k must be {K}.")
     if need.temperature != 1 and need.tail != "renormalise" and vocabulary > K:
         raise ObjectiveError(
-            f"{need}: a received top-K has no logits to heat its tail with; use temperature 1 or tail='renormalise'."
+            f"{need}: a received top-K has no logits for a tail at another temperature; use temperature 1 or "
+            "tail='renormalise'."
         )

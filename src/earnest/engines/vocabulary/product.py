@@ -1,11 +1,11 @@
-"""Hidden states times head, a block of rows at a time, and the way back.
+"""Hidden states times head, a block of rows at a time, forward and backward.
 
     PlainHead    z = softcap(scale·(h·Wᵀ + b)): two matrix products, written into given memory
     ModuleHead   any module (an adapter on the head): through its forward, and back by autograd
 
 A plain head accumulates in float32 (float64 for float64 states): a 16-bit weight is widened a slice of the vocabulary
-at a time, so that neither a wide copy of the head nor 16-bit logits ever exist. A module answers in its own dtype,
-and its logits are widened.
+at a time, so that neither a wide copy of the head nor 16-bit logits ever exist. A module computes in its own dtype;
+its logits are widened.
 Shapes: n rows, d width, V vocabulary.
 """
 
@@ -22,13 +22,13 @@ from earnest.engines.vocabulary.plan import Head
 from earnest.models.head import wide, widened_slices
 
 CPU_COLUMNS = 992
-"""Columns of one forward product on a CPU: a slice of the head is packed anew for each, so it had better stay in the
-cache. Measured at 512 rows × 1,024: 158 GFLOP/s against 120 with the whole head at once.
+"""Columns of one forward product on a CPU. Each product packs its slice of the head, which should fit into the cache.
+Measured at 512 rows × 1,024: 158 GFLOP/s against 120 with the whole head at once.
 """
 
 
 class Product(Protocol):
-    """What the pass asks of a head. ``leaves`` are the tensors besides the states that want a gradient."""
+    """The head as the pass uses it. ``leaves`` are the tensors besides the states that need a gradient."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]: ...
@@ -104,7 +104,7 @@ class PlainHead:
 
 
 class ModuleHead:
-    """A head behind which something else stands, an adapter for instance; it is obeyed, not read."""
+    """A head that is more than a weight, such as one with an adapter. Its forward is called; its weight is not read."""
 
     def __init__(self, head: Head, dtype: torch.dtype) -> None:
         self.head, self.dtype = head, wide(dtype)
@@ -117,7 +117,7 @@ class ModuleHead:
             out.copy_(self.head.logits(states))
 
     def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
-        """Nothing: autograd goes through the scale and the cap."""
+        """Does nothing: autograd handles the scale and the cap."""
 
     def pull(
         self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None

@@ -1,4 +1,4 @@
-"""A divergence for an engine that never shows its logits: as one advantage a sampled token, or as weights on K targets.
+"""A divergence for an engine without logits: as one advantage per sampled token, or as weights on K targets.
 
     A(y) = -∂D/∂S(y), up to a baseline
            GJS_α  (1-α)·log(M(y)/S(y))     normalised  log(M/S)/α     α = 1  log T - log S     α = 0  T/S
@@ -6,10 +6,10 @@
 
     w_k = -∂D/∂log S_k = S_k·(A_k - A_tail), so that Σ_k w_k·∇log S_k = -∇D exactly, the tail included
 
-The weights are the exact form: ``cross_entropy`` with K targets a position then has the local engine's gradient. The
-advantage is for engines that take one number a token, and is right on average. The divergence of a position is never
-its own advantage: a number that does not depend on y has an expected gradient of 0.
-Shapes: N tokens, K kept ones a token.
+The weights are the exact form: ``cross_entropy`` with K targets per position then has the local engine's gradient. The
+advantage is for engines that take one number per token; its expected gradient is exact. The divergence of a position
+cannot be its advantage: a number that does not depend on y has an expected gradient of 0.
+Shapes: N tokens, K kept ones per token.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def advantages(
 ) -> Float[Tensor, " N"]:
     """The sampled form of ``need``, from exact log-probs of the sampled tokens at the need's temperature.
 
-    For a top-K with a bucket, a token outside the K takes its bucket's log-masses. ``inside`` says which tokens are
-    among the K; only the unnormalised form asks for it (outside it has nothing to say). A renormalised top-K has no
-    such form: use ``target_weights``.
+    For a top-K with a bucket, a token outside the K takes its bucket's log-masses. ``inside`` marks the tokens among
+    the K; only the unnormalised form, which is 0 outside, needs it. A renormalised top-K has no such form: use
+    ``target_weights``.
     """
     if student.shape != source.shape:
         raise SignalError(
-            f"log-probs of shape {tuple(student.shape)} and {tuple(source.shape)} must agree, one each a sampled token."
+            f"log-probs of shape {tuple(student.shape)} and {tuple(source.shape)} must agree, one per sampled token."
         )
     if need.blend is not None:
         raise ObjectiveError(
@@ -48,12 +48,12 @@ def advantages(
         )
     if need.support != "full" and need.tail == "renormalise":
         raise ObjectiveError(
-            f"{need}: renormalised over K tokens it is no function of the sampled token alone; use target_weights."
+            f"{need}: renormalised over K tokens it depends on more than the sampled token; use target_weights."
         )
     value = _advantage(student, source, need)
     if need.support != "full" and need.tail == "unnormalised":
         if inside is None:
-            raise SignalError(f"{need}: say which sampled tokens are among the K (inside=…).")
+            raise SignalError(f"{need}: give inside=…, which marks the sampled tokens among the K.")
         return torch.where(inside, value, torch.zeros_like(value))
     return value
 
@@ -89,7 +89,9 @@ def target_weights(student: TopK, source: TopK, need: Divergence) -> Float[Tenso
     if student.ids.shape != source.ids.shape or not torch.equal(student.ids, source.ids):
         raise SignalError("the student and the source must be scored at the same ids, in the same order.")
     if need.temperature != 1:
-        raise ObjectiveError(f"{need}: a received top-K has no logits to heat; the weights exist at temperature 1.")
+        raise ObjectiveError(
+            f"{need}: a received top-K has no logits to divide by a temperature; the weights exist at temperature 1."
+        )
     ls = torch.cat([student.logprobs, student.tail[:, None]], -1).log_softmax(-1)
     lt = torch.cat([source.logprobs, source.tail[:, None]], -1).log_softmax(-1)
     if need.tail == "renormalise":

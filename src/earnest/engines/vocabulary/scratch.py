@@ -1,8 +1,7 @@
-"""Memory that elementwise work writes into.
+"""Reused memory for elementwise operations.
 
-A fresh tensor of a megabyte costs more in page faults than the exponentials that fill it. So the formulas name an
-``out`` for every intermediate result: a reused buffer in the fused pass, ``None`` (a fresh tensor, which autograd can
-follow) elsewhere.
+A new tensor of a megabyte costs more in page faults than the exponentials that fill it. So the formulas have an ``out``
+for every intermediate result: a reused buffer in the fused pass, ``None`` (a new tensor, for autograd) elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Scratch:
         self._used = 0
 
     def __call__(self, like: Tensor) -> Tensor | None:
-        """A free buffer of ``like``'s shape; small shapes are cheaper fresh."""
+        """A free buffer of ``like``'s shape; a new tensor if it is small, which is cheaper."""
         if like.numel() * 8 < self._elements:
             return None
         assert like.numel() <= self._elements and like.dtype == self._dtype
@@ -33,7 +32,7 @@ class Scratch:
         return self._buffers[self._used - 1][: like.numel()].view(like.shape)
 
     def over(self, spent: Tensor) -> Tensor | None:
-        """``spent`` itself: its values are not needed any more."""
+        """``spent`` itself, whose values are no longer needed."""
         return spent
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a divergence compares, and what becomes of the others.
+"""Which tokens a divergence compares, and how it treats the others.
 
     full                 every token of the vocabulary
     student, teacher     the K most probable tokens of that side, plus one of
@@ -39,16 +39,16 @@ class VocabularyComparison:
     teacher_mass: Float[Tensor, " n"] | None = None
 
     def by_logits(self, z: Float[Tensor, "n V"], out: Scratch = FRESH) -> Float[Tensor, "n V"]:
-        """∂value/∂z: a category's derivative reaches its token; the bucket's is shared out by softmax of the
-        remaining logits.
+        """∂value/∂z: a category's derivative goes to its token; the bucket's is divided among the remaining tokens by
+        the softmax of their logits.
 
-        ``z`` are the logits at the temperature that was compared; so is the derivative.
+        ``z`` are the logits divided by the temperature, and the derivative is by those.
         """
         assert self.categories is not None, "made with slope=True"
         if self.ids is None:
             return self.categories
         K = self.ids.shape[1]
-        if self.categories.shape[1] == K:  # renormalised: the other tokens have no part
+        if self.categories.shape[1] == K:  # renormalised: the other tokens have a zero derivative
             buffer = out(z)
             spread = torch.zeros_like(z) if buffer is None else buffer.zero_()
         else:
@@ -68,8 +68,7 @@ def compare(
     """The divergence ``need`` between the student's logits, already divided by the temperature, and a source. Checked
     by ``plan``.
 
-    Differentiable by ``z``; the source is a constant, also where it was blended with the student (TAID, arXiv
-    2501.16937).
+    Differentiable by ``z``; the source is a constant, even if it is blended with the student (TAID, arXiv 2501.16937).
     """
     V = z.shape[1]
     if isinstance(source, TopK) and source.ids.shape[1] == V:
@@ -82,7 +81,7 @@ def compare(
         if need.support == "full" or need.top_k is None or need.top_k >= V:
             ls, lt = torch.log_softmax(z, -1, out=out(z)), torch.log_softmax(source, -1, out=out(source))
             value, slopes = formulas.gjs(ls, lt, need.alpha, normalised=need.normalised, slope=slope, out=out)
-            return VocabularyComparison(value, f"full_{name_of(need)}{_blend_said(need)}", slopes)
+            return VocabularyComparison(value, f"full_{name_of(need)}{_blend_name(need)}", slopes)
         ids = (z.detach() if need.support == "student" else source).topk(need.top_k, -1, sorted=False).indices
         teacher = _grouped(source, ids, out).log_softmax(-1)
     else:
@@ -100,8 +99,8 @@ def on_support(
     slope: bool,
     received: bool,
 ) -> VocabularyComparison:
-    """``need`` between the student's logits and the source's log-masses, of K tokens and their bucket; ``received``
-    log-masses have not met the temperature.
+    """``need`` between the student's logits and the source's log-masses of K tokens and their bucket; ``received``
+    log-masses are at temperature 1.
     """
     teacher_mass = _mass(teacher)
     student = grouped.log_softmax(-1)
@@ -110,30 +109,28 @@ def on_support(
         teacher = teacher / need.temperature  # other than 1 only where the K tokens are renormalised below
     if need.tail == "renormalise":
         student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
-    said = _blend_said(need)
+    blend_name = _blend_name(need)
     if received and need.blend is not None:
         teacher = blended(student, teacher, need.blend)
         where = "support" if need.tail == "renormalise" else "support and tail"
-        said = f", blend {need.blend:.4g} of the log-probs on the {where}, renormalised"
+        blend_name = f", blend {need.blend:.4g} of the log-probs on the {where}, renormalised"
     if need.tail == "unnormalised":
         value, slopes = formulas.unnormalised_reverse_kl(student, teacher, slope=slope)
         name = "unnormalised_reverse_kl"
     else:
         value, slopes = formulas.gjs(student, teacher, need.alpha, normalised=need.normalised, slope=slope)
         name = name_of(need)
-    tail_said = "" if need.tail == "unnormalised" else f", {need.tail}"
-    ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_said}{said}"
+    tail_name = "" if need.tail == "unnormalised" else f", {need.tail}"
+    ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_name}{blend_name}"
     return VocabularyComparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
 
 
-def _blend_said(need: Divergence) -> str:
+def _blend_name(need: Divergence) -> str:
     return "" if need.blend is None else f", blend {need.blend:.4g} of the logits"
 
 
 def blended(student: Float[Tensor, "n C"], teacher: Float[Tensor, "n C"], share: float) -> Float[Tensor, "n C"]:
-    """TAID's teacher where only category log-probs are at hand: softmax((1-t)·log S + t·log T), the student held
-    fixed.
-    """
+    """TAID's teacher from category log-probs alone: softmax((1-t)·log S + t·log T), with the student held fixed."""
     return torch.lerp(student.detach(), teacher, share).log_softmax(-1)
 
 

@@ -1,8 +1,8 @@
-"""The loop over chunks of tokens: logits once a chunk, all needs on them, block by block.
+"""The loop over chunks of tokens: the logits once per chunk, then all needs on them, block by block.
 
-A *chunk* is as many rows as the memory budget holds logits for: the matrix products want many rows. A *block* is as
-many rows as a processor's cache holds: the elementwise work wants few. Derivatives overwrite logits that nobody reads
-any more.
+A *chunk* has as many rows as the memory budget holds logits for, because matrix products are faster with many rows. A
+*block* has as many rows as fit into the processor's cache, for elementwise operations. Derivatives overwrite logits
+that are no longer needed.
 Shapes: N tokens, M covered ones, n rows of a chunk, b of a block, d width, V vocabulary.
 """
 
@@ -30,7 +30,7 @@ ACCELERATOR_BLOCK_BYTES = 32 * 2**20  # few large launches instead
 
 @dataclass(eq=False)
 class Found:
-    """A need's answer on all its tokens, filled chunk by chunk. ``by_hidden`` is ∂value/∂h."""
+    """A need's values on all its tokens, filled chunk by chunk. ``by_hidden`` is ∂value/∂h."""
 
     values: Tensor
     by_hidden: Float[Tensor, "M d"] | None = None
@@ -72,7 +72,7 @@ class _Rows:
 
 
 class Sweep:
-    """One plan on one head; ``values``, ``derive`` and ``pull`` are the three ways through."""
+    """One plan on one head; ``values``, ``derive`` and ``pull`` are the three passes."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Sweep:
         self.groups = {s: needs for s, needs in self.groups.items() if needs}
 
     def values(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
-        """All scalars, no derivative."""
+        """All scalars, without derivatives."""
         if (alone := self._alone(hidden, slope=False)) is not None:
             return alone
         found = self._empty()
@@ -105,7 +105,7 @@ class Sweep:
         return found
 
     def derive(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
-        """All scalars, and of each its derivative by the hidden state."""
+        """All scalars, and the derivative of each by the hidden state."""
         if (alone := self._alone(hidden, slope=True)) is not None:
             return alone
         found = self._empty()
@@ -159,7 +159,7 @@ class Sweep:
     # --- a need alone -------------------------------------------------------------------------------------------------
 
     def _alone(self, hidden: Float[Tensor, "N d"], *, slope: bool) -> dict[TokenNeed, Found] | None:
-        """The only need by tiles of the vocabulary, where it and the head can be cut into them."""
+        """The need by tiles of the vocabulary, if it is the only one and it and the head can be cut into tiles."""
         if len(self.todo.needs) != 1 or not isinstance(self.product, PlainHead):
             return None
         (need,), head = self.todo.needs, self.product
@@ -182,12 +182,12 @@ class Sweep:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _chunks(self, hidden: Float[Tensor, "N d"], *, blocks: int) -> Iterator[_Chunk]:
-        """Chunks of nearly equal size, the logits of each already there."""
+        """Chunks of nearly equal size, with their logits."""
         N, row = hidden.shape[0], self.V * self.dtype.itemsize
         most = max(1, min(self.budget_bytes // (blocks * row), CHUNK_BYTES // row))
         size = -(-N // -(-N // most))
         on_cpu = hidden.device.type == "cpu"
-        # A sum over a row is one thread's work: fewer rows than threads would leave some idle.
+        # One thread sums a row, so fewer rows than threads would leave threads idle.
         block_rows = max(
             torch.get_num_threads() if on_cpu else 1, (BLOCK_BYTES if on_cpu else ACCELERATOR_BLOCK_BYTES) // row
         )
@@ -201,9 +201,7 @@ class Sweep:
             yield _Chunk(start, stop, z[: stop - start], spare)
 
     def _memory(self, chunk: _Chunk, home: str, rows: _Rows) -> Float[Tensor, "m V"]:
-        """Memory for one row of slopes a covered row: the source's or the policy's own logits, or a block beside
-        them.
-        """
+        """Memory for the slopes of the covered rows: the source's logits, the policy's logits, or a separate block."""
         if home == "own":
             return chunk.z
         if home not in chunk.spare:
@@ -211,7 +209,7 @@ class Sweep:
         return chunk.spare[home][: len(rows)]
 
     def _home(self, need: TokenNeed, sloped: Sequence[TokenNeed]) -> str:
-        """Where a need's slopes may be written: over logits that no later need reads."""
+        """The memory for a need's slopes: logits that no later need reads."""
         source = _source(need)
         later = sloped[sloped.index(need) + 1 :]
         if source is not None and isinstance(self.todo.sources[source].distribution, Hidden):
@@ -271,13 +269,15 @@ class Sweep:
         sink: Callable[[slice, Tensor], None] | None = None,
         weight: Tensor | None = None,
     ) -> None:
-        # A source that covers no row here still runs, on nothing: what ran is said by what ran.
+        # A source that covers no row here still runs, on an empty block, because ``ran`` comes from the code that ran.
         for start in range(0, max(1, len(rows)), self._block_rows):
             part = slice(start, min(len(rows), start + self._block_rows))
             self._scratch.clear()
             z = chunk.z[part] if rows.local is None else chunk.z[rows.local[part]]
             at = slice(rows.place.start + part.start, rows.place.start + part.stop)
-            targets = self.targets[at] if isinstance(need, LogProb) else None  # it reads every row: places are tokens
+            targets = (
+                self.targets[at] if isinstance(need, LogProb) else None
+            )  # it reads every row, so places are tokens
             answer = block(
                 need,
                 z,

@@ -5,9 +5,9 @@
 
 with z' = ∂z/∂(h·W): the online softmax (arXiv 1805.02867), carried on to the derivative as attention does it
 (arXiv 2205.14135). A tile of logits and its slice of the head stay in the cache between the two products, so on a CPU
-this is faster than the bare products with the whole head, and it needs some MiB beside the result. A divergence needs
-both normalisers before its slope, and so goes by rows (``sweep``), unless K tokens stand for it (``tiled_support``).
-Shapes: n rows, K targets a row, d width, V vocabulary, v columns of a tile.
+this is faster than the products with the whole head alone, and it needs a few MiB besides the result. A divergence
+needs both normalisers before its slope, so ``sweep`` computes it by rows, except on K tokens (``tiled_support``).
+Shapes: n rows, K targets per row, d width, V vocabulary, v columns of a tile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def logprobs(
     slope: bool,
     budget_bytes: int,
 ) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N d"] | None]:
-    """Log-probs of the targets; with ``slope`` (one target a row) their derivative by the states as well."""
-    assert not slope or targets.shape[1] == 1, "K values a row have K derivatives"
+    """Log-probs of the targets; with ``slope`` (one target per row) also their derivative by the states."""
+    assert not slope or targets.shape[1] == 1, "K values per row have K derivatives"
     N, d = hidden.shape
     values = torch.empty(targets.shape, dtype=head.dtype, device=hidden.device)
     by_hidden = torch.empty(N, d, dtype=head.dtype, device=hidden.device) if slope else None
@@ -67,14 +67,14 @@ def sizes(hidden: Float[Tensor, "N d"], head: PlainHead, budget_bytes: int) -> t
     rows = max(1, -(-N // -(-N // rows))) if N else 1
     columns = min(budget_bytes // rows, tile_bytes // max(rows, d)) // head.dtype.itemsize
     if columns > 512 and columns % 512 == 0:
-        columns -= 64  # rows a power of two apart fall into the same few sets of a cache: 164 against 183 GFLOP/s
+        columns -= 64  # rows a power of two apart use the same few sets of a cache: 164 against 183 GFLOP/s
     return rows, max(1, LEAST_COLUMNS if columns < LEAST_COLUMNS else columns)
 
 
 def tiles(
     states: Float[Tensor, "n d"], head: PlainHead, columns: int, temperature: float
 ) -> Iterator[tuple[slice, Float[Tensor, "v d"], Float[Tensor, "n v"]]]:
-    """Columns, their slice of the head, and their logits at temperature, in memory that the next tile takes again."""
+    """Columns, their slice of the head, and their logits at temperature. The next tile reuses the memory."""
     n = states.shape[0]
     memory = torch.empty(n * min(columns, head.weight.shape[0]), dtype=states.dtype, device=states.device)
     for part, weight in head.slices(columns):

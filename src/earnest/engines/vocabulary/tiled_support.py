@@ -3,13 +3,13 @@
     m ← max(m, max_v z_v) - 60    e_v = e^(z_v - m)    a ← a·e^(m_old - m) + Σ_v e_v·z'_v·W_v    r = Σ_{v∉K} e_v
     ∂D/∂h = Σ_{v∈K} (c_v - (c_tail/r)·e_v)·z'_v·W_v + (c_tail/r)·a
 
-with c = ∂D/∂(log-odds of the K tokens and the bucket) and z' = ∂z/∂(h·W). The side that chooses the K tokens goes
-first and keeps the highest logits as it meets them (a tile's others fall into the rest, by addition only); the other
-side then knows them. So a top-K divergence costs two products forward and one back, without a row of logits.
+with c = ∂D/∂(log-odds of the K tokens and the bucket) and z' = ∂z/∂(h·W). The side that chooses the K tokens comes
+first and keeps the highest logits so far; the others of a tile are added to the rest. The other side then uses the same
+tokens. So a top-K divergence costs two products forward and one back, without a row of logits.
 
-c_tail is of the size of the student's tail, and c_tail/r is bounded, wherever α > 0; a forward KL (α = 0) can put a
-finite slope on a vanishing tail, where the difference above would cancel: it goes by rows (``sweep``), as does a
-blended source, whose logits need the student's.
+For α > 0, c_tail is of the size of the student's tail, so c_tail/r is bounded. A forward KL (α = 0) can have a finite
+slope on a vanishing tail, where the difference above would cancel, so ``sweep`` computes it by rows. ``sweep`` also
+computes a blended source, whose logits need the student's.
 Shapes: n rows, K tokens of the support, d width, V vocabulary, v columns of a tile.
 """
 
@@ -28,12 +28,12 @@ from earnest.objectives.needs import Divergence
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
 
 HEADROOM = 60.0
-"""The highest logit counts e^60: a rest that is e^-147 of it still has a float32."""
+"""The highest logit is scaled to e^60, so that float32 holds a rest of e^-147 of it."""
 GATHER_BYTES = 16 * 2**20
 
 
 def takes(need: Divergence, source: Distribution, vocabulary: int) -> Hidden | TopK | None:
-    """The source, where this file computes ``need`` with it; ``sweep`` computes all."""
+    """The source, if this file can compute ``need`` with it, else None; ``sweep`` can compute every need."""
     if isinstance(source, FullLogits) or need.alpha == 0 or need.blend is not None:
         return None
     k = source.ids.shape[1] if isinstance(source, TopK) else need.top_k
@@ -49,11 +49,11 @@ def divergence(
     slope: bool,
     budget_bytes: int,
 ) -> tuple[VocabularyComparison, Float[Tensor, "M d"] | None]:
-    """The comparison on all rows; with ``slope`` its derivative by the states as well."""
+    """The comparison on all rows; with ``slope`` also its derivative by the states."""
     M = hidden.shape[0]
     rows, columns = tiled.sizes(hidden, head, budget_bytes)
     parts, slopes = [], []
-    for start in range(0, max(M, 1), rows):  # no row at all still says what ran
+    for start in range(0, max(M, 1), rows):  # ``ran`` is set even without a row
         part = slice(start, min(M, start + rows))
         if isinstance(source, TopK):
             theirs: Tensor | TopK = source.take(torch.arange(part.start, part.stop, device=source.ids.device))
@@ -74,7 +74,7 @@ def _rows(
     *,
     slope: bool,
 ) -> tuple[VocabularyComparison, Float[Tensor, "n d"] | None]:
-    if not states.shape[0]:  # nothing to compare; what ran is still said by what ran
+    if not states.shape[0]:  # nothing to compare, but ``ran`` is set
         K = source.ids.shape[1] if isinstance(source, TopK) and need.top_k is None else need.top_k
         assert K is not None
         nothing = states.new_zeros(0, K + 1)
@@ -95,7 +95,7 @@ def _rows(
             theirs = _chosen(source, head, need.top_k, tau, columns, pulls=False)
             own = _known(states, head, theirs.ids, tau, columns, pulls=pulls)
         ids, grouped = own.ids, own.grouped()
-        # The two ways add the rest in another order; where the states are the same, so are the numbers: 0 is exactly 0.
+        # The two sides add the rest in different orders. Equal states must give equal numbers and a value of exactly 0.
         same = (states == source).all(1, keepdim=True)
         teacher = torch.where(same, grouped, theirs.grouped())
     teacher = teacher.to(states.dtype).log_softmax(-1)
@@ -134,7 +134,7 @@ class _Side:
 
 
 class _Rest:
-    """What is outside the support, as it grows tile by tile."""
+    """The sums over the tokens outside the support, tile by tile."""
 
     def __init__(self, states: Float[Tensor, "n d"], *, pulls: bool) -> None:
         n = states.shape[0]
@@ -145,7 +145,7 @@ class _Rest:
     def add(
         self, z: Float[Tensor, "n v"], weight: Tensor, softcap: float | None, inside: tuple[Tensor, Tensor]
     ) -> None:
-        """A tile of logits, which is used up; those ``inside`` the support count in ``pulled`` only."""
+        """Add a tile of logits, whose memory is overwritten; those ``inside`` the support go into ``pulled`` only."""
         slopes = None
         if self.pulled is None:
             z[inside] = float("-inf")
@@ -165,7 +165,7 @@ class _Rest:
         self.pulled.mul_(fade[:, None]).addmm_(e, weight)
 
     def fall(self, z: Float[Tensor, "n E"]) -> None:
-        """Logits that were inside, and are not any more; ``pulled`` has them already."""
+        """Add logits that are no longer inside the support; ``pulled`` already contains them."""
         if z.shape[1]:
             fade = self._raise(z)
             self.rest.add_((z - self.shift[:, None]).exp_().sum(1))
@@ -186,7 +186,7 @@ class _Rest:
 
 
 class _Highest:
-    """The K highest logits of a row so far. What beats the lowest of them waits until there is enough of it to sort."""
+    """The K highest logits of a row so far. Higher logits are queued until there are enough of them to sort."""
 
     def __init__(self, n: int, K: int, like: Tensor) -> None:
         self.K, self.seen = K, 0
@@ -195,7 +195,7 @@ class _Highest:
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def see(self, z: Float[Tensor, "n v"], start: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns of the tile that are, for now, inside."""
+        """Rows and columns of the tile that are inside the support so far."""
         full = self.values.shape[1] == self.K
         better = z > self.values[:, -1:] if full else torch.ones_like(z, dtype=torch.bool)
         rows, columns = better.nonzero(as_tuple=True)
@@ -207,7 +207,7 @@ class _Highest:
         return self.values.shape[1] < self.K or sum(len(v) for _, _, v in self.waiting) > self.values.numel()
 
     def settle(self) -> Float[Tensor, "n E"]:
-        """Choose among all that wait; what is left is returned, filled up with -inf."""
+        """Choose the K highest among the queued logits; returns the others, padded with -inf."""
         rows, ids, values = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
         self.waiting = []
         n, have = self.values.shape
@@ -220,7 +220,7 @@ class _Highest:
         tokens = self.ids.new_zeros(n, width)
         everything[:, :have], tokens[:, :have] = self.values, self.ids
         everything[rows, place], tokens[rows, place] = values[order], ids[order]
-        # Stable: where fewer than K tokens are possible at all, an impossible one still comes before the filling.
+        # Stable: with fewer than K possible tokens, an impossible token (-inf) still comes before the padding.
         everything, by = everything.sort(dim=1, descending=True, stable=True)
         self.values = everything[:, : self.K].clone()
         self.ids = tokens.gather(1, by[:, : self.K])
@@ -250,7 +250,7 @@ def _known(
     *,
     pulls: bool,
 ) -> _Side:
-    """The side that is told the support."""
+    """The side that uses the support of the other side."""
     rest, K = _Rest(states, pulls=pulls), ids.shape[1]
     kept = states.new_empty(ids.shape)
     by_id, order = ids.flatten().sort()
