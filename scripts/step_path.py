@@ -139,7 +139,7 @@ def _properties() -> set[CodeType]:
     members = [member for c in classes for base in c.__mro__ for member in vars(base).values()]
     getters = [member.fget for member in members if isinstance(member, property)]
     getters += [member.func for member in members if isinstance(member, functools.cached_property)]
-    return {getter.__code__ for getter in getters if hasattr(getter, "__code__")}
+    return {code for getter in getters if isinstance(code := getattr(getter, "__code__", None), CodeType)}
 
 
 if __name__ == "__main__":

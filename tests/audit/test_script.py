@@ -175,4 +175,4 @@ def test_what_cannot_be_judged_says_so(text: str | None, sentence: str, tmp_path
 def test_nothing_to_audit_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["audit"])
-    assert end.value.code == 2 and "audit what?" in capsys.readouterr().err
+    assert end.value.code == 2 and "give something to audit" in capsys.readouterr().err
