@@ -21,6 +21,7 @@ from earnest.engines import Constant as Constant
 from earnest.engines import Cosine as Cosine
 from earnest.engines import Linear as Linear
 from earnest.engines import LocalEngine as LocalEngine
+from earnest.engines import Muon as Muon
 from earnest.engines import StepReport as StepReport
 from earnest.engines.tinker import RemoteEMA as RemoteEMA
 from earnest.engines.tinker import RemoteTeacher as RemoteTeacher

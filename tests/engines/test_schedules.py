@@ -14,7 +14,7 @@ from transformers import optimization
 
 import earnest as en
 from earnest.audit.subjects.schedule import Schedule as Subject
-from earnest.engines.schedules import AnySchedule, Schedule
+from earnest.engines.schedules import AnySchedule, RateSchedule
 from earnest.errors import ConfigError
 from earnest.proving import prove
 from earnest.settings import settings
@@ -27,7 +27,7 @@ ALL: list[AnySchedule] = [
 ]
 
 
-def rates(schedule: Schedule, total: int) -> list[float]:
+def rates(schedule: RateSchedule, total: int) -> list[float]:
     return [schedule.share(t, total) for t in range(1, total + 1)]
 
 
@@ -46,7 +46,7 @@ def rates(schedule: Schedule, total: int) -> list[float]:
         (en.WSD(decay=1.0, floor=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
     ],
 )
-def test_rates_worked_by_hand(schedule: Schedule, expected: list[float]) -> None:
+def test_rates_worked_by_hand(schedule: RateSchedule, expected: list[float]) -> None:
     assert rates(schedule, 5) == pytest.approx(expected, abs=1e-15)
 
 

@@ -76,6 +76,10 @@ class Adapter:
         """Names of parameters whose gradient is exactly 0 at step 1, by design."""
         return {n for n in self.named_parameters() if n.rsplit(".", 1)[-1] in self.variant.inactive()}
 
+    def faster_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose learning rate the optimizer's ``lr_ratio`` multiplies."""
+        return self._named(self.variant.faster(), inside=True)
+
     def dormant_at_birth(self) -> set[str]:
         """Deprecated name of ``inactive_at_initialization``."""
         warn_renamed("dormant_at_birth()", "inactive_at_initialization()")

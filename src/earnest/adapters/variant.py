@@ -133,6 +133,10 @@ class Variant(Checked):
         """Trainable tensors on which weight decay has no meaning."""
         return frozenset()
 
+    def faster(self) -> frozenset[str]:
+        """Trainable tensors whose learning rate the optimizer's ``lr_ratio`` multiplies (LoRA+)."""
+        return frozenset()
+
     def linear(self) -> bool:
         """Whether ΔW(θ + θ') = ΔW(θ) + ΔW(θ') in the trained tensors."""
         return False

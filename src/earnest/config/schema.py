@@ -74,7 +74,7 @@ class AdapterConfig(Kinded):
 class OptimizerConfig(Kinded):
     """The optimizer: how a gradient becomes an update."""
 
-    kind: str = Field("adamw", description="`adamw`, `sgd`, or an optimizer that `import` registers")
+    kind: str = Field("adamw", description="`adamw`, `sgd`, `muon`, or an optimizer that `import` registers")
     max_grad_norm: float | None = Field(1.0, gt=0, description="the gradient is clipped to this norm; none: never")
 
     @classmethod

@@ -14,6 +14,7 @@ from earnest.engines.base import TermReport as TermReport
 from earnest.engines.base import TopKWanted as TopKWanted
 from earnest.engines.base import UpdateReport as UpdateReport
 from earnest.engines.local import LocalEngine as LocalEngine
+from earnest.engines.muon import Muon as Muon
 from earnest.engines.optimizers import SGD as SGD
 from earnest.engines.optimizers import AdamW as AdamW
 from earnest.engines.schedules import WSD as WSD

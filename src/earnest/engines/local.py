@@ -25,7 +25,7 @@ from earnest.engines.base import Guard, Outer
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
-from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
@@ -80,6 +80,13 @@ class LocalEngine:
         self.optimizer = self.optimizer_spec.build(
             [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
         )
+        if (ratio := self.optimizer_spec.lr_ratio) != 1:
+            if not (faster := adapter.faster_parameters()):
+                raise ConfigError(
+                    f"optimizer.lr_ratio: {ratio:g} has no meaning for {adapter.variant.name}, which declares no "
+                    "tensors for it; take lora, or leave it out."
+                )
+            split_rates(self.optimizer, faster, ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
         self.version = 0
@@ -104,8 +111,7 @@ class LocalEngine:
         """Without a schedule the rates stay as they are."""
         if self.optimizer_spec.schedule is not None:
             share = self.optimizer_spec.share(self.version + 1) if self.planned is None else self.planned
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.optimizer_spec.lr * share
+            set_rates(self.optimizer, self.optimizer_spec.lr * share)
         self.planned = None
 
     # --- sampling and scoring -----------------------------------------------------------------------------------------

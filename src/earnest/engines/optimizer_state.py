@@ -38,6 +38,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
     groups = [
-        {k: tuple(v) if isinstance(v, list) and k == "betas" else v for k, v in g.items()} for g in meta["groups"]
+        {k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()} for g in meta["groups"]
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -25,6 +25,11 @@ class Optimizer(Checked):
     lr: float = setting(1e-4, "the learning rate", at_least=0.0)
     _: KW_ONLY
     schedule: AnySchedule | None = setting(None, "how the learning rate changes during the run; none: it stays lr")
+    lr_ratio: float = setting(
+        1.0,
+        "LoRA+ (arXiv 2402.12354): the tensors that the adapter declares (LoRA: B) have the rate lr·lr_ratio",
+        above=0.0,
+    )
 
     def share(self, t: int, total: int | None = None) -> float:
         """The rate of update ``t`` (from 1) of ``total``, as a share of ``lr``."""
@@ -33,6 +38,27 @@ class Optimizer(Checked):
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
         """The optimizer of these parameters; weight decay may act on ``decayed`` only."""
         raise NotImplementedError  # abstract: every registered optimizer defines it
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Every group's rate becomes ``lr``, times its ``lr_ratio`` where it has one."""
+    for group in optimizer.param_groups:
+        rate = lr * group.get("lr_ratio", 1.0)
+        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+
+
+def split_rates(optimizer: torch.optim.Optimizer, faster: Parameters, ratio: float) -> None:
+    """Put the parameters ``faster`` into groups of their own, with ``ratio`` times the rate; before the first step."""
+    chosen = {id(p) for p in faster}
+    for group in list(optimizer.param_groups):
+        fast = [p for p in group["params"] if id(p) in chosen]
+        slow = [p for p in group["params"] if id(p) not in chosen]
+        own = {"lr": group["lr"] * ratio, "lr_ratio": ratio}
+        if fast and slow:
+            group["params"] = slow
+            optimizer.add_param_group({**group, **own, "params": fast})
+        elif fast:
+            group.update(own)
 
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "", ConfigError)

@@ -23,7 +23,7 @@ ROUNDING = 1e-9  # 0.07 · 100 is 7.000000000000001 in floating point, and means
 
 
 @dataclass(frozen=True)
-class Schedule(Checked):
+class RateSchedule(Checked):
     """A share of the learning rate for every update. A subclass has a ``kind`` and ``after_warmup``."""
 
     kind: ClassVar[str]
@@ -78,7 +78,7 @@ class Schedule(Checked):
 
 
 @dataclass(frozen=True)
-class Constant(Schedule):
+class Constant(RateSchedule):
     """Warm-up, then lr."""
 
     kind: ClassVar[str] = "constant"
@@ -92,7 +92,7 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True)
-class Linear(Schedule):
+class Linear(RateSchedule):
     """Warm-up, then a straight line from lr to floor·lr."""
 
     kind: ClassVar[str] = "linear"
@@ -106,7 +106,7 @@ class Linear(Schedule):
 
 
 @dataclass(frozen=True)
-class Cosine(Schedule):
+class Cosine(RateSchedule):
     """Warm-up, then half a cosine from lr to floor·lr (arXiv 1608.03983, without restarts)."""
 
     kind: ClassVar[str] = "cosine"
@@ -120,7 +120,7 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True)
-class WSD(Schedule):
+class WSD(RateSchedule):
     """Warm-up, stable, decay (arXiv 2404.06395): lr until the last ``decay`` of the run, then a line to floor·lr."""
 
     kind: ClassVar[str] = "wsd"

@@ -74,6 +74,9 @@ class LoRA(Variant):
     def inactive(self) -> frozenset[str]:
         return frozenset() if self.freeze_a else frozenset({"A"})
 
+    def faster(self) -> frozenset[str]:
+        return frozenset({"B"})
+
     def linear(self) -> bool:
         return self.freeze_a
 

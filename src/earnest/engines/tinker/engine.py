@@ -80,6 +80,8 @@ class TinkerEngine:
         self.optimizer_spec = optimizer or AdamW()
         if not isinstance(self.optimizer_spec, AdamW):
             raise ConfigError(f"a Tinker service steps with AdamW, not {self.optimizer_spec!r}; give en.AdamW(…).")
+        if self.optimizer_spec.lr_ratio != 1:
+            raise ConfigError("optimizer.lr_ratio: a Tinker service has one rate for all tensors; leave it out.")
         self.max_grad_norm, self.estimator, self.outer = max_grad_norm, estimator, outer
         self.service = remote.connect(base_url, api_key)
         self.base_model = base_model
