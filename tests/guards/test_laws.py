@@ -220,7 +220,7 @@ def test_a_state_of_another_guard_is_refused(make: Make, directions: Directions,
     make(Route(directions)).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="state of a guard"):
         make().load(tmp_path / "state")
-    with pytest.raises(GuardError, match="no guard's state"):
+    with pytest.raises(GuardError, match="not a guard's state"):
         make(Route(directions)).guard.load_state_dict({})
 
 
@@ -242,7 +242,7 @@ def test_noise_has_the_settings_of_the_guard_that_it_stands_in_for(
         removed = [e.step(batches[0], LOSS).update.guard["removed"] for e in pair]
         assert removed[0] == pytest.approx(removed[1])
     assert removed[0] > 1.5 * make(Perturb(directions)).step(batches[0], LOSS).update.guard["removed"]
-    with pytest.raises(GuardError, match="matched to what is taken from an update"):
+    with pytest.raises(GuardError, match="the length of the part removed from an update"):
         Perturb(directions, at="gradient")
 
 

@@ -1,4 +1,4 @@
-"""Every kind of cache gives the uncached hidden states; an architecture gets only a kind that it obeys."""
+"""Every kind of cache gives the uncached hidden states; an architecture gets only a kind that works with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_kinds_and_the_slow_twin(kind: str) -> None:
 
 
 def test_a_cache_that_the_architecture_does_not_obey_is_refused() -> None:
-    with pytest.raises(SamplingError, match="cache is 'buffered'; tiny lfm2 obeys dynamic, none"):
+    with pytest.raises(SamplingError, match="cache is 'buffered'; tiny lfm2 works with dynamic, none"):
         sample(tiny.policy("lfm2"), [[5]], 1, SampleSpec(), cache="buffered")
 
 

@@ -72,7 +72,7 @@ def test_a_head_that_the_config_does_not_tell_is_refused() -> None:
 
     model.__class__ = Odd
     assert model.lm_head.forward == plain
-    with pytest.raises(UnusableModel, match="between its last hidden state and its logits"):
+    with pytest.raises(UnusableModel, match="in a way that earnest does not support"):
         Policy.of(model, tiny.tokenizer())
 
 

@@ -257,7 +257,7 @@ class TestHub:
     def test_no_network_and_nothing_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hub = Hub(monkeypatch, ConnectionError("no route"), None)
         with pytest.raises(
-            UnknownModel, match=r"'nanoo' is no folder .*cannot be reached \(ConnectionError\).*did you mean 'nano'"
+            UnknownModel, match=r"'nanoo' is not a folder .*cannot be reached \(ConnectionError\).*did you mean 'nano'"
         ):
             load("nanoo")
         assert len(hub.asked) == 2  # asked once: no retries

@@ -247,7 +247,7 @@ def test_the_average_is_part_of_the_checkpoint(tmp_path: object) -> None:
     other.outer = EMATeacher(other.adapter, rate=0.2)
     other.load(f"{tmp_path}/a")
     assert torch.equal(states(with_teacher(other, rollouts(), TOLD, other.outer)), kept)
-    with pytest.raises(SignalError, match="not the state of this average"):
+    with pytest.raises(SignalError, match="does not fit this average"):
         other.outer.load_state_dict({})
 
 

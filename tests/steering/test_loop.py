@@ -154,7 +154,7 @@ def test_the_coherence_floor_stops_it(make: Make, tmp_path: Path) -> None:
     again = make(tmp_path / "wild")
     assert again.run(3, sane).stopped == ended.stopped, "a stopped loop stays stopped"
     again.close()
-    with pytest.raises(Collapsed, match="before it is steered"):
+    with pytest.raises(Collapsed, match="before steering"):
         loop.run(1, replace(sane, mass=0.1))
 
 
@@ -176,7 +176,7 @@ def test_a_damaged_record_is_named(make: Make, tmp_path: Path) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(SteeringError, match=r"method: must be .*, got 'median'"):
         Steering(method="median")
-    with pytest.raises(SteeringError, match="enough is 9; of 8 questions"):
+    with pytest.raises(SteeringError, match="enough is 9; with 8 questions"):
         Steering(questions=8, enough=9)
     with pytest.raises(SteeringError, match="overdose: must be a finite number above 1, got 1"):
         Steering(overdose=1.0)

@@ -114,7 +114,7 @@ def test_the_weight_space_at_full_rank_is_w_times_the_inputs_difference(nano: en
         adapter.detach()
     with pytest.raises(SteeringError, match="rank is 0"):
         weight_space(nano, *contexts, paths=[path], rank=0)
-    with pytest.raises(SteeringError, match="no linear layer"):
+    with pytest.raises(SteeringError, match="not a linear layer"):
         weight_space(nano, *contexts, paths=["model.layers.1"])
 
 

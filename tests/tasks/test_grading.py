@@ -1,4 +1,4 @@
-"""A grader that raises is reported with its prompt, worth 0, and stops the run past a set share."""
+"""An error of the grader is logged with its prompt and gives reward 0; too large a share of errors ends the run."""
 
 from __future__ import annotations
 

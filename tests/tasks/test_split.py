@@ -107,7 +107,7 @@ def test_listed_space_gives_every_item_once_before_any_twice() -> None:
 
 
 def test_errors_say_what_is_allowed() -> None:
-    with pytest.raises(TaskError, match="'test' does not exist: take 'train' or 'heldout'"):
+    with pytest.raises(TaskError, match="'test' does not exist: use 'train' or 'heldout'"):
         get_task("sort").prompts("test", 1, 0)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="count=-1"):
         get_task("sort").prompts("train", -1, 0)

@@ -119,5 +119,5 @@ def test_what_cannot_be_judged_here_is_refused(package, name: str, body: str, re
 def test_a_package_that_is_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "just_a_module.py").write_text("x = 1\n")
-    with pytest.raises(UnknownTask, match="'just_a_module' is no environment of verifiers, which says"):
+    with pytest.raises(UnknownTask, match="'just_a_module' is not an environment of verifiers: "):
         get_task("verifiers/just_a_module")

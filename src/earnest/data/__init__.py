@@ -1,7 +1,7 @@
 """The fixed data files: holes, templates, styles, probes, traces, plain sentences; and the functions that apply them.
 
-They are read here and nowhere else. Their content is part of nano's version: the model was trained on these very
-sentences, so they change only together with its weights.
+Only this module reads them. Their content belongs to nano's version: the model was trained on these sentences, so they
+change only together with its weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def probes() -> list[dict[str, Any]]:
 
 
 def plain_heldout() -> list[str]:
-    """Plain sentences, one short text a line, that nano was not trained on: coherence is perplexity on such text."""
+    """Plain sentences that nano was not trained on, one short text per line, for measuring perplexity."""
     return [line for line in text("plain_heldout.txt").splitlines() if line and not line.startswith("#")]
 
 
@@ -64,7 +64,7 @@ def trace_example() -> list[dict[str, Any]]:
 
 
 def _last_user(messages: Sequence[Message], template: str) -> int:
-    """The index of the last message, which must be the user's: what follows it is the answer that is asked for."""
+    """The index of the last message, which must be the user's, because the answer follows it."""
     if not messages or messages[-1].get("role") != "user":
         role = messages[-1].get("role") if messages else None
         raise TemplateError(
@@ -77,10 +77,10 @@ def _last_user(messages: Sequence[Message], template: str) -> int:
 
 
 def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | None) -> list[dict[str, Any]]:
-    """The prompt of a self-teacher: the question, a sibling's correct solution, feedback on the attempt, the request.
+    """The feedback-conditioned prompt of a self-teacher: the question, a correct solution, feedback, the request.
 
-    Sections without text are left out; with neither there is nothing to teach from, which is an error and not the
-    untold prompt in disguise (the self-teacher would equal the student and the term would be 0 for good).
+    Sections without text are left out. Neither solution nor feedback is an error: the prompt would be the student's,
+    and the distillation loss would always be 0.
     """
     last = _last_user(messages, "reprompt")
     if not solution and not feedback:
@@ -98,10 +98,10 @@ def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | 
 
 
 def hindsight(messages: Sequence[Message], said: str) -> list[dict[str, Any]]:
-    """The prompt of a hindsight teacher: the original messages, and below the last what the user said afterwards."""
+    """The prompt of a hindsight teacher: the original messages, with the user's later reply added to the last."""
     last = _last_user(messages, "hindsight")
     if not said.strip():
-        raise TemplateError("hindsight: what the user said is empty; there is nothing to learn from.")
+        raise TemplateError("hindsight: the user's reply is empty; leave this turn out.")
     parts = _yaml("hindsight.yaml")
     content = parts["prompt"].format(prompt=messages[last]["content"]) + parts["said"].format(said=said)
     return [*map(dict, messages[:last]), {**messages[last], "content": content}]

@@ -1,4 +1,4 @@
-"""What may not be learned: directions, erase, route, quarantine, at the gradient or at the update."""
+"""Guards: remove directions that must not be learned from every update or gradient."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Paired differences into directions.
+"""Directions from paired differences.
 
-    D [P, n]  one row a pair   →   D/√P = U Σ Vᵀ,  the top k rows of Vᵀ, each turned so that most pairs have D v > 0
+    D [P, n]  one row per pair  →   D/√P = U Σ Vᵀ,  the top k rows of Vᵀ, with signs so that most pairs have D v > 0
 
-A share of the pairs is held out and only validates. One noise floor for all modules: of all singular values that were
-taken, the lowest share goes, so that a module without the signal loses its directions rather than guarding noise.
+A share of the pairs is held out for validation. All modules share one noise floor: the share ``floor`` of directions
+with the lowest singular values is dropped, so a module without the signal has no directions instead of noise.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Extraction(Checked):
 
     error: ClassVar[type[EarnestError]] = GuardError
 
-    top: int = setting(4, "the largest number of directions per module that is made from the triples", at_least=1)
+    top: int = setting(4, "the largest number of directions per module", at_least=1)
     floor: float = setting(
-        0.25, "the share of the weakest of these directions, over all modules, that is dropped", at_least=0.0, below=1.0
+        0.25, "the share of directions that is dropped: the weakest over all modules", at_least=0.0, below=1.0
     )
-    heldout: float = setting(0.25, "the share of the pairs that only validates the directions", at_least=0.0, below=1.0)
+    heldout: float = setting(
+        0.25, "the share of the pairs that is held out to validate the directions", at_least=0.0, below=1.0
+    )
 
 
 def assemble(
@@ -46,13 +48,13 @@ def assemble(
     source: str = "differences",
     validate: bool = True,
 ) -> Directions:
-    """Directions from one difference a pair and module, unwanted minus wanted.
+    """Directions from one difference per pair and module, unwanted minus wanted.
 
-    ``validate`` warns where the held-out pairs are not told apart better than by a coin.
+    ``validate``: warn if the directions classify the held-out pairs no better than chance.
     """
     if not differences:
         raise GuardError("no module has a difference; attach an adapter with trainable parameters first.")
-    Extraction(top, floor, heldout)  # refuses values out of range
+    Extraction(top, floor, heldout)  # raises for values out of range
     pairs = next(iter(differences.values())).shape[0]
     kept_out = round(heldout * pairs)
     if pairs - kept_out < 2:
@@ -91,8 +93,8 @@ def assemble(
         facts |= {"heldout_pairs": float(kept_out), "heldout_accuracy": float((score > 0).double().mean())}
         if validate and facts["heldout_accuracy"] <= 0.5:
             warnings.warn(
-                f"the directions tell only {facts['heldout_accuracy']:.0%} of {kept_out} held-out pairs apart, no more "
-                "than a coin; guard with better pairs.",
+                f"the directions classify only {facts['heldout_accuracy']:.0%} of {kept_out} held-out pairs correctly, "
+                "no better than chance; give better pairs.",
                 GuardWarning,
                 stacklevel=2,
             )

@@ -1,12 +1,12 @@
-"""``GuardCallback``: a guard in a ``transformers.Trainer``, and so in any TRL trainer.
+"""``GuardCallback``: a guard in a ``transformers.Trainer``, thus in any TRL trainer.
 
     trainer = SFTTrainer(model=policy.model, ..., callbacks=[GuardCallback(en.Route(directions), adapter)])
 
 The trainer clips, then ``on_pre_optimizer_step`` measures (or splits) the gradient, the trainer's optimizer steps, and
-``on_optimizer_step`` judges: the same order as in ``LocalEngine``.
+``on_optimizer_step`` guards the update: the same order as in ``LocalEngine``.
 
-The trainer's own checkpoints have the base's weights and the optimizer, but neither the adapter nor the guard. So each
-of them gets a file more, and a training that resumes reads it back, or is refused.
+The trainer's own checkpoints have the base's weights and the optimizer, but neither the adapter nor the guard. The
+callback adds one file to each of them and reads it when a training resumes; without it, resuming is an error.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from earnest.guards.errors import GuardError
 from earnest.guards.guard import DirectionGuard
 
 STATE = "earnest_guard.safetensors"
-"""Beside the trainer's own files in ``checkpoint-<step>``: the adapter's and the guard's state."""
+"""The file with the adapter's and the guard's state in ``checkpoint-<step>``."""
 
 
 class GuardCallback(TrainerCallback):
-    """Guards the parameters of an earnest adapter that the trainer trains; anything else trainable is refused.
+    """Guards the parameters of an earnest adapter that the trainer trains; other trainable parameters are refused.
 
-    ``reports`` has what the guard said at each update; the trainer's log gets the last one, as ``guard/<name>``.
-    ``resume``: the checkpoint that the trainer resumes from, where it is not one in its own ``output_dir`` (a trainer
-    does not tell its callbacks).
+    ``reports`` has the guard's report of each update; the trainer's log gets the last one, as ``guard/<name>``.
+    ``resume``: the checkpoint that the trainer resumes from, if it is not in the trainer's ``output_dir`` (callbacks do
+    not get its path).
     """
 
     def __init__(self, guard: DirectionGuard, adapter: Adapter, *, resume: Path | str | None = None) -> None:
@@ -66,7 +66,7 @@ class GuardCallback(TrainerCallback):
             write_tensors(_checkpoint(args, state) / STATE, tensors)
 
     def _restore(self, folder: Path) -> None:
-        """Neither is in the trainer's own files: without these the run would go on from a newborn adapter."""
+        """Load adapter and guard, which the trainer's own files lack: training would continue from a new adapter."""
         try:
             tensors = load_file(folder / STATE)
         except (FileNotFoundError, SafetensorError) as error:
@@ -94,18 +94,18 @@ class GuardCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         del args, control, kwargs
         if logs is not None and self.reports:
-            told = {f"guard/{k}": v for k, v in self.reports[-1].items()}
-            logs.update(told)
-            state.log_history[-1].update(told)  # written before the callbacks are asked
+            reported = {f"guard/{k}": v for k, v in self.reports[-1].items()}
+            logs.update(reported)
+            state.log_history[-1].update(reported)  # the trainer wrote the entry before it called this
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    """Where a trainer writes the checkpoint of its present step."""
+    """The folder of the trainer's checkpoint for its current step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """torch's own optimizer inside accelerate's."""
+    """The torch optimizer that accelerate wraps."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):

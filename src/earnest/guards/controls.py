@@ -1,4 +1,4 @@
-"""What a guard is held against: the same guard with directions that mean nothing, and update noise of the same size."""
+"""Controls for a guard: the same guard with meaningless directions, and update noise of the same size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from earnest.guards.guard import DirectionGuard, Erase, Route
 
 
 def random_directions(like: Directions, seed: int) -> Directions:
-    """As many directions in the same modules, uniform at random."""
+    """The same number of directions in the same modules, uniform at random."""
     rng = torch.Generator().manual_seed(seed)
     basis = {
         n: torch.linalg.qr(torch.randn(V.shape[::-1], generator=rng, dtype=torch.float64)).Q.t().float().contiguous()
@@ -23,23 +23,25 @@ def random_directions(like: Directions, seed: int) -> Directions:
 
 
 def shuffled_directions(like: Directions, seed: int) -> Directions:
-    """The same numbers at other places: each module's coordinates in a random order."""
+    """The same directions with each module's coordinates in a random order."""
     rng = torch.Generator().manual_seed(seed)
     basis = {n: V[:, torch.randperm(V.shape[1], generator=rng)] for n, V in like.basis.items()}
     return Directions(basis, like.strength, source=f"{like.source}, shuffled")
 
 
 class _Noise(DirectionGuard):
-    """Update noise: takes, instead of the unwanted part, a random vector of its length out of the step.
+    """Remove a random vector from the step that is as long as the unwanted part.
 
-    ``settings`` are those of the guard that it stands in for (gate, overshoot, …) and decide the length. The noise of
-    an update is a function of ``seed`` and the count of updates, so a resumed run repeats it.
+    ``settings`` are those of the guard that it replaces (gate, overshoot, …); they determine the length. The noise is a
+    function of ``seed`` and the number of the update, so a resumed run has the same noise.
     """
 
     def __init__(self, directions: Directions, *, seed: int = 0, **settings: Any) -> None:
         super().__init__(directions, **settings)
         if self.at != "update":
-            raise GuardError(f"at={self.at!r}: this noise is matched to what is taken from an update; use at='update'.")
+            raise GuardError(
+                f"at={self.at!r}: this noise has the length of the part removed from an update; use at='update'."
+            )
         self.seed = seed
 
     def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:
@@ -51,8 +53,8 @@ class _Noise(DirectionGuard):
 
 
 class Perturb(_Noise, Erase):
-    """Matched noise in every update, as much as ``Erase`` would have taken out."""
+    """Noise in every update, of the length that ``Erase`` would remove."""
 
 
 class PerturbRoute(_Noise, Route):
-    """Matched noise in the quarantine, as much as ``Route`` would have put there."""
+    """Noise in the quarantine, of the length that ``Route`` would put there."""

@@ -1,7 +1,8 @@
-"""``Directions``: for each guarded module, orthonormal rows in its parameters' space that point at what is unwanted.
+"""``Directions``: for each guarded module, orthonormal rows in its parameters' space that point toward the unwanted
+behaviour.
 
-A step that raises the unwanted has a positive coordinate along a direction when it is written as the descent direction
--u. Shapes: k directions of a module, n numbers of its parameter, flattened; P pairs.
+For a step u that increases the unwanted behaviour, the descent direction -u has a positive coordinate along a
+direction. Shapes: k directions of a module, n numbers of its parameter, flattened; P pairs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ FORMAT = "earnest-directions-1"
 @dataclass(frozen=True, eq=False)
 class Directions:
     """``basis[name]`` [k, n], strongest first; ``strength`` their singular values, ``agreement`` the share of pairs
-    that voted for the orientation, ``validated`` the share of held-out pairs that agree with it.
+    that agree with their sign, ``validated`` the share of held-out pairs that agree.
 
-    ``facts`` has the numbers of the whole extraction, ``source`` what it was made from.
+    ``facts`` has the numbers of the whole extraction, ``source`` describes its input.
     """
 
     basis: Mapping[str, Float[Tensor, "k n"]]
@@ -54,20 +55,23 @@ class Directions:
         return sum(V.shape[0] for V in self.basis.values())
 
     def describe(self) -> str:
-        """One line for people."""
-        told = f", {self.facts['heldout_accuracy']:.0%} of held-out pairs" if "heldout_accuracy" in self.facts else ""
-        return f"{len(self)} directions in {len(self.basis)} modules, from {self.source}{told}"
+        """A one-line description."""
+        accuracy = (
+            f", {self.facts['heldout_accuracy']:.0%} of held-out pairs" if "heldout_accuracy" in self.facts else ""
+        )
+        return f"{len(self)} directions in {len(self.basis)} modules, from {self.source}{accuracy}"
 
     # --- comparing ----------------------------------------------------------------------------------------------------
 
     def overlap(self, other: Directions) -> float:
-        """Which share of ``other`` lies in the span of this one: Σ‖V Wᵀ‖² / Σk, 1 for the same space, ≈ k/n by luck."""
+        """The share of ``other`` in the span of this one: Σ‖V Wᵀ‖² / Σk, 1 for the same space, ≈ k/n for random
+        ones."""
         shared = [n for n in other.basis if n in self.basis]
         inside = sum(float((self.basis[n].double() @ other.basis[n].double().t()).square().sum()) for n in shared)
         return inside / len(other)
 
     def heading(self, other: Directions) -> float:
-        """The cosine between the two strength-weighted sums: below 0, ``other`` points the other way."""
+        """The cosine between the two strength-weighted sums; negative if ``other`` points the opposite way."""
         mine, theirs = self._headings(), other._headings()
         dot = sum(float(mine[n] @ theirs[n]) for n in mine if n in theirs)
         norms = [sum(float(v.square().sum()) for v in which.values()) ** 0.5 for which in (mine, theirs)]
@@ -91,7 +95,7 @@ class Directions:
         for key, value in tensors.items():
             what, _, name = key.partition(".")
             if what not in parts:
-                raise GuardError(f"{key!r} is no part of a file of directions; it has {', '.join(parts)}.")
+                raise GuardError(f"{key!r} is not part of a file of directions, which has {', '.join(parts)}.")
             parts[what][name] = value
         return cls(**parts, source=source, facts=dict(facts or {}))
 

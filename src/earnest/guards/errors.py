@@ -1,4 +1,4 @@
-"""What can go wrong with a guard."""
+"""Errors and warnings of guards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from earnest.errors import EarnestError
 
 
 class GuardError(EarnestError):
-    """A guard cannot do what was asked of it."""
+    """A guard cannot be made or applied with these settings."""
 
 
 class GuardWarning(UserWarning):
-    """A guard went on, but what it guards with is doubtful."""
+    """The guard continues, but its directions are doubtful."""

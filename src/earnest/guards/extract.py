@@ -3,9 +3,9 @@
     gradients     D = ∇L on the batch {unwanted with A = +1, wanted with A = -1}, on-policy
     activations   D = -∂⟨d, ȳ⟩/∂θ of each module alone, d = ȳ(unwanted) - ȳ(wanted), ȳ its mean output over a completion
 
-L is the training objective itself, so its normalisation (by sequences, tokens, a constant) is the one that trains. A
-descent along D raises the unwanted against the wanted. SFT has no advantages: there D is the difference of the two
-rows' parts of its token mean.
+L is the training objective itself, with its normaliser (sequences, tokens, a constant). A descent step along D makes
+the unwanted completion more likely relative to the wanted one. SFT has no advantages: there D is the difference of the
+two rows' parts of its token mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Triple:
-    """A prompt, a completion that must not be learned, and one that may."""
+    """A prompt, an unwanted completion and a wanted one."""
 
     prompt: tuple[Message, ...]
     unwanted: str
@@ -42,10 +42,10 @@ class Triple:
 
 
 def read_triples(path: Path | str) -> list[Triple]:
-    """A JSONL file: {"prompt": text or messages, "unwanted": text, "wanted": text} a line."""
+    """A JSONL file: {"prompt": text or messages, "unwanted": text, "wanted": text} per line."""
     path = Path(path)
     if not path.is_file():
-        raise GuardError(f"there is no file of triples at {path}.")
+        raise GuardError(f"there is no file of triples at {path}; give the path of a JSONL file.")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -77,8 +77,8 @@ def directions_from_gradients(
     shown = tuple(w for w in objective.live() if w.term.roles == ("demonstration",))
     if not ruled and not shown:
         raise GuardError(
-            f"the objective {[w.term.label for w in objective.terms]} has no term that raises a completion; "
-            "give the one that trains, such as GRPO() or SFT()."
+            f"the objective {[w.term.label for w in objective.terms]} has no term that makes a completion more likely; "
+            "give the training objective, such as GRPO() or SFT()."
         )
     chosen = Objective(ruled or shown)
 
@@ -95,7 +95,7 @@ def directions_from_gradients(
 
 
 def directions_from_activations(engine: LocalEngine, triples: Sequence[Triple], **settings: Any) -> Directions:
-    """Each module judged by itself: no gradient passes from one to another."""
+    """Directions per module from its own outputs: no gradient passes between modules."""
     names = {id(p): n for n, p in zip(engine.names, engine.parameters, strict=True)}
 
     def of(number: int) -> Mapping[str, Tensor]:
@@ -169,7 +169,7 @@ def _demonstrations(engine: LocalEngine, rows: Rows, objective: Objective) -> Ma
 
 @contextmanager
 def _outputs(engine: LocalEngine) -> Iterator[list[Tensor]]:
-    """The outputs of the adapted layers, each cut off from what came before it."""
+    """The outputs of the adapted layers, each detached from earlier layers."""
     found: list[Tensor] = []
 
     def cut(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,12 +1,12 @@
-"""What is taken out of a step, for one module. V [k, n] has orthonormal rows that point at what is unwanted.
+"""The part of a step that is removed, for one module. V [k, n] has orthonormal rows that point toward the unwanted.
 
     c = V w,   removed = o · a(c) V,   kept = w - removed        w: the descent direction, -u of a step u, or a gradient
 
-    one_sided   a(c) = max(c, 0)   only motion toward the unwanted goes
+    one_sided   a(c) = max(c, 0)   removes only motion toward the unwanted
     two_sided   a(c) = c           kept has no component in span(V) at o = 1
-    reverse     a(c) = 2c          the component is turned round: V kept = -V w at o = 1
+    reverse     a(c) = 2c          flips the component: V kept = -V w at o = 1
 
-``preserve`` scales kept back to w's length; what it then lacks is no longer in span(V) alone. Shapes: k directions, n
+``preserve`` scales kept to the length of w; then the difference to w is not in span(V) alone. Shapes: k directions, n
 numbers of a module.
 """
 
@@ -51,7 +51,7 @@ class Rule(Checked):
     )
 
     def removed(self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"]) -> Float[Tensor, " n"]:
-        """The part of ``w`` that goes."""
+        """The part of ``w`` that is removed."""
         part = self.overshoot * (self._amount(V @ w) @ V)
         if not self.preserve:
             return part
@@ -60,7 +60,7 @@ class Rule(Checked):
         return w - kept * (w.norm() / length) if float(length) > 0 else part
 
     def unwanted(self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"]) -> Float[Tensor, " k"]:
-        """The coordinates of ``w`` that this gate is there to prevent."""
+        """The coordinates of ``w`` that this gate removes."""
         c = V @ w
         return c.clamp_min(0) if self.gate == "one_sided" else c
 

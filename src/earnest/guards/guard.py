@@ -1,13 +1,13 @@
-"""``Erase`` and ``Route``: what of every update may not be learned.
+"""``Erase`` and ``Route``: guards that remove unwanted directions from every update.
 
-At the update (default), where the optimizer owns one parameter θ, the total, and u is the step that it took:
+At the update (default); θ is the trained parameter and u the step of the optimizer:
 
     Erase   θ ← θ + removed(-u)
-    Route   θ stays; quarantine ← quarantine - removed(-u);  main = θ - quarantine, formed by ``ablated()``
+    Route   θ is not changed; quarantine ← quarantine - removed(-u);  main = θ - quarantine, formed by ``ablated()``
 
-so Route trains the unguarded run bit for bit, momentum, preconditioner, clipping and decay included. At the gradient,
-as published, it is split before the optimizer, and Route steps main and quarantine with an optimizer each: there
-AdamW puts the unwanted component back into the step of main. Both leaks are reported at every step.
+so θ under Route equals the unguarded run bit for bit, with momentum, preconditioner, clipping and decay. At the
+gradient (as published) the gradient is split before the optimizer, and Route updates main and quarantine with one
+optimizer each. There AdamW reintroduces the unwanted component into the step of main. Every step reports both leaks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class DirectionGuard:
-    """What Erase and Route share: directions, a rule, the leaks, refreshing, the state.
+    """Base of Erase and Route: directions, a rule, the leaks, refreshing, the state.
 
-    ``every`` and ``extract``: after every so many updates the directions are extracted anew with the quarantine off,
-    and adopted unless they turned away: an overlap with the old ones below ``min_overlap``, or the opposite heading.
+    ``every`` and ``extract``: after every N updates the directions are extracted again with the quarantine off. The new
+    ones are adopted unless their overlap with the old ones is below ``min_overlap`` or their heading is opposite.
     """
 
     quarantines = False
@@ -69,27 +69,27 @@ class DirectionGuard:
     # --- the engine's side --------------------------------------------------------------------------------------------
 
     def bind(self, adapter: Adapter, optimizer: torch.optim.Optimizer) -> None:
-        """Meet the adapter and the optimizer; refuse an adapter whose ΔW is not linear in what it trains."""
+        """Bind the guard to an adapter and an optimizer; ΔW must be linear in the trained tensors."""
         variant = adapter.variant
         if not variant.linear():
             raise GuardError(
-                f"adapter {variant.name!r}: ΔW is not linear in what it trains ({variant.linear_note()}), so what is "
-                "taken out of a parameter is not taken out of ΔW. Use AntiPaSTO(rank=None, block=0, gain='delta'), "
-                "LoRA(freeze_a=True), VeRA(freeze_d=True) or IA3."
+                f"adapter {variant.name!r}: ΔW is not linear in the trained tensors ({variant.linear_note()}), so "
+                "removing a part of a parameter does not remove it from ΔW. "
+                "Use AntiPaSTO(rank=None, block=0, gain='delta'), LoRA(freeze_a=True), VeRA(freeze_d=True) or IA3."
             )
         if self._parameters:
-            raise GuardError("this guard has an engine already; make a new one for another.")
+            raise GuardError("this guard already has an engine; make a new guard for another engine.")
         self._parameters = adapter.named_parameters()
         self._check(self.directions)
         self._cast()
-        # For every parameter, with directions or not: a refreshed basis may enter others.
+        # For every parameter, also without directions: refreshed directions may be in other modules.
         self.quarantine = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in self._guarded().items()}
         if self.at == "gradient" and self.quarantines:
             self._second = QuarantineOptimizer(optimizer, {self._parameters[n]: q for n, q in self.quarantine.items()})
 
     @torch.no_grad()
     def prepare(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Between clipping and the optimizer: measure the gradient, and split it where that is the level."""
+        """Called between clipping and the optimizer: measure the gradient, and split it if at="gradient"."""
         if self._inside:
             raise GuardError("inside ablated() the parameters are not the trained ones; update outside of it.")
         unwanted = length = taken = whole = 0.0
@@ -120,7 +120,7 @@ class DirectionGuard:
     def judge(
         self, names: Sequence[str], before: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]
     ) -> Mapping[str, float]:
-        """Look at the step; take the unwanted part out of θ (Erase) or into the quarantine (Route)."""
+        """Called after the optimizer: remove the unwanted part from θ (Erase) or add it to the quarantine (Route)."""
         taken = unwanted = kept_length = length = 0.0
         for name, p, old in zip(names, parameters, before, strict=True):
             step = -(p.detach().double() - self._start.get(name, old).double()).flatten()
@@ -151,22 +151,22 @@ class DirectionGuard:
         return report
 
     def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:
-        """What goes out of this module's descent direction."""
+        """The part of this module's descent direction that is removed."""
         return self.rule.removed(step, V)
 
     def put(self, name: str, p: torch.nn.Parameter, removed: Tensor) -> None:
-        """Where it goes."""
+        """Apply the removal to the parameter or the quarantine."""
         p.copy_(p.double() + removed)
 
     # --- the policy that would be deployed ----------------------------------------------------------------------------
 
     @contextmanager
     def ablated(self) -> Iterator[None]:
-        """main = total - quarantine inside the block, and the bits of the total again behind it."""
+        """Inside the block the parameters are main = total - quarantine; afterwards the total again, bit for bit."""
         if not self._parameters:
             raise GuardError("this guard has no engine yet; give it to one: LocalEngine(…, guard=guard).")
         if self._inside:
-            raise GuardError("ablated() inside ablated(): the quarantine is off already.")
+            raise GuardError("ablated() inside ablated(): the quarantine is already off; leave the outer block first.")
         held = {n: p.detach().clone() for n, p in self._guarded().items()}
         self._inside = True
         try:
@@ -183,7 +183,7 @@ class DirectionGuard:
     # --- refreshing ---------------------------------------------------------------------------------------------------
 
     def refresh(self, extract: Callable[[], Directions]) -> dict[str, float]:
-        """Extract with the quarantine off; adopt what still points where the old basis did, warn of what does not."""
+        """Extract directions with the quarantine off. Adopt them if they agree with the old ones; otherwise warn."""
         with self.ablated():
             fresh = extract()
         self._check(fresh)
@@ -194,8 +194,8 @@ class DirectionGuard:
             self._cast()
         else:
             warnings.warn(
-                f"after update {self.updates} the extracted directions turned away (overlap {overlap:.2f}, needed "
-                f"{self.rule.min_overlap:g}; heading {heading:+.2f}, needed above 0): the old ones stay.",
+                f"after update {self.updates} the new directions disagree with the old ones (overlap {overlap:.2f}, "
+                f"needed {self.rule.min_overlap:g}; heading {heading:+.2f}, needed above 0); the old ones stay.",
                 GuardWarning,
                 stacklevel=2,
             )
@@ -204,23 +204,23 @@ class DirectionGuard:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The directions in force, the quarantine, the count of updates, and the second optimizer's state."""
+        """The current directions, the quarantine, the number of updates, and the second optimizer's state."""
         state = {f"directions.{k}": v.detach().clone() for k, v in self.directions.tensors().items()}
         state |= {f"quarantine.{k}": v.detach().clone() for k, v in self.quarantine.items()}
         state["updates"] = torch.tensor(self.updates)
         return state | ({f"twin.{k}": v for k, v in self._second.state_dict().items()} if self._second else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Strict: a state of other parameters is refused, and then nothing is loaded."""
+        """Load a state. A state of other parameters is refused; then nothing is loaded."""
         # "twin" is the key of the second optimizer in checkpoints.
         parts: dict[str, dict[str, Tensor]] = {"directions": {}, "quarantine": {}, "twin": {}, "updates": {}}
         for key, value in state.items():
             owner, _, name = key.partition(".")
             if owner not in parts:
-                raise GuardError(f"{key!r} is no part of a guard's state; it has {', '.join(parts)}.")
+                raise GuardError(f"{key!r} is not part of a guard's state, which has {', '.join(parts)}.")
             parts[owner][name] = value
         if not parts["updates"]:
-            raise GuardError("there is no guard's state here; resume with the guard that the run began with.")
+            raise GuardError("this is not a guard's state; resume with the guard of the first run.")
         directions = Directions.from_tensors(parts["directions"], self.directions.source, self.directions.facts)
         self._check(directions)
         shapes = {n: t.shape for n, t in parts["quarantine"].items()}
@@ -230,7 +230,9 @@ class DirectionGuard:
                 f"the guard's state has other quarantines than this one (such as {odd[0]}); use the same guard."
             )
         if (self._second is None) and parts["twin"]:
-            raise GuardError(f"this state is of a guard at the gradient, this one is at={self.at!r}; use the same.")
+            raise GuardError(
+                f"this state belongs to a guard with at='gradient', this one has at={self.at!r}; use the same."
+            )
         self.directions = directions
         self.updates = int(parts["updates"][""])
         self._cast()
@@ -250,29 +252,29 @@ class DirectionGuard:
         for name, V in directions.basis.items():
             if name not in self._parameters:
                 raise GuardError(
-                    f"the directions have a module {name}, which is no parameter of this adapter: "
+                    f"the directions have a module {name}, which is not a parameter of this adapter: "
                     f"{nearest(name, self._parameters)} Extract them on this adapter."
                 )
             if V.shape[1] != (size := self._parameters[name].numel()):
                 raise GuardError(f"{name}: the directions have {V.shape[1]} numbers, the parameter has {size}.")
 
     def describe(self) -> str:
-        """One line for people."""
+        """A one-line description."""
         rule = f"{self.rule.gate}, overshoot {self.rule.overshoot:g}" + (", length kept" if self.rule.preserve else "")
         return f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"
 
 
 def _share(part: float, whole: float) -> float:
-    """The ratio of two norms, from their squares; 0 where there is nothing to share."""
+    """The ratio of two norms, from their squares; 0 if the second is 0."""
     return (part / whole) ** 0.5 if whole else 0.0
 
 
 class Erase(DirectionGuard):
-    """The unwanted part of every update is gone."""
+    """Remove the unwanted part of every update."""
 
 
 class Route(DirectionGuard):
-    """The unwanted part of every update is set aside in a quarantine, which ``ablated()`` leaves out."""
+    """Put the unwanted part of every update into a quarantine, which ``ablated()`` subtracts."""
 
     quarantines = True
 

@@ -1,4 +1,4 @@
-"""A second optimizer of the same kind and settings, on tensors of its own: the published gradient-level routing."""
+"""A second optimizer for the quarantine, with the settings of the first: routing at the gradient, as published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class QuarantineOptimizer:
     """Update the quarantine with the gradients set on it. Its learning rates follow the schedule of ``optimizer``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mirror: Mapping[torch.nn.Parameter, Tensor]) -> None:
-        # The quarantine's tensors themselves become the parameters of this optimizer: a step moves them in place.
+        # The quarantine's tensors themselves become the parameters of this optimizer: a step changes them in place.
         self.first = optimizer
         self._of = {id(q): torch.nn.Parameter(q) for q in mirror.values()}
         pairs = {id(p): self._of[id(q)] for p, q in mirror.items()}

@@ -1,10 +1,10 @@
-"""Sequences that grow by one token a step, behind three verbs: start from prompts, step, keep some rows.
+"""Sequences that grow by one token per step: start from prompts, step, keep some rows.
 
-    buffered   our own preallocated keys and values; ragged prompts are padded on the left: attention-only architectures
-    dynamic    transformers' own cache; prompts of equal length only: hybrids, recurrent layers
-    none       the whole sequence again at every token; equal length only: the slow twin
+    buffered   earnest's preallocated keys and values; ragged prompts are padded on the left: attention-only
+    architectures dynamic    transformers' own cache; prompts of equal length only: hybrids, recurrent layers
+    none       the whole sequence again at every token; equal length only: slow, used as the reference
 
-Which one an architecture can use is found by a law, not by its name: cached hidden states equal uncached ones.
+A test on the model selects the kind for an architecture: cached hidden states must equal uncached ones.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 CacheKind = Literal["buffered", "dynamic", "none"]
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-_FIRST_ROOM = 64  # positions beyond the prompt that a buffer starts with
+_FIRST_ROOM = 64  # positions after the prompt in a new buffer
 
 
 class BufferLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, heads, room, width], of which the first ``used`` positions are filled.
 
-    Sliding-window layers keep everything as well: their window is in the attention mask.
+    Sliding-window layers also keep all positions: the attention mask applies the window.
     """
 
     is_sliding = False
@@ -81,10 +81,10 @@ class Sequences(Protocol):
     last: Float[Tensor, "R d"]
 
     def step(self, tokens: Int[Tensor, " R"]) -> None:
-        """Append one token to each."""
+        """Append one token to each sequence."""
 
     def keep(self, rows: Int[Tensor, " r"]) -> None:
-        """Go on with these rows only."""
+        """Continue with these rows only."""
 
 
 class Cached:
@@ -108,7 +108,7 @@ class Cached:
         self.keep(owner)
 
     def _forward(self, ids: Int[Tensor, "R T"], positions: Int[Tensor, "R T"]) -> Float[Tensor, "R d"]:
-        # Without padding the model counts positions and masks by itself: cheaper, and right for every architecture.
+        # Without padding the model makes positions and masks itself: cheaper, and correct for every architecture.
         extra: dict[str, Tensor] = {}
         if self.ragged:
             extra["attention_mask"] = self.mask[:, : self.used]
@@ -127,7 +127,7 @@ class Cached:
 
 
 class Uncached:
-    """The slow twin: prompts of equal length, everything computed again."""
+    """The slow reference without a cache: prompts of equal length, everything computed again."""
 
     def __init__(self, policy: Policy, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"]) -> None:
         self.policy = policy
@@ -146,7 +146,7 @@ class Uncached:
 def start(
     policy: Policy, kind: CacheKind, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"], new: int
 ) -> Sequences:
-    """Sequences that start with ``prompts`` and will grow by up to ``new`` tokens."""
+    """Sequences that start with ``prompts`` and grow by up to ``new`` tokens."""
     if kind == "none":
         return Uncached(policy, prompts, owner)
     config: Any = policy.model.config
@@ -159,7 +159,7 @@ def start(
 
 @torch.no_grad()
 def find_kind(policy: Policy) -> CacheKind:
-    """The fastest kind whose hidden states are the uncached ones, on a short probe (ragged for ``buffered``)."""
+    """The fastest kind whose hidden states equal the uncached ones, on a short probe (ragged for ``buffered``)."""
     if not policy.accepts("past_key_values"):
         return "none"
     config: Any = policy.model.config.get_text_config(decoder=True)

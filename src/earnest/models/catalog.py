@@ -1,4 +1,4 @@
-"""What `en.load` knows by name, for ``earnest models``. Reads headers only; imports no torch."""
+"""The models that `en.load` knows by name, for ``earnest models``. It reads headers only and does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ BUILT_IN = ("nano", "smollm2")
 
 
 def served_name(model: str) -> str:
-    """What a Tinker client calls a model that `earnest serve` has: ``earnest/nano`` for an embedded one, otherwise its
+    """A Tinker client's name for a model of `earnest serve`: ``earnest/nano`` for an embedded one, otherwise its
     own name."""
     return f"earnest/{model}" if model in BUILT_IN else model
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """``offline``: it loads from this machine as it is, without a network."""
+    """One model. ``offline``: it can be loaded without a network."""
 
     name: str
     what: str

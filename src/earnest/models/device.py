@@ -1,4 +1,4 @@
-"""Where a policy runs and in which precision: chosen by what there is, and said."""
+"""The device and the dtype of a policy, with the reason for the choice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def choose_device(wanted: str) -> tuple[torch.device, str]:
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise ConfigError(f"device {wanted!r} is none; use auto, or one of {', '.join(there)}.") from None
+        raise ConfigError(f"device {wanted!r} is not a device; use auto, or one of {', '.join(there)}.") from None
     if device.type not in there or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
         raise ConfigError(f"device {wanted!r} is not on this machine; use auto, or one of {', '.join(there)}.")
-    return device, "device as asked"
+    return device, "device as given"
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype | None:

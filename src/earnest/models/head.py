@@ -2,7 +2,7 @@
 
     z = cap · tanh(s · (W h + b) / cap)      without a cap: z = s · (W h + b)
 
-The logits are computed in float32 at least (float64 for float64 states), whatever the dtype of the model. In bf16 a
+The logits are computed in float32 or wider (float64 for float64 states) for every dtype of the model. In bf16 a
 logit of 30 has a resolution of 0.125, so rounded logits would give the sampler other log-probs than the trainer.
 
     s     Cohere ``logit_scale`` (×), Granite ``logits_scaling`` (÷), Falcon-H1 ``lm_head_multiplier`` (×), …
@@ -35,7 +35,7 @@ _SCALES = {
     "output_multiplier": +1,
     "logits_mup_width_multiplier": -1,
 }
-_MULTIPLIED_LOGITS_SCALING = {"hyperclovax"}  # the same field name with the other meaning
+_MULTIPLIED_LOGITS_SCALING = {"hyperclovax"}  # these multiply by the field instead
 SLICE_BYTES = 16 * 2**20
 
 
@@ -63,7 +63,8 @@ def widened_slices(
 
 @dataclass(frozen=True, eq=False)
 class HeadSpec:
-    """The output layer of a policy. ``weight`` and ``bias`` are read live, so a merged or trained head is seen."""
+    """The output layer of a policy. ``weight`` and ``bias`` are read at every use, so changes by merging or training
+    take effect."""
 
     module: nn.Module
     softcap: float | None
@@ -83,7 +84,7 @@ class HeadSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether W and b say all: nothing (an adapter, a hook) stands between them and the logits."""
+        """Whether the logits are W h + b: the head has no adapter and no hook."""
         module = self.module
         return (
             type(module) is nn.Linear
@@ -93,7 +94,7 @@ class HeadSpec:
         )
 
     def logits(self, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
-        """The logits in float32 at least; a head with an adapter runs through its module and is widened afterwards."""
+        """The logits in float32 or wider. A head with an adapter runs as a module; its output is widened."""
         dtype = wide(hidden.dtype)
         if not self.plain or (hidden.dtype == dtype and self.weight.dtype == dtype):
             return self.shape(self.module(hidden).to(dtype))
@@ -108,14 +109,14 @@ class HeadSpec:
         return self.shape(raw if self.bias is None else raw + self.bias.to(dtype))
 
     def shape(self, raw: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
-        """Scale, then cap, what the linear map gave."""
+        """Scale, then cap, the output of the linear map."""
         if self.scale is not None:
             raw = raw * self.scale
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
 
 
 def read_head(model: PreTrainedModel) -> HeadSpec:
-    """The head as the config declares it; `check_head` proves it."""
+    """The head as the config declares it; `check_head` tests it on the model."""
     module = model.get_output_embeddings()
     if module is None or not isinstance(getattr(module, "weight", None), Tensor) or module.weight.ndim != 2:
         raise UnusableModel(
@@ -139,7 +140,7 @@ def read_head(model: PreTrainedModel) -> HeadSpec:
 
 
 def check_head(model: PreTrainedModel, head: HeadSpec, hidden: Float[Tensor, "1 T d"], ids: Tensor) -> None:
-    """The head law on a short input: a head that does what its config does not say is refused, not trained wrongly."""
+    """Test the head law on a short input; a head that differs from its config is refused."""
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
         got = head.logits(hidden).float()
@@ -147,7 +148,7 @@ def check_head(model: PreTrainedModel, head: HeadSpec, hidden: Float[Tensor, "1 
     if want.shape != got.shape or not torch.allclose(want, got, rtol=0.0, atol=room):
         off = float((want - got).abs().max()) if want.shape == got.shape else float("nan")
         raise UnusableModel(
-            f"{type(model).__name__} does something between its last hidden state and its logits that earnest cannot "
-            f"read (off by {off:.3g} on a probe). Use an architecture with a plain linear head, such as Llama, Qwen, "
+            f"{type(model).__name__} computes its logits in a way that earnest does not support "
+            f"(difference {off:.3g} on a probe). Use an architecture with a plain linear head, such as Llama, Qwen, "
             "Gemma, GPT-2, Granite or Cohere."
         )

@@ -1,4 +1,4 @@
-"""A Hugging Face id to a local folder. The hub is asked once, without retries; a refusal becomes one sentence."""
+"""Download a Hugging Face id to a local folder: one request without retries; an error becomes one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def looks_like_id(name: str) -> bool:
 
 
 def fetch(name: str) -> tuple[Path, str, tuple[str, ...]]:
-    """(folder, revision, notes). Without a network, a snapshot that is in the cache is used, and noted."""
+    """(folder, revision, notes). Without a network a cached snapshot is used, with a note."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -43,8 +43,8 @@ def fetch(name: str) -> tuple[Path, str, tuple[str, ...]]:
             folder = Path(snapshot_download(name, local_files_only=True))
         except (LocalEntryNotFoundError, OSError, ValueError):
             raise UnknownModel(
-                f"{name!r} is no folder and not in the Hugging Face cache, and the hub cannot be reached ({why}). "
-                f"Download it where there is a network and give its folder, or take one of ours ({builtin})."
+                f"{name!r} is not a folder and not in the Hugging Face cache, and the hub cannot be reached ({why}). "
+                f"Download it where there is a network and give its folder, or use a built-in model ({builtin})."
             ) from None
         return folder, folder.name, (f"hub not reached ({why}): cached snapshot used",)
     require_safetensors([f.rfilename for f in info.siblings or ()], f"The model {name}")

@@ -1,7 +1,7 @@
 """``en.load``: a name, an id or a folder to a `Policy` that is frozen, in eval mode, and complete.
 
-What transformers would let pass with a warning (tensors filled with random numbers, a tokenizer larger than the
-embedding) is an error here.
+Cases in which transformers only warns (tensors filled with random numbers, a tokenizer larger than the embedding) are
+errors here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load(
 
     device: ``auto`` (CUDA before MPS before CPU), or a torch device name.
     dtype: ``auto`` is float32 on CPU and MPS, and the checkpoint's own on CUDA.
-    say: is told what takes long (a download); by default the log.
+    say: called with a message before slow work (a download); by default the log.
     """
     where, why = choose_device(device)
     precision = choose_dtype(dtype, where)
@@ -78,7 +78,8 @@ def load_text(name: str | os.PathLike[str], say: Callable[[str], None] | None = 
 def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[str, ...]]:
     """(folder, name, version, notes).
 
-    The config of a folder may be copied from other weights (a merged model keeps its base's), so it names no version.
+    The config of a folder may be copied from other weights (a merged model keeps its base's), so its version is not
+    used.
     """
     if name == "nano":
         folder = places.nano_folder()
@@ -144,13 +145,12 @@ def _require_causal_lm(raw: dict[str, Any], folder: Path) -> None:
     kind = raw.get("model_type")
     if kind not in KNOWN and "auto_map" in raw:
         raise UnusableModel(
-            f"{folder} brings its own Python code (auto_map), which earnest never runs; use an architecture that "
+            f"{folder} has its own Python code (auto_map), which earnest does not run; use an architecture that "
             "transformers has."
         )
     if kind not in KNOWN:
         raise UnusableModel(
-            f"{folder} has model_type {kind!r}, which is not a causal LM that transformers knows; "
-            f"{nearest(str(kind), KNOWN)}"
+            f"{folder} has model_type {kind!r}, which is not a causal LM of transformers; {nearest(str(kind), KNOWN)}"
         )
     classes = raw.get("architectures") or []
     heads = KNOWN[kind] if isinstance(KNOWN[kind], (list, tuple)) else (KNOWN[kind],)
@@ -162,7 +162,7 @@ def _require_causal_lm(raw: dict[str, Any], folder: Path) -> None:
 
 
 def _require_whole(info: dict[str, Any], folder: Path) -> tuple[str, ...]:
-    """Every tensor of the model came from the file. Tensors of the file that the model has no use for are noted."""
+    """Raise unless every tensor of the model is in the file. Unused tensors of the file give a note."""
     missing = sorted([*info["missing_keys"], *(str(m) for m in info.get("mismatched_keys", ()))])
     if missing:
         raise UnusableModel(
@@ -188,7 +188,7 @@ def _require_fit(model: Any, tokenizer: Any, folder: Path) -> None:
     if top >= rows:
         raise UnusableModel(
             f"The tokenizer in {folder} has ids up to {top}, the model's embedding only {rows} rows; they do not "
-            "belong together. Take the tokenizer that was saved with the model, or resize_token_embeddings and save."
+            "match. Use the tokenizer that was saved with the model, or resize_token_embeddings and save."
         )
 
 

@@ -1,4 +1,4 @@
-"""Where model folders are: the package, the user's cache, a path, the Hugging Face cache."""
+"""Locations of model folders: the package, the user's cache, a path, the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def nano_folder() -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, or the reason why it is no model folder."""
+    """The folder's config.json, or an error with the reason why it is not a model folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise UnusableModel(
-            f"{folder} has no config.json, so it is no model folder. Give the folder that save_pretrained wrote "
+            f"{folder} has no config.json, so it is not a model folder. Give the folder that save_pretrained wrote "
             "(an adapter's folder is loaded with en.load_adapter)."
         )
     try:
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_safetensors(names: list[str], place: str) -> None:
-    """Weights are read from safetensors only: a pickle runs code when it is opened."""
+    """Refuse weights that are not safetensors: a pickle runs code when it is opened."""
     if any(n.startswith("model") and n.endswith(".safetensors") for n in names):
         return
     pickled = sorted(n for n in names if n.endswith(PICKLED) and n != "training_args.bin")
@@ -57,7 +57,8 @@ def require_safetensors(names: list[str], place: str) -> None:
 
 
 def count_parameters(folder: Path) -> int:
-    """Elements of all tensors, from the safetensors headers alone: no tensor and no torch is loaded."""
+    """The number of elements of all tensors, from the safetensors headers; no tensor is loaded, and torch is not
+    imported."""
     total = 0
     for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:

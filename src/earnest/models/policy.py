@@ -1,4 +1,4 @@
-"""A policy: a causal LM, its tokenizer, and the few questions that the rest of earnest asks of them."""
+"""A policy: a causal LM with its tokenizer, and the methods that the rest of earnest uses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["HeadSpec", "Policy"]
 
 @dataclass(eq=False)
 class Policy(Speech):
-    """``name`` and ``version`` say which weights these are; ``notes`` what was decided or met while loading them.
+    """``name`` and ``version`` identify the weights; ``notes`` are remarks from loading them.
 
-    ``parameters`` counts the base's, tied ones once.
+    ``parameters`` is the number of parameters of the base, with tied ones counted once.
     """
 
     model: PreTrainedModel
@@ -44,7 +44,7 @@ class Policy(Speech):
     _fingerprint: str | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        # Adapters add their own tensors to the model later; the base is what is there now.
+        # Adapters add their own tensors to the model later; the base is its present state.
         self._base_names = tuple(self.model.state_dict(keep_vars=True))
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
@@ -71,13 +71,13 @@ class Policy(Speech):
 
     @cached_property
     def pad_id(self) -> int:
-        """What fills a batch. It may equal an eos (SmolLM2): what is supervised or finished is never read from it."""
+        """The padding id. It may equal an eos (SmolLM2), so loss masks and ends are not read from it."""
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else min(self.eos_ids, default=0)
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence in tokens that the model reads; None where it declares no limit."""
+        """The longest sequence in tokens that the model reads; None if it declares no limit."""
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(limit) if limit else None
 
@@ -121,7 +121,7 @@ class Policy(Speech):
 
     @cached_property
     def head(self) -> HeadSpec:
-        """The output layer, checked against the model's own logits when first asked for."""
+        """The output layer, checked against the model's own logits at first use."""
         head = read_head(self.model)
         ids = (torch.arange(4, device=self.device) % head.weight.shape[0])[None]
         with torch.no_grad():
@@ -131,7 +131,7 @@ class Policy(Speech):
 
     @cached_property
     def cache_kind(self) -> CacheKind:
-        """How sequences of this architecture are continued when sampling; proven on a probe when first asked for."""
+        """The cache kind for sampling with this architecture; tested on a probe at first use."""
         from earnest.models.cache import find_kind
 
         return find_kind(self)
@@ -143,7 +143,7 @@ class Policy(Speech):
         return self._fingerprint
 
     def describe(self) -> str:
-        """One line: which weights, how large, where and in which precision they run, and why there."""
+        """One line: weights, size, device and dtype, with the reason for the device."""
         size = f"{self.parameters / 1e6:.2f} M" if self.parameters < 1e9 else f"{self.parameters / 1e9:.2f} G"
         dtype = str(self.dtype).removeprefix("torch.")
         line = f"{self.name} ({self.version}): {type(self.model).__name__}, {size} parameters, {dtype} on {self.device}"
@@ -162,7 +162,7 @@ def _digest(state: Mapping[str, Tensor], names: Iterable[str]) -> str:
     for name in names:
         if name not in state:
             raise UnusableModel(
-                f"The base tensor {name} has left the model; a fingerprint needs the model as it was loaded."
+                f"The base tensor {name} is no longer in the model; a fingerprint needs the model as it was loaded."
             )
         tensor = state[name].detach()
         where = (tensor.data_ptr(), tuple(tensor.shape))

@@ -1,4 +1,4 @@
-"""What every policy offers, whether its weights are in this process or on a service elsewhere."""
+"""The interface of every policy, with its weights in this process or on a remote service."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from earnest.models.head import HeadSpec
 
 
 class PolicyLike(Protocol):
-    """A name, a tokenizer with its chat template, and the few facts that a batch needs.
+    """A name, a tokenizer with its chat template, and the facts that a batch needs.
 
-    ``head`` is the output layer; a policy whose weights are elsewhere raises when it is read.
+    ``head`` is the output layer; a policy with remote weights raises when it is read.
     """
 
     name: str
@@ -29,7 +29,7 @@ class PolicyLike(Protocol):
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence in tokens that the model reads; None where it declares no limit."""
+        """The longest sequence in tokens that the model reads; None if it declares no limit."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Transformers without its progress bars and advice; what it raises still comes through."""
+"""Transformers without progress bars and advice. Its errors are still raised."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Loaded by transformers where they are installed; they warn about GPU kernels that a CPU build of torch cannot have.
+# Transformers imports these if they are installed; they warn about GPU kernels that a CPU build of torch lacks.
 CHATTY = ("torchao", "torch.utils._pytree")
 
 

@@ -1,4 +1,4 @@
-"""A reply in tokens, as the policy itself would write it."""
+"""A reply as tokens, as the policy's chat template writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from earnest.models.protocol import PolicyLike
 
 
 def reply_tokens(policy: PolicyLike, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[int], list[int]]:
-    """(prompt, reply) in tokens; the reply ends its turn."""
+    """(prompt, reply) as tokens; the reply ends with the end-of-turn token."""
     return message_tokens(policy, messages, {"role": "assistant", "content": text})
 
 
@@ -20,7 +20,7 @@ def message_tokens(
     reply: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """The same for a whole assistant message, whose tool calls are part of the reply."""
+    """(prompt, reply) for a whole assistant message, with its tool calls in the reply."""
     asked = policy.render(messages, tools=tools)
     whole = policy.render([*messages, reply], tools=tools, add_generation_prompt=False)
     if whole[: len(asked)] != asked:
@@ -33,4 +33,6 @@ def message_tokens(
         raise ConfigError(
             f"model: the chat template of {policy.name} never ends a turn, so no answer learns to stop; use another."
         )
-    return asked, tokens[: ends[-1] + 1]  # templates add a line break after the end of a turn; it is never sampled
+    return asked, tokens[
+        : ends[-1] + 1
+    ]  # without the line break that templates add after the end of a turn: it is not sampled

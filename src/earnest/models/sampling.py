@@ -4,8 +4,8 @@
     logprob = log π(token),    π = softmax(z / T), renormalised over what top-k and top-p leave
 
 u comes from a counter-based generator (Philox; Salmon et al., SC 2011) keyed by the seed, the prompt's tokens and the
-number of the draw from that prompt. So a completion is a function of (weights, prompt, seed, draw) and not of the batch
-that it was sampled in, up to the rounding of matrix products of other shapes.
+number of the draw from that prompt. So a completion is a function of (weights, prompt, seed, draw) and does not depend
+on the batch, up to the rounding of matrix products of other shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from earnest.models.protocol import PolicyLike
 
 Progress = Callable[[int, int], None]
-_CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised at once
+_CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class SampleSpec(Checked):
     """temperature 0 is greedy, and its log-probs are those at temperature 1. top_k 0 and top_p 1 are off.
 
     Order: temperature, then top-k, then top-p (the smallest set of mass ≥ top_p). A completion ends with the token that
-    ends the turn, or that completes one of the ``stop`` strings; that token is part of it. ``stop_ids`` are ids that
-    end it instead of the model's own (none at all where it is empty).
+    ends the turn or completes one of the ``stop`` strings, and includes that token. ``stop_ids`` replace the model's
+    end-of-turn ids; an empty tuple means that no id ends a completion.
     """
 
     error: ClassVar[type[EarnestError]] = SamplingError
@@ -51,7 +51,7 @@ class SampleSpec(Checked):
     top_p: float = setting(
         1.0, "the mass of the most probable tokens that are kept; 1 keeps all", above=0.0, at_most=1.0
     )
-    top_k: int = setting(0, "how many of the most probable tokens are kept; 0 keeps all", at_least=0)
+    top_k: int = setting(0, "the number of most probable tokens that are kept; 0 keeps all", at_least=0)
     seed: int = setting(0, "the same seed gives the same completions")
     stop: tuple[str, ...] = setting((), "texts that end a completion")
     stop_ids: tuple[int, ...] | None = setting(None, "token ids that end a completion; none: the model's own")
@@ -63,7 +63,7 @@ class SampleSpec(Checked):
 
 @dataclass(frozen=True)
 class Completion:
-    """``tokens`` with the eos that ended the turn, if one did; ``logprobs`` under what was sampled from."""
+    """``tokens`` include the eos, if there is one; ``logprobs`` are under the sampled distribution."""
 
     prompt_index: int
     sample_index: int
@@ -77,7 +77,7 @@ class _Row:
     prompt_index: int
     sample_index: int
     prompt: tuple[int, ...]
-    draw: int  # how many completions of the same prompt come before this one
+    draw: int  # index among the completions of the same prompt
 
 
 def sample(
@@ -95,12 +95,12 @@ def sample(
 
     progress(finished, total) is called when completions finish.
     max_rows: sequences in one batch.
-    compact_below: finished rows are dropped from the batch once the living are at most this share of it (0: never).
-    cache: by default the fastest kind that the architecture obeys (`Policy.cache_kind`); a slower one may be asked for.
+    compact_below: drop finished rows once the unfinished are at most this share of the batch (0: never).
+    cache: default: the fastest kind that works for the architecture (`Policy.cache_kind`); a slower one is allowed.
     """
     rows = _rows(policy, prompts, n, spec)
     done: dict[tuple[int, int], Completion] = {}
-    # Not inference_mode: what adapters derive and keep while sampling is used by the next training step.
+    # Not inference_mode: the next training step uses what adapters cache while sampling.
     with torch.no_grad(), _evaluating(policy.model):
         kind = _kind(policy, cache)
         for wave in _waves(rows, max_rows, ragged=kind == "buffered"):
@@ -115,13 +115,13 @@ def _kind(policy: Policy, wanted: CacheKind | None) -> CacheKind:
     slower: tuple[CacheKind, ...] = ("buffered", "dynamic", "none")
     allowed = slower[slower.index(policy.cache_kind) :]
     if wanted is not None and wanted not in allowed:
-        raise SamplingError(f"cache is {wanted!r}; {policy.name} obeys {', '.join(allowed)}.")
+        raise SamplingError(f"cache is {wanted!r}; {policy.name} works with {', '.join(allowed)}.")
     return wanted or policy.cache_kind
 
 
 def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[_Row]:
     if n < 1:
-        raise SamplingError(f"n is {n}; ask for at least 1 completion of each prompt.")
+        raise SamplingError(f"n is {n}; give at least 1 completion per prompt.")
     if not prompts:
         raise SamplingError("There are no prompts to sample from; give at least one.")
     vocabulary = policy.head.weight.shape[0]
@@ -137,7 +137,7 @@ def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: Sample
         if min(ids) < 0 or max(ids) >= vocabulary:
             bad = next(t for t in ids if not 0 <= t < vocabulary)
             raise SamplingError(
-                f"Prompt {i} has the token id {bad}, {policy.name} knows 0 to {vocabulary - 1}; use its own tokenizer "
+                f"Prompt {i} has the token id {bad}, {policy.name} has 0 to {vocabulary - 1}; use its own tokenizer "
                 "(policy.render)."
             )
         if limit and len(ids) + spec.max_new_tokens - 1 > limit:
@@ -163,7 +163,7 @@ def _waves(rows: list[_Row], size: int, *, ragged: bool) -> Iterator[list[_Row]]
 
 
 def _uniforms(rows: list[_Row], seed: int, steps: int) -> Float64[np.ndarray, "R S"]:
-    """Row i's numbers in [0, 1), one a step; a function of (seed, prompt, draw)."""
+    """Row i's numbers in [0, 1), one per step; a function of (seed, prompt, draw)."""
     out = np.empty((len(rows), steps))
     heads: dict[tuple[int, ...], Any] = {}
     for i, row in enumerate(rows):
@@ -179,7 +179,7 @@ def _uniforms(rows: list[_Row], seed: int, steps: int) -> Float64[np.ndarray, "R
 
 
 def uniforms(prompt: tuple[int, ...], seed: int, draw: int, steps: int) -> Float64[np.ndarray, " S"]:
-    """The numbers that decide the ``draw``-th completion of a prompt, one a step."""
+    """The random numbers of the ``draw``-th completion of a prompt, one per step."""
     return _uniforms([_Row(0, draw, prompt, draw)], seed, steps)[0]
 
 
@@ -191,7 +191,7 @@ def _decode(
     compact_below: float,
     finished: Callable[[int], object],
 ) -> list[tuple[_Row, Completion]]:
-    """One batch from its prompts to its last token."""
+    """Sample one batch to its last token."""
     from earnest.models.cache import start
 
     device, steps, total = policy.device, spec.max_new_tokens, len(rows)
@@ -202,9 +202,9 @@ def _decode(
     tokens = torch.zeros(steps, total, dtype=torch.long, device=device)
     logprobs = torch.zeros(steps, total, device=device)
     eos = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=device)
-    length = torch.full((total,), steps, device=device)  # of the finished; the rest run out
+    length = torch.full((total,), steps, device=device)  # of finished rows; the others have all steps
     stopped = torch.zeros(total, dtype=torch.bool, device=device)
-    batch = torch.arange(total, device=device)  # which row each sequence of the batch is
+    batch = torch.arange(total, device=device)  # the row of each sequence in the batch
 
     sequences = start(policy, kind, prompts, torch.as_tensor([place[r.prompt] for r in rows], device=device), steps)
     for step in range(steps):
@@ -246,13 +246,13 @@ def _decode(
 def _choose(
     policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
-    """The next token of each row and its log-prob, some rows at a time so that [R, V] stays small."""
+    """The next token of each row and its log-prob, in parts of the rows, so that [R, V] stays small."""
     size = max(1, _CHOOSE_ELEMENTS // policy.head.weight.shape[0])
     parts = [pick(policy.head.logits(h), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)]
     token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if not bool(logprob.isfinite().all()):
         raise SamplingError(
-            f"{policy.name} gave logits that are no numbers (nan or inf). The weights, or an adapter on them, have "
+            f"{policy.name} gave logits that are not finite (nan or inf). The weights, or an adapter on them, have "
             "diverged: go back to a checkpoint, or load in float32 if this is float16."
         )
     return token, logprob
@@ -261,7 +261,7 @@ def _choose(
 def pick(
     logits: Float[Tensor, "r V"], u: Float[Tensor, " r"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " r"], Float[Tensor, " r"]]:
-    """The token that each row's number u chooses, and its log-prob under what was chosen from."""
+    """The token that each row's number u chooses, and its log-prob under the sampled distribution."""
     if spec.temperature == 0:
         token = logits.argmax(-1, keepdim=True)
         return token[:, 0], logits.log_softmax(-1).gather(-1, token)[:, 0]
@@ -282,13 +282,13 @@ def truncate(logits: Float[Tensor, "r V"], top_k: int, top_p: float) -> Float[Te
     if top_p < 1:
         ordered, index = logits.sort(dim=-1, descending=True, stable=True)
         p = ordered.softmax(-1)
-        outside = p.cumsum(-1) - p >= top_p  # the mass before it is enough already
+        outside = p.cumsum(-1) - p >= top_p  # the mass before it is already enough
         logits = logits.masked_fill(outside.scatter(-1, index, outside), -math.inf)
     return logits
 
 
 def _completes(policy: Policy, tokens: Int[Tensor, "S r"], stop: tuple[str, ...]) -> Tensor:
-    """Whether each row's text has a stop string in it; special tokens count as text."""
+    """Whether each row's text contains a stop string; special tokens count as text."""
     texts = [
         policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         for ids in tokens.T.tolist()
@@ -298,7 +298,7 @@ def _completes(policy: Policy, tokens: Int[Tensor, "S r"], stop: tuple[str, ...]
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every module's own mode comes back."""
+    """Switch to eval mode inside the block; afterwards every module has its own mode again."""
     training = [m for m in model.modules() if m.training]
     for module in training:
         module.training = False

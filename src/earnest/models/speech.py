@@ -9,7 +9,7 @@ from earnest.errors import EarnestError
 
 
 class Speech:
-    """What a tokenizer and its chat template can do; a policy here and one elsewhere share it."""
+    """The methods of a tokenizer with its chat template; local and remote policies share them."""
 
     name: str
     tokenizer: Any
@@ -21,7 +21,7 @@ class Speech:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Messages, and the tools on offer, through the chat template to token ids."""
+        """Token ids of messages and available tools, by the chat template."""
         if not messages:
             raise EarnestError(
                 "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."
@@ -42,7 +42,7 @@ class Speech:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Plain text to token ids, with the special tokens that the tokenizer itself puts around a text."""
+        """Plain text to token ids, with the special tokens that the tokenizer adds."""
         return list(self.tokenizer(text)["input_ids"])
 
     def decode(self, ids: Iterable[int]) -> str:

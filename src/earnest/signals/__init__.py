@@ -1,4 +1,4 @@
-"""What a batch carries besides tokens: advantages, behaviour, reference, teachers."""
+"""Signals of a batch besides its tokens: advantages, behaviour, reference, teachers."""
 
 from earnest.signals.advantages import Advantages as Advantages
 from earnest.signals.advantages import advantages as advantages

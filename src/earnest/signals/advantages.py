@@ -5,9 +5,8 @@
     none           A =  r - mean_g                   scales with the reward (Dr. GRPO)
     leave_one_out  A =  r_i - mean_{j≠i} r_j         scales with the reward, unbiased baseline (RLOO)
 
-Shifting all rewards of one group moves nothing; a group never sees another's rewards (``batch`` shares only the
-scale). The std is the sample's (n-1) and nothing is added to it: groups whose rewards do not differ are recognised,
-counted and given 0.
+A constant added to all rewards of a group changes nothing, and groups are independent (``batch`` shares only the
+scale). The std is the sample std (n-1) without an epsilon: groups with equal rewards are counted and get 0.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from earnest.signals.batch import Batch
 Estimator = Literal["group", "batch", "none", "leave_one_out"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
-# Rewards of a group that differ by less than this share of their size differ by rounding only.
+# Rewards of a group that differ by less than this share of their size count as equal.
 SAME_REWARD = 1e-6
 
 
@@ -83,7 +82,7 @@ def advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"], estimator
 def with_advantages(
     batch: Batch, rewards: Sequence[float] | Float[Tensor, " r"], estimator: Estimator = "group"
 ) -> Batch:
-    """The batch with an advantage for every token of its rollouts, from one reward a rollout.
+    """The batch with an advantage for every token of its rollouts, from one reward per rollout.
 
     Other rows get 0, which no term reads.
     """

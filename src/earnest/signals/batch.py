@@ -1,12 +1,12 @@
 """``Batch``: rows of tokens and the typed signals that come with them.
 
-Position t of a row predicts ``targets[:, t]``; nothing is shifted anywhere else. Rows are padded on the right, so a
-causal model never sees padding and no attention mask is needed. A token is *active* where its weight is not 0; every
+Position t of a row predicts ``targets[:, t]``; no other code shifts tokens. Rows are padded on the right, so a
+causal model never sees padding and no attention mask is needed. A token is *active* if its weight is not 0; every
 per-token quantity after the vocabulary pass is flat over the N active tokens, row by row.
 
-Values are validated once: when a batch is made, or when a signal is added. Cut or moved copies are not validated
-again, because on a GPU every check of values waits for the device. A signal that was written in place since is
-validated again where a term reads it.
+Values are validated once: when a batch is made, or when a signal is added. Parts of a batch and copies on
+another device are not validated again, because on a GPU every check of values waits for the device. A signal that was
+changed in place is validated again when a term reads it.
 
 Shapes: R rows, T positions, K targets per position, N active tokens, M tokens that a signal covers.
 """
@@ -34,13 +34,20 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Signal = Literal[
     "advantages", "behaviour", "proximal", "reference.logprobs", "reference.distribution", "teacher", "correct"
 ]
-LAYOUT = ("active", "sizes", "lengths", "active_roles", "token_weight", "token_target")  # follow from the tokens alone
+LAYOUT = (
+    "active",
+    "sizes",
+    "lengths",
+    "active_roles",
+    "token_weight",
+    "token_target",
+)  # determined by the tokens alone
 CHECKED: tuple[Signal, ...] = ("advantages", "behaviour", "proximal", "reference.logprobs", "correct")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What an objective may divide by, counted over the whole optimizer batch (and all ranks), never over a part."""
+    """Divisors of an objective, counted over the whole optimizer batch (and all ranks), not over a part of it."""
 
     tokens: float
     sequences: int
@@ -50,17 +57,17 @@ class Counts:
 
 
 SUMMED = Counts(tokens=1.0, sequences=1, max_length=1)
-"""Counts under which a mean over tokens is the sum over tokens, as other trainers ask for it."""
+"""With these counts a mean over tokens is the sum over tokens, which some trainers need."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One optimizer batch. Every tensor lives on one device; optional signals are None where none was supplied.
+    """One optimizer batch. All tensors are on one device; a signal that was not supplied is None.
 
-    ``behaviour`` are the log-probs of whoever sampled, ``proximal`` the trainer's own of the same tokens at that
-    time: they differ where sampler and trainer are two programs. ``estimator`` names what made the advantages,
-    ``sought`` the roles that its maker looked for, found or not; ``max_length`` is the longest completion that
-    sampling allowed; ``truncated`` is set where top-p or top-k cut the distribution that was sampled from.
+    ``behaviour`` are the sampler's log-probs, ``proximal`` the trainer's log-probs of the same tokens at sampling time:
+    they differ if sampler and trainer are two programs. ``estimator`` names the advantage estimator, ``sought`` the
+    roles that were looked for, found or not; ``max_length`` is the longest completion that sampling allows;
+    ``truncated`` is True if top-p or top-k truncated the sampled distribution.
     """
 
     inputs: Int[Tensor, "R T"]
@@ -143,7 +150,7 @@ class Batch:
         return {}
 
     def find(self, signal: Signal) -> object:
-        """The signal, or None where the batch does not carry it."""
+        """The signal, or None if the batch does not have it."""
         owner: Any = self
         for part in signal.split("."):
             owner = getattr(owner, part)
@@ -152,8 +159,8 @@ class Batch:
         return owner
 
     def check_signal(self, signal: Signal, name: str) -> None:
-        """Validate shape and values of a per-token or per-row signal, unless they were validated and not written
-        since; ``name`` opens the error."""
+        """Validate shape and values of a per-token or per-row signal, unless they have not changed since the last time.
+        The error begins with ``name``."""
         value = self.find(signal)
         if not isinstance(value, Tensor) or self._validated.get(signal) == value._version:
             return
@@ -253,14 +260,14 @@ class Batch:
         )
 
     def weight_of(self, tokens: Bool[Tensor, " N"]) -> float:
-        """The sum of these active tokens' weights, over K targets per position too."""
+        """The sum of these active tokens' weights, also over K targets per position."""
         weight = self.token_weight if self.token_weight.ndim == 1 else self.token_weight.sum(-1)
         return float((weight * tokens).sum(dtype=torch.float64))
 
     # --- making and cutting -----------------------------------------------------------------------------------------
 
     def rows(self, index: Sequence[int] | Int[Tensor, " r"]) -> Batch:
-        """The batch of these rows, in this order, signals included; padding that is no longer needed is cut off."""
+        """The batch of these rows, in this order, with their signals and without padding that is no longer needed."""
         chosen: list[int] = index.tolist() if isinstance(index, Tensor) else list(index)
         if not chosen or not any(self.sizes[r] for r in chosen):
             raise SignalError("the batch has no active token: every weight of these rows is 0.")
@@ -288,13 +295,13 @@ class Batch:
         return made
 
     def tokens_of(self, rows: Sequence[int]) -> Int[Tensor, " n"]:
-        """Places of these rows' active tokens among all, row by row in the order given."""
+        """Indices of these rows' active tokens among all, row by row in the given order."""
         starts = [0, *accumulate(self.sizes)]
         places = [i for r in rows for i in range(starts[r], starts[r + 1])]
         return torch.tensor(places, dtype=torch.long, device=self.device)
 
     def _trust(self, source: Batch) -> None:
-        """Take over what ``source`` has validated: every value here is one of its values."""
+        """Mark as validated what ``source`` has validated: every value here is one of its values."""
         for signal in source._validated:
             value = self.find(signal)  # type: ignore[arg-type]
             if value is not None:
@@ -335,7 +342,7 @@ class Batch:
         """Rows of prompt + completion, every completion token active (its end-of-turn token too).
 
         ``advantages`` has one value per row or per completion token; ``behaviour`` one per completion token. ``pad``
-        only fills space: it may equal the end-of-turn id, since supervision depends on the place, never on the id.
+        only fills space: it may equal the end-of-turn id, because the loss mask depends on the position, not on the id.
         """
         R = len(prompts)
         if R == 0 or len(completions) != R:
@@ -376,7 +383,7 @@ class Batch:
         return batch.to(device)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on this device; itself where it is there."""
+        """The batch on this device; the same object if it is already there."""
         wanted = torch.device(device)
         if wanted.type == self.device.type and wanted.index in (None, self.device.index):
             return self

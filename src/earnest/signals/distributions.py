@@ -1,7 +1,7 @@
 """Another policy's distribution of the next token, in one of three forms.
 
 ``FullLogits`` holds every logit, ``Hidden`` the input of the policy's own head (so the vocabulary is never stored),
-``TopK`` what a remote service sends: K log-probabilities and the log of the remaining mass.
+``TopK`` the response of a remote service: K log-probabilities and the log of the remaining mass.
 Shapes: M tokens, V vocabulary, d width, K kept tokens.
 """
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from earnest.errors import SignalError
 
-# A log-probability may exceed 0 by rounding only; a larger value is some other quantity.
+# A log-probability may exceed 0 only by rounding; a larger value is another quantity.
 LOGPROB_SLACK = 1e-4
 
 D = TypeVar("D")
 
 
 def derived(value: D, **changes: Any) -> D:
-    """A copy of a frozen dataclass whose values all come from one that was validated: ``__post_init__`` does not run,
-    since on a GPU every check of values waits for the device."""
+    """A copy of a frozen dataclass with values of a validated one. ``__post_init__`` does not run, because on a GPU
+    every check of values waits for the device."""
     made = object.__new__(type(value))
     names = value.__dataclass_fields__  # type: ignore[attr-defined]
     assert changes.keys() <= names.keys(), f"{type(value).__name__} has no {sorted(changes.keys() - names.keys())}"
@@ -47,7 +47,7 @@ class FullLogits:
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """Last hidden states; ``head(states)`` are the logits, with the same head as the policy that is trained."""
+    """Last hidden states; ``head(states)`` are the logits, with the head of the trained policy."""
 
     states: Float[Tensor, "M d"]
 
@@ -62,7 +62,7 @@ class Hidden:
 class TopK:
     """K log-probabilities per token, and ``tail`` = log(1 - their sum).
 
-    ``tail`` is -inf where K is the whole vocabulary.
+    ``tail`` is -inf if K is the whole vocabulary.
     """
 
     ids: Int[Tensor, "M K"]
@@ -87,9 +87,9 @@ class TopK:
 
 
 class ScoredAt(TopK):
-    """A ``TopK`` at the student's own top K ids (when the batch was made): the support is the student's.
+    """A ``TopK`` at the student's top K ids at the time when the batch was made.
 
-    A plain ``TopK`` has the ids of the source.
+    A plain ``TopK`` has the top K ids of the source.
     """
 
 
@@ -97,8 +97,8 @@ Distribution = FullLogits | Hidden | TopK
 
 
 def check_logprobs(name: str, values: Tensor) -> None:
-    """Refuse what cannot be a log-probability: NaN, +inf, or a value above 0 beyond rounding."""
-    top = float(values.detach().max()) if values.numel() else 0.0  # NaN where any value is
+    """Refuse values that cannot be log-probabilities: NaN, +inf, or above 0 by more than rounding."""
+    top = float(values.detach().max()) if values.numel() else 0.0  # NaN if any value is NaN
     if top != top:
         raise SignalError(
             f"{name} has {int(torch.isnan(values).sum())} NaN values; recompute them before training on them."

@@ -1,9 +1,9 @@
-"""A teacher whose adapter is the average of the trained one's ΔW over the updates.
+"""A teacher with the moving average of the trained adapter's ΔW.
 
-    Δ̄ ← (1-r)·Δ̄ + r·ΔW        after every update, for every adapted layer (and its bias, where the variant moves it)
+    Δ̄ ← (1-r)·Δ̄ + r·ΔW        after every update, for every adapted layer (and its bias, if the variant changes it)
 
-The average is taken on ΔW, never on the factors: (EMA A)(EMA B) ≠ EMA(AB). It is kept dense where it fits the memory
-budget; otherwise a low-rank ΔW stays low-rank, is re-compressed after every update, and the part cut off is reported.
+The average is over ΔW, not over the factors: (EMA A)(EMA B) ≠ EMA(AB). It is dense if it fits the memory budget.
+Otherwise a low-rank ΔW stays low-rank: it is compressed again after every update, and the lost part is reported.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BUDGET_BYTES = 1 << 30
 class EMATeacher:
     """Averages an adapter's ΔW after each update (it is an engine's ``outer`` hook) and scores with the average.
 
-    ``rate`` is r: 0.05 remembers about 20 updates. ``rank`` is what a re-compressed average keeps; None: twice the
-    adapter's own.
+    ``rate`` is r: 0.05 averages over about 20 updates. ``rank`` is the rank of a compressed average; None: twice
+    the rank of the adapter.
     """
 
     kind: ClassVar[str] = "ema"
@@ -68,7 +68,7 @@ class EMATeacher:
 
     @torch.no_grad()
     def after_update(self, engine: Any) -> Mapping[str, float]:
-        """Take the adapter's present ΔW into the average."""
+        """Update the average with the adapter's current ΔW."""
         worst = 0.0
         for path, slot in self.adapter.slots.items():
             if self.dense:
@@ -89,7 +89,7 @@ class EMATeacher:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if set(state) != set(self.state) or any(state[k].shape != v.shape for k, v in self.state.items()):
             raise SignalError(
-                "this is not the state of this average: its layers or shapes differ; attach the same adapter."
+                "the state does not fit this average: its layers or shapes differ; attach the same adapter."
             )
         for name, value in self.state.items():
             value.copy_(state[name])
@@ -133,7 +133,7 @@ def _factors(slot: Any) -> tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]:
 
 
 def _dense(slot: Any) -> dict[str, Tensor]:
-    """ΔW (and Δb, where there is one) of one layer at gate 1, in float32."""
+    """ΔW (and Δb, if there is one) of one layer at gate 1, in float32."""
     if _is_low_rank(slot):
         left, right = _factors(slot)
         return {"weight": left @ right}
@@ -147,7 +147,7 @@ def _dense(slot: Any) -> dict[str, Tensor]:
 
 
 def _padded(left: Tensor, right: Tensor, rank: int) -> tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]:
-    """Factors of exactly this rank: zeros are added, or the smallest directions cut."""
+    """Factors of exactly this rank: padded with zeros, or without the smallest directions."""
     if left.shape[1] > rank:
         left, right, _ = _compress(left, right, rank)
         return left, right

@@ -1,7 +1,7 @@
-"""What a self-teacher reads about each rollout: a sibling's success, and the grader's feedback on this attempt.
+"""Content of the feedback-conditioned prompt of each rollout: a correct answer of the group, and the grader's feedback.
 
-Never its own success: that would only teach the rollout to repeat itself. A rollout with neither a sibling's success
-nor feedback has no lesson; it is left out and counted.
+The correct answer is from another rollout: its own would only teach the rollout to repeat itself. A rollout with
+neither has no lesson; it is left out and counted.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from dataclasses import dataclass
 
 from earnest.errors import SignalError
 
-# A closed block of thinking, or one that the length limit cut open: then everything after its beginning is thought.
+# A closed block of thinking, or one that the length limit cut off: then everything after its beginning is thinking.
 _THINKING = re.compile(r"<(think|thinking)>.*?(</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the teacher of one rollout is shown besides the original prompt; at least one of the two is a text."""
+    """What the teacher's prompt has besides the original prompt; at least one of the two is not None."""
 
     solution: str | None
     feedback: str | None
 
 
 def strip_thinking(text: str) -> str:
-    """The answer without its blocks of thinking: a demonstration shows what was answered, not how it was found."""
+    """The answer without its blocks of thinking."""
     answer = _THINKING.sub("", text)
-    _, closed, rest = answer.rpartition("</think>")  # templates that open the block in the prompt only close it here
+    _, closed, rest = answer.rpartition(
+        "</think>"
+    )  # a template that opens the block in the prompt leaves only its end here
     return (rest if closed else answer).strip()
 
 
@@ -39,10 +41,10 @@ def lessons(
     *,
     feedback_beside_solution: bool = True,
 ) -> list[Lesson | None]:
-    """A lesson for each rollout, or None where there is neither a success nor feedback.
+    """A lesson for each rollout, or None if there is neither a correct answer nor feedback.
 
-    The solution is the next correct sibling of the group, counted round from the rollout itself, so that siblings are
-    shown different ones.
+    The solution is the next correct rollout of the group in cyclic order after the rollout itself, so that different
+    rollouts get different solutions.
     """
     sizes = {len(texts), len(correct), len(feedback), len(group)}
     if len(sizes) != 1:

@@ -1,4 +1,4 @@
-"""Preference pairs out of graded rollouts: a better and a worse answer to the same prompt."""
+"""Preference pairs from graded rollouts: a better and a worse answer to the same prompt."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def pairs_of(rewards: Sequence[float], group: Sequence[int], at_most: int = 1) -> list[tuple[int, int]]:
-    """(better, worse) indices of rollouts of one group, the widest gap first, each rollout in one pair at most.
+    """(better, worse) indices of rollouts of one group, largest difference first, each rollout in at most one pair.
 
-    Rollouts of equal reward make no pair: a preference between them would be an invention.
+    Rollouts of equal reward make no pair.
     """
     members: dict[int, list[int]] = {}
     for i, g in enumerate(group):

@@ -1,6 +1,6 @@
-"""The log-probs and distributions that only the engine can supply, filled in where an objective reads them.
+"""The log-probs and distributions that an objective reads and only the engine can supply.
 
-The reference is the policy's own weights with gates at 0: no second model, and training never moves it.
+The reference is the policy itself with gates at 0. It needs no second model, and training does not change it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from earnest.signals.wants import Wanting
 def with_reference(engine: Scorer, batch: Batch, objective: Wanting) -> Batch:
     """The batch with the signals of the reference policy and of the trainer at sampling time that live terms read.
 
-    The reference is the base (every gate at 0) or the previous round (the trained adapter's gate at 0, frozen history
-    on). A signal that the batch already carries is kept; so is another reference than the wanted one. A signal that
-    is still missing afterwards is reported by the objective's check, with the term's name.
+    The reference is the base (every gate at 0) or the previous round (the trained adapter's gate at 0, frozen adapters
+    on). Signals that the batch already has are kept, also another reference than the wanted one. The objective's
+    check reports a signal that is still missing, with the term's name.
     """
     wants = objective.wants()
     wanted, kind = wants.signals, wants.reference

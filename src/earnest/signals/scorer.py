@@ -1,4 +1,4 @@
-"""What signals need of an engine, and the requests that it answers. Shapes: N active tokens, K tokens per position."""
+"""The part of an engine that signals need, and its requests. Shapes: N active tokens, K tokens per position."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def logprobs(engine: Scorer, batch: Batch, policy: Who) -> Tensor:
 
 
 def distribution(engine: Scorer, batch: Batch, policy: Who) -> Distribution:
-    """The whole distribution: as hidden states, or as logits where an adapter on the head makes the head not shared."""
+    """The whole distribution: as hidden states, or as logits if the head has an adapter and is not shared."""
     found = engine.score(batch, HiddenWanted() if engine.policy.head.plain else LogitsWanted(), policy)
     assert not isinstance(found, Tensor)
     return found

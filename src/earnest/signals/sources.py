@@ -16,9 +16,9 @@ from earnest.signals.distributions import Distribution, check_logprobs, derived
 class Teacher:
     """A distribution for the active tokens ``at`` (None: for all of them), in their order.
 
-    ``kind`` names the teacher ("live", "base", "ema", …); a teacher has read a prompt of its own, so it is never
-    recomputed from ``Batch.inputs``. ``logprobs`` are its exact log-probs of the batch's targets: they are never
-    looked up in a ``TopK``.
+    ``kind`` names the teacher ("live", "base", "ema", …); a teacher has its own prompt, so it cannot be
+    recomputed from ``Batch.inputs``. ``logprobs`` are its exact log-probs of the batch's targets, not values from a
+    ``TopK``.
     """
 
     distribution: Distribution

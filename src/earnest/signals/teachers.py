@@ -1,12 +1,12 @@
-"""Teachers: policies that score a rollout after reading a prompt of their own.
+"""Teachers: policies that score a rollout with a prompt of their own.
 
-    live           the policy itself, as it is now
+    live           the current policy
     base           the policy with the adapter's gate at 0
     trust_region   logits (1-c)·base + c·live
     ema            the base plus an average of the adapter's ΔW over the updates (see ``signals.ema``)
 
 A teacher reads a feedback-conditioned prompt and the student's own completion, so its rows have other lengths than the
-batch's; its distributions are laid on the batch's active tokens. They have no gradient.
+batch's. Its distributions are aligned with the batch's active tokens. They have no gradient.
 Shapes: M tokens that the teacher covers.
 """
 
@@ -45,7 +45,7 @@ Scores = tuple[Distribution, None]
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """The policy as it is now."""
+    """The current policy."""
 
     kind: ClassVar[str] = "live"
 
@@ -55,7 +55,7 @@ class LiveTeacher:
 
 @dataclass(frozen=True)
 class BaseTeacher:
-    """The policy with the adapter's gate at 0: training never moves it."""
+    """The policy with the adapter's gate at 0, which training does not change."""
 
     kind: ClassVar[str] = "base"
 
@@ -65,7 +65,7 @@ class BaseTeacher:
 
 @dataclass(frozen=True)
 class TrustRegionTeacher:
-    """Logits between the base and the live policy: a teacher that follows, but not all the way."""
+    """Logits interpolated between the base and the live policy."""
 
     mix: float = 0.5
     """c, the live policy's share: 0 is the base, 1 the live policy."""
@@ -80,10 +80,12 @@ class TrustRegionTeacher:
         base, live = distribution(engine, informed, "base"), distribution(engine, informed, "live")
         head = engine.policy.head
         if isinstance(base, Hidden) and isinstance(live, Hidden):
-            if head.softcap is None:  # the head is affine, so mixed states have mixed logits
+            if head.softcap is None:  # the head is affine, so interpolated states give interpolated logits
                 return Hidden(torch.lerp(base.states, live.states, self.mix)), None
             return FullLogits(torch.lerp(head.logits(base.states), head.logits(live.states), self.mix)), None
-        assert isinstance(base, FullLogits) and isinstance(live, FullLogits), "one engine answers both alike"
+        assert isinstance(base, FullLogits) and isinstance(live, FullLogits), (
+            "one engine returns the same form for both"
+        )
         return FullLogits(torch.lerp(base.logits, live.logits, self.mix)), None
 
 
@@ -94,7 +96,7 @@ def with_teacher(
     """The batch with a teacher on the rows that have a feedback-conditioned prompt (token ids, one entry per row;
     None: no feedback).
 
-    Where no row has one, the teacher covers nothing and the terms that read it are idle.
+    If no row has one, the teacher covers no token, and the terms that read it are idle.
     """
     teacher = LiveTeacher() if teacher is None else teacher
     if len(prompts) != len(batch):
@@ -116,7 +118,7 @@ def informed_rows(batch: Batch, prompts: Mapping[int, Sequence[int]]) -> Batch:
     weights: list[Float[Tensor, " n"]] = []
     for r, prompt in prompts.items():
         if not prompt:
-            raise SignalError(f"row {r}: its feedback-conditioned prompt is empty; give None where there is none.")
+            raise SignalError(f"row {r}: its feedback-conditioned prompt is empty; give None for a row without one.")
         start, end = int(batch.position[batch.tokens_of([r])[0]]), batch.lengths[r]
         completions.append(batch.targets[r, start:end].tolist())
         weights.append(batch.weight[r, start:end])

@@ -1,4 +1,4 @@
-"""What an objective declares about the batches that it reads, so that collecting and scoring need not know losses."""
+"""What an objective declares about its batches, so that collecting and scoring need not know losses."""
 
 from __future__ import annotations
 

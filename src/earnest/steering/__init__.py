@@ -1,4 +1,4 @@
-"""Steering: vectors from contrasts, a dose in nats, a filter, and the loop that heals what steering showed."""
+"""Steering: vectors from contrasts, a dose in nats, a filter, and the loop that trains on steered samples."""
 
 from earnest.deprecated import old_names
 from earnest.steering.controller import walk_down as walk_down

@@ -1,4 +1,4 @@
-"""Walk the dose down until enough samples survive."""
+"""Lower the dose until enough samples survive the filter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from earnest.steering.filter import Filter, SteeredSample
 
 @dataclass(frozen=True)
 class Try:
-    """One dose: how many were sampled, how many survived, and what refused the others."""
+    """One dose: the number of samples, the number of survivors, and the reasons that refused the others."""
 
     dose: float
     sampled: int
@@ -21,7 +21,7 @@ class Try:
 
 @dataclass(frozen=True)
 class DoseSearch:
-    """The survivors at the first dose that gave enough, and every dose on the way."""
+    """The survivors at the first dose with enough of them, and every dose that was tried."""
 
     dose: float
     survivors: list[SteeredSample]
@@ -39,7 +39,7 @@ def walk_down(
 ) -> DoseSearch:
     """Sample at ``dose``, factor·dose, … until ``enough`` samples survive; raise after ``tries`` doses."""
     if not 0 < factor < 1:
-        raise SteeringError(f"factor is {factor}; the dose goes down, so give a number between 0 and 1.")
+        raise SteeringError(f"factor is {factor}; it lowers the dose, so give a number between 0 and 1.")
     if enough < 1 or tries < 1:
         raise SteeringError(f"enough is {enough} and tries {tries}; both are at least 1.")
     seen: list[Try] = []
@@ -52,8 +52,8 @@ def walk_down(
             return DoseSearch(at, kept, tuple(seen))
     shown = "; ".join(f"dose {t.dose:.3g}: {t.survived} of {t.sampled}, {_why(t.refused)}" for t in seen)
     raise TooFewSurvivors(
-        f"{enough} steered samples have to survive the filter, and at no dose did so many ({shown}). Sample more, "
-        "lower the target of the dose, or look at whether the filter separates."
+        f"{enough} steered samples have to survive the filter, and at no dose did that many ({shown}). Sample more, "
+        "lower the target of the dose, or check whether the filter separates."
     )
 
 

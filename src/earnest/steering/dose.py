@@ -1,8 +1,8 @@
-"""How strong a vector is applied: in nats, not in multiples of an arbitrary length.
+"""The dose of a vector, in nats instead of multiples of its length.
 
     c* : p95 over tokens of KL(π_c ‖ π) = target          by bisection; π_c is the policy with c·v in its stream
 
-The tokens are given completions (usually the policy's own), so every c is judged on the same positions.
+The tokens are given completions (usually the policy's own), so every c is measured on the same positions.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Dose:
 
 @torch.no_grad()
 def states(policy: Policy, batch: Batch) -> Float[Tensor, "N d"]:
-    """Last hidden states in front of the batch's active tokens, of the policy as it is now."""
+    """Last hidden states before the batch's active tokens, of the current policy."""
     return policy.hidden(batch.inputs)[batch.row, batch.position]
 
 
 @torch.no_grad()
 def token_kl(policy: Policy, batch: Batch, base: Float[Tensor, "N d"]) -> Float[Tensor, " N"]:
-    """KL(π‖π₀) at every active token: the policy as it is now against ``base``, an earlier result of ``states``."""
+    """KL(π‖π₀) at every active token: the current policy against ``base``, an earlier result of ``states``."""
     held = batch.with_signals(reference=Reference(distribution=Hidden(base)))
     return scalars(states(policy, batch), policy.head, held, [REVERSE])[REVERSE].values
 
@@ -59,10 +59,10 @@ def calibrate_dose(
     over: str = "p95",
     tolerance: float = 0.05,
 ) -> Dose:
-    """The coefficient at which the vector moves the policy by ``target`` nats a token, in the 95th percentile.
+    """The coefficient at which the vector moves the policy by ``target`` nats: the 95th percentile over tokens.
 
     base: states of the policy to measure from; None: this policy without the vector.
-    tolerance: a relative error of the target that is good enough.
+    tolerance: the allowed relative error.
     """
     batch = batch.to(policy.device)
     home = states(policy, batch) if base is None else base
@@ -75,7 +75,7 @@ def calibrate_dose(
 
 
 def bisect(strength: Callable[[float], float], target: float, tolerance: float = 0.02) -> Dose:
-    """A coefficient c > 0 with strength(c) ≈ target: doubled until it is exceeded, then halved in.
+    """A coefficient c > 0 with strength(c) ≈ target: doubled until strength(c) exceeds the target, then bisected.
 
     The strength need not be monotone: the ends always lie on both sides of the target, so a crossing is found.
     """
@@ -99,7 +99,7 @@ def bisect(strength: Callable[[float], float], target: float, tolerance: float =
         if high > 2**12:
             raise SteeringError(
                 f"at {low:g} times the vector the policy moves by {tried[-1][1]:.3g} nats, the target is {target:g}: "
-                "the vector hardly acts; take other layers or more contexts."
+                "the vector has almost no effect; use other layers or more contexts."
             )
     while abs(tried[-1][1] - target) > tolerance * target and high - low > 1e-6 * high:
         middle = (low + high) / 2

@@ -6,11 +6,11 @@ from earnest.errors import EarnestError
 
 
 class SteeringError(EarnestError):
-    """A vector cannot be made, applied, or calibrated as asked."""
+    """A vector cannot be made, applied or calibrated with these settings."""
 
 
 class SteeringWarning(UserWarning):
-    """The loop goes on, but what it learns from is in doubt."""
+    """The loop continues, but its training samples are doubtful."""
 
 
 class TooFewSurvivors(SteeringError):

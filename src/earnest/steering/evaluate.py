@@ -1,4 +1,4 @@
-"""How much of the trait a policy has, and what is left of its mind.
+"""The trait of a policy, and its coherence.
 
     mass       mean over forced-choice probes of Σ_{a allowed} π(a | probe)                          absolute, in [0, 1]
     fluency    min(1, ppl of the base / ppl of the policy) on plain held-out text                  calibrated, in (0, 1]
@@ -6,8 +6,8 @@
                answers that do not loop, because a loop has a low perplexity                       calibrated, in [0, 1]
     coherence  the least of the three;   score = trait · coherence, and 0 below the floor
 
-Each sees what the others miss: a policy can answer probes and predict plain text while its own answers are babble. The
-floor is absolute, not a share of what the policy once had: a collapsed model that shouts the trait's markers has a
+The three measures complement each other: a policy can answer probes and predict plain text while its own answers are
+nonsense. The floor is absolute, not relative to the base: a collapsed model that repeats the trait's markers has a
 trait of 1 and a score of 0.
 """
 
@@ -38,12 +38,12 @@ from earnest.tasks.base import Prompt, Task
 
 Within = AbstractContextManager[Any]
 LIMITS = Filter()
-"""What counts as a loop is what the filter counts as one."""
+"""Loops are defined as in the filter."""
 
 
 @dataclass(frozen=True)
 class TraitEvaluation:
-    """One policy, measured. ``answers`` are its own, to look at."""
+    """The measurements of one policy, with its ``answers``."""
 
     trait: float
     on_topic: float
@@ -72,7 +72,7 @@ class TraitEvaluation:
 
 
 class TraitEvaluator:
-    """Fixed held-out questions, probes and texts; ``measure`` holds any state of the policy against them."""
+    """Fixed held-out questions, probes and texts; ``measure`` evaluates the current policy on them."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class TraitEvaluator:
             self.base_answers = self._answer_perplexity(self._answers())
 
     def measure(self, system: str | None = None, *, within: Callable[[], Within] = nullcontext) -> TraitEvaluation:
-        """The policy as it is now: with its open adapters, and told a ``system`` prompt where one is given.
+        """Evaluate the current policy with its active adapters, and with a ``system`` prompt if one is given.
 
-        within: makes the block in which the policy acts, such as ``lambda: vector.applied(policy, dose)``. What the
-        base says of its answers is asked outside, so do not call this inside such a block.
+        within: makes the block in which the policy answers, such as ``lambda: vector.applied(policy, dose)``. The base
+        scores the answers outside of it, so do not call this method inside such a block.
         """
         with within():
             tokens = self._answers(system)
@@ -134,7 +134,7 @@ class TraitEvaluator:
 
     @torch.no_grad()
     def _answer_perplexity(self, tokens: Sequence[tuple[int, ...]]) -> float:
-        """Of answers to the questions as they stand (no system prompt), under the base as it was loaded."""
+        """The perplexity of answers to the questions without a system prompt, under the base without adapters."""
         total, count = 0.0, 0
         prompts = [self.policy.render(p.messages) for p in self.prompts]
         with without_adapters(self.policy):
@@ -146,7 +146,7 @@ class TraitEvaluator:
 
     @torch.no_grad()
     def perplexity(self) -> float:
-        """Of the plain texts, each behind the tokenizer's first token of a text."""
+        """The perplexity of the plain texts, each after the tokenizer's first token of a text."""
         total, count = 0.0, 0
         for part in _parts(self.texts, 32):
             ids = [self.policy.encode(text) for text in part]
@@ -178,7 +178,7 @@ class TraitEvaluator:
         spellings = {answer, answer.capitalize()}
         encode = self.policy.tokenizer.encode
         ids = [encode(text, add_special_tokens=False) for text in spellings]
-        # A spelling that the tokenizer cuts into pieces would count other words that begin alike.
+        # A spelling of several tokens is left out: its first token also begins other words.
         return {i[0] for i in ids if len(i) == 1} or {ids[0][0]}
 
 

@@ -1,4 +1,4 @@
-"""Which steered samples are good enough to learn from, and whether that judgement separates at all.
+"""The filter that selects steered samples for training, and a test of whether it separates good from broken.
 
 tail perplexity   exp(mean −log π₀(y_t)) over the last half of the answer, under the base: a steered answer decays
                   towards its end, which a mean over the whole answer hides
@@ -30,12 +30,12 @@ from earnest.steering.errors import SteeringError
 from earnest.steering.text import NARRATION, REFUSAL, char_repetition, says, word_repetition
 
 TAIL_TOKENS = 4
-"""A tail has at least so many tokens, or all that there are."""
+"""The smallest number of tokens in a tail; a shorter answer is all tail."""
 
 
 @dataclass(frozen=True)
 class SteeredSample:
-    """A prompt, an answer to it, and how the base finds the answer's tail."""
+    """A prompt, an answer to it, and the perplexity of the answer's tail under the base."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -77,17 +77,15 @@ class Filter(Checked):
         "the largest perplexity of an answer's last half under the base; none: calibrated on good answers",
         above=1.0,
     )
-    word_repetition: float = setting(
-        0.3, "the largest share of word trigrams that occurred before", at_least=0.0, at_most=1.0
-    )
+    word_repetition: float = setting(0.3, "the largest share of repeated word trigrams", at_least=0.0, at_most=1.0)
     char_repetition: float = setting(
         0.3, "the largest share of characters in one repeating stretch", at_least=0.0, at_most=1.0
     )
-    narration: tuple[str, ...] = setting(NARRATION, "phrases of an answer that talks about answering")
-    refusal: tuple[str, ...] = setting(REFUSAL, "phrases of an answer that refuses")
+    narration: tuple[str, ...] = setting(NARRATION, "phrases that are refused: the answer talks about answering")
+    refusal: tuple[str, ...] = setting(REFUSAL, "phrases that are refused: the answer declines the request")
 
     def reasons(self, sample: SteeredSample) -> list[str]:
-        """Why the sample is refused; empty where it survives."""
+        """The reasons to refuse the sample; empty if it survives."""
         if self.tail_perplexity is None:
             raise SteeringError("the filter has no limit for the tail perplexity; give one, or use calibrated(good).")
         found = []
@@ -109,23 +107,23 @@ class Filter(Checked):
         return [s for s in samples if not self.reasons(s)]
 
     def counts(self, samples: Sequence[SteeredSample]) -> dict[str, int]:
-        """How many samples each reason refuses (one sample may have several)."""
+        """The number of samples that each reason refuses (one sample may have several reasons)."""
         return dict(Counter(reason for s in samples for reason in self.reasons(s)))
 
     def calibrated(self, good: Sequence[SteeredSample], share: float = 0.95, margin: float = 1.5) -> Self:
-        """With the perplexity limit at ``margin`` × the ``share`` quantile of answers that are known to be good."""
+        """This filter with the perplexity limit at ``margin`` × the ``share`` quantile of known good answers."""
         if not good:
-            raise SteeringError("there is no good sample to calibrate the filter on.")
+            raise SteeringError("there is no good sample to calibrate the filter on; give at least one.")
         values = torch.tensor([s.tail_perplexity for s in good], dtype=torch.float64)
         return replace(self, tail_perplexity=margin * float(values.quantile(share)))
 
 
 @dataclass(frozen=True)
 class Separation:
-    """How the filter treats answers that are known to be good and known to be broken.
+    """The shares of known good and of known broken answers that pass the filter.
 
-    ``auc``: the chance that a broken answer has the higher tail perplexity. ``separates`` where at least half more of
-    the good ones pass: a filter that passes all, or none, says so here.
+    ``auc``: the probability that a broken answer has a higher tail perplexity than a good one. ``separates``: the share
+    of good answers that pass is larger by at least one half.
     """
 
     good: float
@@ -146,7 +144,7 @@ class Separation:
 
 
 def separation(limits: Filter, good: Sequence[SteeredSample], broken: Sequence[SteeredSample]) -> Separation:
-    """The report of a filter on known cases."""
+    """Apply a filter to known good and known broken answers."""
     if not good or not broken:
         raise SteeringError(f"the report needs both kinds, got {len(good)} good and {len(broken)} broken answers.")
     pairs = [(b.tail_perplexity > g.tail_perplexity) + 0.5 * (b.tail_perplexity == g.tail_perplexity)

@@ -1,9 +1,9 @@
-"""Heal: put what steering showed into weights, within a trust region.
+"""Heal: train a new adapter on the steered samples, within a trust region.
 
     min over the new adapter   SFT on the survivors + λ(1+round)^p · relu(D − τ) + γ · mean relu(σ_max(ΔW) − cap)
 
-Earlier rounds are frozen adapters below the new one, the base is untouched; D is measured against the base (every gate
-at 0) or the previous round (the new gate at 0).
+Earlier rounds are frozen adapters below the new one, and the base does not change. D is measured against the base
+(every gate at 0) or the previous round (the new gate at 0).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from earnest.steering.errors import SteeringError
 from earnest.steering.filter import SteeredSample
 
 NEVER = 1e9
-"""A τ that no divergence reaches: the barrier only measures."""
+"""A τ that no divergence reaches, so that the barrier only measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Healing(Checked):
-    """How a round is trained."""
+    """The training settings of a round."""
 
     error: ClassVar[type[EarnestError]] = SteeringError
 
@@ -57,7 +57,7 @@ class Healing(Checked):
     )
 
     def objective(self) -> Objective:
-        """SFT, the barrier, and the cap where there is one."""
+        """SFT, the barrier, and the spectral cap if it is set."""
         barrier = KLBarrier(
             over=self.over, reference=self.reference, tau=self.tau, strength=self.weight, growth=self.growth
         )
@@ -67,9 +67,10 @@ class Healing(Checked):
 
 @dataclass(frozen=True)
 class Healed:
-    """A trained round: its adapter, frozen, and what each step was worth.
+    """A trained round: its frozen adapter and the reports of its steps.
 
-    ``pressure`` is ‖∇barrier‖/‖∇SFT‖ over the measured steps; ``firing`` the share of steps in which the barrier acted.
+    ``pressure`` is ‖∇barrier‖/‖∇SFT‖ over the measured steps; ``firing`` the share of steps in which the barrier was
+    active.
     """
 
     adapter: Adapter
@@ -98,7 +99,7 @@ class Healed:
 
 
 def demonstrations(policy: Policy, samples: Sequence[SteeredSample]) -> Batch:
-    """The survivors as rows to imitate."""
+    """The survivors as demonstrations."""
     return Batch.from_rows(
         [s.prompt for s in samples], [s.tokens for s in samples], role="demonstration", pad=policy.pad_id
     ).to(policy.device)
@@ -106,7 +107,7 @@ def demonstrations(policy: Policy, samples: Sequence[SteeredSample]) -> Batch:
 
 @dataclass(frozen=True)
 class PreparedRound:
-    """A round before its first step: what trains, what it is asked for, and every survivor with its reference."""
+    """A round before its first step: the engine, the objective, and all survivors with their reference."""
 
     engine: LocalEngine
     objective: Objective
@@ -126,12 +127,12 @@ def prepare_round(
     seed: int = 0,
     max_grad_norm: float | None = 1.0,
 ) -> PreparedRound:
-    """A new adapter on top of what is attached, ready to be trained on ``samples``."""
+    """Attach a new adapter on top of the existing ones and prepare its training on ``samples``."""
     adapter = attach(policy, variant, targets, layers, seed=seed)
     try:
         engine = LocalEngine(policy, adapter, optimizer or AdamW(lr=2e-3), max_grad_norm=max_grad_norm)
         engine.objective_state = _state(objective, round_number)
-        # Neither reference moves while this adapter trains, so it is scored once.
+        # No reference changes while this adapter trains, so it is scored once.
         return PreparedRound(engine, objective, with_reference(engine, demonstrations(policy, samples), objective))
     except BaseException:
         adapter.detach()
@@ -152,9 +153,9 @@ def heal(
     seed: int = 0,
     max_grad_norm: float | None = 1.0,
 ) -> Healed:
-    """A new adapter on top of what is attached, trained on ``samples`` and frozen.
+    """Attach a new adapter on top of the existing ones, train it on ``samples`` and freeze it.
 
-    objective: another one than ``how`` describes (it must read demonstrations).
+    objective: replaces the one of ``how`` (it must read demonstrations).
     """
     how = how or Healing()
     prepared = prepare_round(
@@ -192,7 +193,7 @@ def _state(objective: Objective, round_number: int) -> dict[str, dict[str, Any]]
 
 
 def observer(reference: str = "previous") -> Objective:
-    """SFT beside barriers of every aggregate that only measure: one training path, four readings of each batch."""
+    """SFT with one barrier per aggregate that only measures: one training run, four measurements per batch."""
     found = Objective.of(SFT())
     for over in AGGREGATES:
         found = found + KLBarrier(over=over, tau=NEVER, reference=reference, name=over)
@@ -200,10 +201,10 @@ def observer(reference: str = "previous") -> Objective:
 
 
 def equal_firing(readings: Mapping[str, Sequence[float]], rate: float) -> dict[str, float]:
-    """For every aggregate the τ that its readings exceed in a share ``rate`` of the steps.
+    """For every aggregate the τ that its measurements exceed in a share ``rate`` of the steps.
 
-    τ means something else for each aggregate: at one τ a mean hardly ever acts and a maximum always does, and the
-    comparison would be of strengths, not of aggregates.
+    Aggregates need different τ: at one τ a mean is almost never above it and a maximum always is, so a comparison at
+    one τ would compare strengths instead of aggregates.
     """
     if not 0 < rate < 1:
         raise SteeringError(f"rate is {rate}; it is a share of the steps between 0 and 1.")

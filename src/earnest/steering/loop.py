@@ -1,8 +1,8 @@
-"""The loop: find the direction in the student as it is now, steer, keep what is sane, train it in, look, again.
+"""The loop: per round, find the direction in the current student, steer, filter the samples, train on them, evaluate.
 
 A round is a folder: the vector, the adapter, and ``record.json``, which is written last. A loop that is called again
-with the same settings and folder goes on behind the last whole round, with the same numbers: every random draw is a
-function of the seed, the round and its purpose.
+with the same settings and folder continues after the last complete round, with the same numbers: every random draw is
+a function of the seed, the round and its purpose.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MAKERS: dict[str, Callable[..., Vector]] = {"mean": mean_difference, "pca": prin
 
 @dataclass(frozen=True)
 class Contrast:
-    """Instructions for both poles; contexts pair them over many questions, so that only the pole differs."""
+    """Instructions for both poles. Contexts pair them over many questions, so that only the pole differs."""
 
     high: tuple[str, ...]
     low: tuple[str, ...]
 
     def contexts(self, policy: Policy, questions: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
-        """(high, low), one pair a question; the instructions take turns."""
+        """(high, low), one pair per question; the instructions alternate."""
 
         def side(instructions: tuple[str, ...]) -> list[list[int]]:
             return [
@@ -59,10 +59,10 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Steering(Checked):
-    """How a round is steered: the vector, its dose in nats, how much is sampled and has to survive.
+    """The steering settings of a round: the vector, its dose in nats, the numbers of samples and of survivors.
 
-    ``against``: the policy that the dose is measured from. "student": the one that is steered, so every round steers by
-    the same amount; "base": what earlier rounds have moved counts, and leaves less (or nothing, which is an error).
+    ``against``: the policy from which the dose is measured. "student": the steered policy, so every round steers by the
+    same amount; "base": the divergence of earlier rounds counts, so later rounds steer less (none left is an error).
     """
 
     error: ClassVar[type[EarnestError]] = SteeringError
@@ -72,26 +72,24 @@ class Steering(Checked):
     layers: tuple[int, ...] | None = setting(None, "blocks that are steered, negative from the end; none: all")
     nats: float = setting(1.0, "the dose: the 95th percentile of the tokens' KL, in nats", above=0.0)
     against: str = setting("student", "the policy from which the dose is measured", choices=("student", "base"))
-    questions: int = setting(96, "questions that are answered at each dose", at_least=1)
+    questions: int = setting(96, "questions per dose", at_least=1)
     enough: int = setting(48, "answers that must survive the filter", at_least=1)
-    factor: float = setting(0.75, "the next dose as a share of the one before", above=0.0, below=1.0)
+    factor: float = setting(0.75, "the next dose as a share of the previous one", above=0.0, below=1.0)
     tries: int = setting(6, "doses that are tried", at_least=1)
     max_new_tokens: int = setting(48, "the longest answer, in tokens", at_least=1)
     temperature: float = setting(1.0, "the sampling temperature", at_least=0.0)
     overdose: float = setting(
-        8.0, "the multiple of the dose that makes the broken answers of the filter's report", above=1.0
+        8.0, "the multiple of the dose at which broken answers are sampled to test the filter", above=1.0
     )
 
     def validate(self) -> None:
         if self.enough > self.questions:
-            raise SteeringError(
-                f"enough is {self.enough}; of {self.questions} questions 1 to {self.questions} can survive."
-            )
+            raise SteeringError(f"enough is {self.enough}; with {self.questions} questions give 1 to {self.questions}.")
 
 
 @dataclass(frozen=True)
 class SteeringResult:
-    """Every finished round's record, the first look at the base, and why the loop ended before its time, if it did."""
+    """The records of all finished rounds, the evaluation of the base, and the reason if the loop ended early."""
 
     records: tuple[dict[str, Any], ...]
     before: dict[str, Any]
@@ -99,7 +97,7 @@ class SteeringResult:
 
 
 class Loop:
-    """R rounds of steer and heal on one policy. ``close`` gives the policy back as it was."""
+    """R rounds of steering and training on one policy. ``close`` removes the adapters."""
 
     def __init__(
         self,
@@ -138,18 +136,18 @@ class Loop:
             self.records.append(record)
 
     def run(self, rounds: int, before: TraitEvaluation) -> SteeringResult:
-        """All rounds that are missing, or until the coherence floor."""
+        """Run the missing rounds; stop early if coherence falls below the floor."""
         if before.coherence < before.floor:
             raise Collapsed(
-                f"{self.policy.name} has a coherence of {before.coherence:.2f} before it is steered, the floor "
-                f"is {before.floor:g}; lower the floor, or take another model."
+                f"{self.policy.name} has a coherence of {before.coherence:.2f} before steering, the floor "
+                f"is {before.floor:g}; lower the floor, or use another model."
             )
         stopped = self._stopped()
         while len(self.records) < rounds and stopped is None:
             self.round()
             stopped = self._stopped()
         if self.policy.fingerprint(fresh=True) != self._base:
-            raise SteeringError("the base's weights have changed during the loop, which only adapters may learn from.")
+            raise SteeringError("the base's weights changed during the loop; only adapters may be trained.")
         return SteeringResult(tuple(self.records), before.to_dict(), stopped)
 
     def _stopped(self) -> str | None:
@@ -162,7 +160,7 @@ class Loop:
         return f"round {last['round']}: coherence {healed['coherence']:.2f} is below the floor of {healed['floor']:g}"
 
     def close(self) -> None:
-        """Take every adapter off again, newest first."""
+        """Detach every adapter, newest first."""
         for adapter in reversed(self.history):
             adapter.detach()
         self.history.clear()
@@ -170,7 +168,7 @@ class Loop:
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def round(self) -> dict[str, Any]:
-        """Steer, search, heal, look; the record is also in the round's folder."""
+        """Steer, sample, train, evaluate. The record is also written to the round's folder."""
         number, begun = len(self.records) + 1, time.monotonic()
         place = self.folder / f"round-{number}"
         place.mkdir(parents=True, exist_ok=True)
@@ -197,7 +195,7 @@ class Loop:
             "tries": [asdict(t) for t in search.tries],
             "survivors": len(search.survivors),
             "filter": None if separated is None else asdict(separated) | {"separates": separated.separates},
-            "vector": {"made": vector.made, "norm": vector.norm, **self._wander(vector)},
+            "vector": {"made": vector.made, "norm": vector.norm, **self._drift(vector)},
             "heal": summary,
             "steered": steered.to_dict(),
             "healed": after.to_dict(),
@@ -218,13 +216,13 @@ class Loop:
         return record
 
     def sample_survivors(self, number: int) -> tuple[Vector, Dose, DoseSearch, Separation | None]:
-        """The student's own direction, its dose, and the steered answers that survive."""
+        """The student's vector, its dose, the steered answers that survive, and the test of the filter."""
         how = self.steering
         vector = self.extract(number)
         questions = self.task.prompts("train", how.questions, derive(self.seed, "questions", number))
         prompts = [self.policy.render(q.messages) for q in questions]
         limits, good = self._filter()
-        answers = demonstrations(self.policy, good)  # the base's, so that every round is judged on the same tokens
+        answers = demonstrations(self.policy, good)  # of the base, so that every round is measured on the same tokens
         home = None
         if how.against == "base":
             with without_adapters(self.policy):
@@ -243,28 +241,27 @@ class Loop:
         separated = separation(limits, good, broken)
         if not separated.separates:
             warnings.warn(
-                f"{separated}; what survives may be as broken as what does not: set the filter's limits, or look at "
-                "the samples.",
+                f"{separated}; survivors may be as broken as the others: set the filter's limits, or read the samples.",
                 SteeringWarning,
                 stacklevel=2,
             )
         return vector, dose, search, separated
 
     def extract(self, number: int) -> Vector:
-        """The vector of the student as it is now."""
+        """The vector of the current student."""
         how = self.steering
         questions = self.task.prompts("train", how.contexts, derive(self.seed, "contexts", number))
         high, low = self.contrast.contexts(self.policy, questions)
         with self._merged():
             return MAKERS[how.method](self.policy, high, low, how.layers)
 
-    def _wander(self, vector: Vector) -> dict[str, float]:
-        """1 is the first (or the last) round's direction, 0 has nothing to do with it."""
+    def _drift(self, vector: Vector) -> dict[str, float]:
+        """Cosines of the vector with those of the first and of the last round."""
         first, previous = (self.vectors[0], self.vectors[-1]) if self.vectors else (vector, vector)
         return {"cosine_first": vector.cosine(first), "cosine_previous": vector.cosine(previous)}
 
     def _filter(self) -> tuple[Filter, list[SteeredSample]]:
-        """The limits, with the perplexity's from the base's own answers; and those answers."""
+        """The filter with a perplexity limit from the base's own answers, and those answers."""
         if self._limits is None:
             questions = self.task.prompts("train", self.steering.contexts, derive(self.seed, "good", 0))
             prompts = [self.policy.render(q.messages) for q in questions]
@@ -277,13 +274,13 @@ class Loop:
 
     @contextmanager
     def _acting(self, vector: Vector | None = None, dose: float = 0.0) -> Iterator[None]:
-        """The student, steered where a vector is given, at its fastest."""
+        """The student, steered if a vector is given, with merged adapters where possible."""
         with self._merged(), nullcontext() if vector is None else vector.applied(self.policy, dose):
             yield
 
     def _merged(self) -> Any:
-        """Open adapters written into the weights, for speed where nothing is trained; 16 bits would round them, and
-        quantised layers have no dense weight to write to."""
+        """Merge active adapters for faster sampling. Not in 16 bits, which would round them, and not for quantised
+        layers, which have no dense weight."""
         ready = self.history and self.policy.model.dtype.itemsize >= 4 and self.history[-1].mergeable
         return self.history[-1].merged() if ready else nullcontext()
 
@@ -294,7 +291,7 @@ class Loop:
         number: int,
         acting: Callable[[], Any] | None = None,
     ) -> list[SteeredSample]:
-        """One answer a prompt, by the student or within the given block, each read by the base."""
+        """One answer per prompt, by the student or within the given block, each scored by the base."""
         how = self.steering
         seed = derive(self.seed, purpose, number) % 2**31
         spec = SampleSpec(max_new_tokens=how.max_new_tokens, temperature=how.temperature, seed=seed)

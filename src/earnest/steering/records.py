@@ -1,4 +1,4 @@
-"""Reading what a loop has written."""
+"""Read the records of a loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from earnest.errors import CheckpointError
 
 
 def finished_rounds(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, record) of the rounds that are whole, from 1 on; what lies behind a gap is not read."""
+    """(number, record) of the complete rounds from 1 on; rounds after a gap are not read."""
     number = 1
     while (path := folder / f"round-{number}" / "record.json").exists():
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise CheckpointError(
-                f"{path} is no JSON ({error}); remove {path.parent} to do that round again."
-            ) from None
+            raise CheckpointError(f"{path} is not JSON ({error}); remove {path.parent} to repeat that round.") from None
         yield number, record
         number += 1

@@ -1,4 +1,4 @@
-"""Where a vector acts: modules by path, their states at the assistant tag, and hooks that leave no trace."""
+"""The modules that a vector acts on: their paths, their states at the assistant tag, and temporary hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block_paths(policy: Policy, layers: Sequence[int] | None = None) -> tuple[st
     ]
     if count is None or not found:
         raise SteeringError(
-            f"{type(policy.model).__name__} has no list of {count} blocks to steer; give the paths of its modules."
+            f"{type(policy.model).__name__} has no list of {count} blocks; give the paths of its modules."
         )
     numbers = list(range(count)) if layers is None else list(layers)
     if wrong := [i for i in numbers if not -count <= i < count]:
@@ -51,7 +51,7 @@ def module_at(policy: Policy, path: str) -> nn.Module:
 
 
 def _first(output: Any) -> Tensor:
-    """A block gives its states alone, or first in a tuple."""
+    """The states in a block's output: the output itself, or the first entry of a tuple."""
     found = output[0] if isinstance(output, tuple) else output
     assert isinstance(found, Tensor), "a block's output is a tensor, or a tuple that begins with one"
     return found
@@ -59,7 +59,7 @@ def _first(output: Any) -> Tensor:
 
 @contextmanager
 def changed(policy: Policy, changes: Mapping[str, Change]) -> Iterator[None]:
-    """Inside the block each named module's output goes through its change; afterwards no hook is left."""
+    """Inside the block, apply each change to the output of its module; afterwards remove the hooks."""
 
     def hook(change: Change) -> Callable[[nn.Module, Any, Any], Any]:
         def run(_: nn.Module, __: Any, output: Any) -> Any:
@@ -80,11 +80,11 @@ def tag_states(
 ) -> dict[str, Float[Tensor, "P d"]]:
     """Each module's output (or its input) at the last token of every prompt, in float32.
 
-    A prompt rendered with its generation prompt ends in the assistant tag: the place where the answer is decided, and
-    the same token in every context.
+    A prompt rendered with its generation prompt ends in the assistant tag, just before the answer; it is the
+    same token in every context.
     """
     if not prompts or not all(prompts):
-        raise SteeringError("every context needs at least one token, and there must be a context; got an empty one.")
+        raise SteeringError("give at least one context, and at least one token in each; got an empty one.")
     parts: dict[str, list[Tensor]] = {path: [] for path in paths}
     for start in range(0, len(prompts), rows):
         part = prompts[start : start + rows]

@@ -1,4 +1,4 @@
-"""What can be told of a text from its characters alone: repetition, and phrases that stand beside the matter."""
+"""Checks of a text by its characters: repetition, and phrases that do not answer the question."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ REFUSAL: tuple[str, ...] = (
 
 
 def word_repetition(text: str, n: int = 3) -> float:
-    """The share of word n-grams that were said before: 0 for a text that never repeats itself or is too short."""
+    """The share of word n-grams that occurred before; 0 for a text without repetition or shorter than n words."""
     words = re.findall(r"\w+|[^\w\s]", text.lower())
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def char_repetition(text: str, longest: int = 12, times: int = 3) -> float:
-    """The share of characters in the longest stretch that says a piece of up to ``longest`` characters ``times`` times
-    or more, without a break: "!!!!!", "hahahaha"."""
+    """The share of characters in the longest run that repeats a piece of up to ``longest`` characters at least
+    ``times``
+    times: "!!!!!", "hahahaha"."""
     best = 0
     for period in range(1, longest + 1):
         run = 0

@@ -2,7 +2,7 @@
 
     mean difference   v = mean_i (h⁺_i − h⁻_i)                            Rimsky et al., arXiv 2312.06681
     principal         v = σ·u, the first principal direction of the h⁺_i − h⁻_i     Zou et al., arXiv 2310.01405
-    weight space      v = U_r Σ_r V_rᵀ mean_i(x⁺_i − x⁻_i),  W = U Σ Vᵀ   what the layer's own weight can write
+    weight space      v = U_r Σ_r V_rᵀ mean_i(x⁺_i − x⁻_i),  W = U Σ Vᵀ   in the range of the layer's weight
     apply             h ← h + c·v             ablate   h ← h − c·(h·v̂) v̂              Arditi et al., arXiv 2406.11717
 
 h are states at the assistant tag of the same question under two opposite instructions, over diverse contexts.
@@ -31,7 +31,8 @@ from earnest.steering.sites import Change, block_paths, changed, module_at, tag_
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A shift for the output of each named module. ``made`` says how; ``base`` is the fingerprint of its model."""
+    """A shift for the output of each named module. ``made`` describes how it was made; ``base`` is the fingerprint of
+    its model."""
 
     shifts: Mapping[str, Tensor]
     made: str
@@ -39,12 +40,16 @@ class Vector:
 
     def __post_init__(self) -> None:
         if not self.shifts:
-            raise SteeringError("a vector needs at least one module to act on.")
+            raise SteeringError("a vector needs at least one module.")
         for path, shift in self.shifts.items():
             if shift.ndim != 1 or not bool(torch.isfinite(shift).all()):
-                raise SteeringError(f"{path}: a shift is one finite number a channel, got shape {tuple(shift.shape)}.")
+                raise SteeringError(
+                    f"{path}: a shift is one finite number per channel, got shape {tuple(shift.shape)}."
+                )
         if not self.norm > 0:
-            raise SteeringError("the vector is 0 everywhere: the two sides of the contrast do not differ.")
+            raise SteeringError(
+                "the vector is 0 everywhere: the two sides of the contrast do not differ; give other contexts."
+            )
 
     # --- algebra ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +91,7 @@ class Vector:
     # --- on a policy ------------------------------------------------------------------------------------------------
 
     def applied(self, policy: Policy, dose: float = 1.0) -> AbstractContextManager[None]:
-        """Inside the block every position of every named module gets dose · shift added."""
+        """Inside the block, add dose · shift to the output of each module at every position."""
         self._fits(policy)
 
         def add(shift: Tensor) -> Change:
@@ -95,7 +100,7 @@ class Vector:
         return changed(policy, {path: add(shift) for path, shift in self.shifts.items()})
 
     def ablated(self, policy: Policy, share: float = 1.0) -> AbstractContextManager[None]:
-        """Inside the block ``share`` of each state's component along the shift is taken out (1: all of it)."""
+        """Inside the block, remove ``share`` of each state's component along the shift (1: all of it)."""
         self._fits(policy)
 
         def take_out(shift: Tensor) -> Change:
@@ -113,12 +118,12 @@ class Vector:
 
     def _fits(self, policy: Policy) -> None:
         if self.base != policy.fingerprint():
-            raise SteeringError(f"the vector was made on another model than {policy.name}; make it anew on this one.")
+            raise SteeringError(f"the vector was made on another model than {policy.name}; make it again on this one.")
 
     # --- on disk ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path | str) -> Path:
-        """One safetensors file."""
+        """Write one safetensors file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {k: v.detach().float() for k, v in self.shifts.items()}
@@ -144,7 +149,7 @@ class Vector:
 def mean_difference(
     policy: Policy, high: Sequence[Sequence[int]], low: Sequence[Sequence[int]], layers: Sequence[int] | None = None
 ) -> Vector:
-    """From the low pole to the high one: the mean over paired contexts, in the residual stream after each layer."""
+    """The mean of high minus low over paired contexts, in the residual stream after each layer."""
     return Vector(
         {path: d.mean(0) for path, d in _differences(policy, high, low, block_paths(policy, layers)).items()},
         f"mean difference over {len(high)} contexts",
@@ -155,9 +160,9 @@ def mean_difference(
 def principal(
     policy: Policy, high: Sequence[Sequence[int]], low: Sequence[Sequence[int]], layers: Sequence[int] | None = None
 ) -> Vector:
-    """The first principal direction of the paired differences, as long as their mean projection on it.
+    """The first principal direction of the paired differences, with their mean projection on it as its length.
 
-    Uncentred: what all pairs share is the signal, not an offset to remove. So it points from low to high.
+    The differences are not centred, because their mean is the signal. The direction points from low to high.
     """
     shifts = {}
     for path, d in _differences(policy, high, low, block_paths(policy, layers)).items():
@@ -175,10 +180,10 @@ def weight_space(
     paths: Sequence[str] | None = None,
     rank: int | None = 16,
 ) -> Vector:
-    """The mean difference of a linear layer's inputs, written by its own weight through its ``rank`` most moved
-    singular directions (None: all of them, which is W·Δx).
+    """The mean difference of a linear layer's inputs, mapped by its weight through the ``rank`` singular directions
+    with the largest change (None: all of them, which is W·Δx).
 
-    paths: linear layers; None: those through which the feed-forward part of each of ``layers`` writes.
+    paths: linear layers; None: the output layers of the feed-forward parts of ``layers``.
     """
     paths = writer_paths(policy, layers) if paths is None else paths
     shifts = {}
@@ -211,10 +216,10 @@ def _differences(
 
 
 def _weight(policy: Policy, path: str) -> Float[Tensor, "m n"]:
-    """The weight that the layer computes with now, open adapters included."""
+    """The current weight of the layer with its active adapters."""
     module = module_at(policy, path)
     try:
         layer = layer_of(path, module)
     except AdapterError as error:
-        raise SteeringError(f"{path} is no linear layer ({error}); the weight space needs one.") from None
+        raise SteeringError(f"{path} is not a linear layer ({error}); weight_space needs one.") from None
     return merged_weight(layer)[0].detach()

@@ -1,4 +1,4 @@
-"""Tasks: prompts, graders (honest and, on purpose, exploitable ones), feedback texts."""
+"""Tasks: prompts, graders (some are exploitable on purpose), feedback texts."""
 
 from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, UnknownTask
 from earnest.tasks.grading import GraderErrors, grade_all

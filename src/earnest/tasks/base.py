@@ -1,4 +1,4 @@
-"""What a task is: prompts, and a grader that returns a reward *and* a feedback text for each rollout."""
+"""The interface of a task: prompts, and a grader that returns a reward *and* a feedback text for each rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Extra = float | str | bool
 
 
 class TaskError(EarnestError):
-    """A task cannot do what was asked of it."""
+    """A task cannot be made or used with these settings."""
 
 
 class UnknownTask(TaskError):
@@ -22,7 +22,7 @@ class UnknownTask(TaskError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. The policy sees ``messages``; ``data`` is what the grader needs and is never shown to it."""
+    """One question. The policy sees ``messages``; ``data`` is for the grader and never shown to the policy."""
 
     id: str
     messages: tuple[Mapping[str, Any], ...]
@@ -33,8 +33,8 @@ class Prompt:
 class Grade:
     """The verdict on one completion.
 
-    ``reward`` drives training, ``correct`` is the strict oracle. ``feedback`` is what a teacher may be shown about this
-    very attempt, empty where there is nothing to say.
+    ``reward`` drives training, ``correct`` is the strict oracle. ``feedback`` is a text about this attempt for a
+    teacher's prompt; it may be empty.
     """
 
     reward: float
@@ -54,7 +54,7 @@ class Task(Protocol):
     def description(self) -> str: ...
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
-        """``count`` prompts, the same for the same seed, without repetition as far as the space allows."""
+        """``count`` prompts, the same for the same seed, without repetition while the task has new questions."""
         ...
 
     def grade(self, prompt: Prompt, completion: str) -> Grade: ...
@@ -62,10 +62,10 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A line of ``earnest tasks``."""
+    """One line of ``earnest tasks``."""
 
     name: str
     description: str
     source: Literal["built-in", "imported", "reasoning-gym", "verifiers"]
     available: bool = True
-    """False where the extra that brings it is not installed."""
+    """False if its extra is not installed."""

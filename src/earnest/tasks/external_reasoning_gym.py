@@ -1,7 +1,7 @@
 """Every dataset of ``reasoning-gym`` as the task ``reasoning_gym/<dataset>`` (extra ``earnest[reasoning-gym]``).
 
-A dataset is a function of (seed, index), so a prompt's data holds these two, and the entry is made again for grading.
-The question is compared: a dataset that makes another one this time would grade against a wrong answer.
+A dataset is a function of (seed, index). A prompt's data holds these two, and grading makes the entry again. If the
+dataset makes another question the second time, grading raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from earnest.tasks.split import check_request, split_of, stable_rng
 
 _PREFIX = "reasoning_gym/"
 _SIZE = 500
-"""Entries of one block. It is the datasets' own default: some make all of them at once, some refuse larger sizes."""
+"""Entries per block: the datasets' default. Some datasets make all of them at once, some refuse larger sizes."""
 _PATIENCE = 500
 """Entries in a row that may be of the other split or seen already before the dataset counts as used up."""
 
@@ -34,7 +34,7 @@ def _datasets() -> dict[str, Any]:
         raise MissingExtra("reasoning-gym", "reasoning-gym", "a task reasoning_gym/<dataset>")
     from reasoning_gym import factory
 
-    # `composite` is no dataset of its own but a mixture of those that its configuration names.
+    # `composite` is a mixture of other datasets, named in its configuration.
     return {name: made for name, made in factory.DATASETS.items() if name != "composite"}
 
 
@@ -61,7 +61,7 @@ class ReasoningGym:
         return _about(self.dataset)
 
     def options(self) -> dict[str, Any]:
-        """The settings that a recipe may give, with the values that they have here."""
+        """The settings of the dataset with their current values."""
         return _defaults(self.dataset) | json.loads(self.settings)
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
@@ -84,10 +84,12 @@ class ReasoningGym:
                 misses = 0
                 continue
             misses += 1
-            if misses == _PATIENCE and seen:  # used up: a new pass, in which every question comes once again
+            if misses == _PATIENCE and seen:  # no new question: start a new pass over all of them
                 seen.clear()
             elif misses > 10 * _PATIENCE:
-                raise TaskError(f"{self.name}: no question of split {split!r} in {misses} entries; too few to split.")
+                raise TaskError(
+                    f"{self.name}: no question of split {split!r} in {misses} entries; too few questions to split."
+                )
         return found
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
@@ -95,7 +97,7 @@ class ReasoningGym:
         entry = dataset[int(prompt.data["index"])]
         if str(entry["question"]) != prompt.data["question"]:
             raise TaskError(
-                f"{self.name} made another question for {prompt.id} than when it was asked; set PYTHONHASHSEED."
+                f"{self.name} made another question for {prompt.id} than the first time; set PYTHONHASHSEED."
             )
         reward = float(dataset.score_answer(completion.strip(), entry))
         if reward >= 1.0:
@@ -109,7 +111,7 @@ def _text(answer: Any) -> str | None:
 
 
 def _about(dataset: str) -> str:
-    """The first line of the dataset's docstring, or its name where it has none."""
+    """The first line of the dataset's docstring, or its name if there is none."""
     lines = (_datasets()[dataset][0].__doc__ or "").strip().splitlines()
     return lines[0] if lines else f"reasoning-gym's dataset {dataset}"
 
@@ -121,7 +123,7 @@ def _defaults(dataset: str) -> dict[str, Any]:
 
 
 def load(dataset: str, settings: Mapping[str, Any] | None = None) -> ReasoningGym:
-    """The task of a dataset's name, with these of its settings changed."""
+    """The task of this dataset with these settings."""
     known = _datasets()
     if dataset not in known:
         raise UnknownTask(f"reasoning-gym has no dataset {dataset!r}: {nearest(dataset, known)}")
@@ -132,7 +134,7 @@ def load(dataset: str, settings: Mapping[str, Any] | None = None) -> ReasoningGy
             raise TaskError(f"task.{key}: {_PREFIX}{dataset} has no such setting; {nearest(key, allowed)}")
     try:
         config = known[dataset][1](**given)
-        if given and hasattr(config, "validate"):  # a few have none
+        if given and hasattr(config, "validate"):  # some configurations have no validate
             config.validate()
     except (AssertionError, TypeError, ValueError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items())

@@ -1,8 +1,8 @@
 """Any single-turn environment of ``verifiers`` as the task ``verifiers/<environment>`` (extra ``earnest[verifiers]``).
 
-The name is that of an installed taskset package, as verifiers' own command line takes it. earnest samples; verifiers'
-rewards judge the finished conversation. What such a judgement cannot do is refused when the task is loaded, since
-verifiers itself would skip it: rewards that need a sandbox, tool servers, environments of several agents, a taskset
+The name is that of an installed taskset package, as on verifiers' command line. earnest samples; verifiers' rewards
+grade the finished conversation. Loading refuses what this cannot support, because verifiers would skip it without an
+error: rewards that need a sandbox, tool servers, environments of several agents, a taskset
 without any reward.
 """
 
@@ -24,7 +24,7 @@ from earnest.tasks.split import choose_distinct, stable_rng
 
 _PREFIX = "verifiers/"
 _MOST = 10_000
-"""Tasks that are read from a taskset; an infinite one ends here."""
+"""The largest number of tasks that is read from a taskset, which may be infinite."""
 
 
 def installed() -> bool:
@@ -96,7 +96,7 @@ def _messages(data: Any) -> list[dict[str, Any]]:
 
 
 def _wait(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end, in a thread of its own where this one already has a running loop."""
+    """Run a coroutine to its end; in another thread if this one already has a running event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -133,7 +133,7 @@ def _refusal(environment: str, tasks: list[Any], toolsets: list[Any]) -> str | N
         return "it needs tool servers"
     rewards = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
     if not rewards:
-        return "it has no reward, so that every rollout would be worth 0"
+        return "it has no reward, so every rollout would get 0"
     for reward in rewards:
         runtime = inspect.signature(reward).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
@@ -144,7 +144,7 @@ def _refusal(environment: str, tasks: list[Any], toolsets: list[Any]) -> str | N
 
 
 def _is_there(environment: str) -> bool:
-    """Whether a package of this name exists, found without importing verifiers, which takes seconds."""
+    """Whether a package of this name exists, without importing verifiers, which takes seconds."""
     module = environment.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     root = importlib.util.find_spec("verifiers")
     own = [Path(p) / "v1" / "tasksets" / module for p in (root.submodule_search_locations or ())] if root else []
@@ -152,7 +152,7 @@ def _is_there(environment: str) -> bool:
 
 
 def load(environment: str, settings: Mapping[str, Any] | None = None) -> Verifiers:
-    """The task of an installed environment's name, with these settings of its taskset."""
+    """The task of this installed environment with these settings of its taskset."""
     if not installed():
         raise MissingExtra("verifiers", "verifiers", "a task verifiers/<environment>")
     if not _is_there(environment):
@@ -162,24 +162,24 @@ def load(environment: str, settings: Mapping[str, Any] | None = None) -> Verifie
     try:
         kind = taskset_class(environment)
     except (ModuleNotFoundError, AttributeError, TypeError) as error:
-        raise UnknownTask(f"{environment!r} is no environment of verifiers, which says: {error}") from error
+        raise UnknownTask(f"{environment!r} is not an environment of verifiers: {error}") from error
     try:
         config = taskset_config_type(environment)(id=environment, **(settings or {}))
-    except ValueError as error:  # pydantic's
+    except ValueError as error:  # raised by pydantic
         raise TaskError(f"task: the environment {environment!r} refuses its settings: {error}") from None
     taskset = load_taskset(config)
     tasks = list(itertools.islice(taskset, _MOST))
     if not tasks:
-        raise TaskError(f"the environment {environment!r} has no tasks.")
+        raise TaskError(f"the environment {environment!r} has no tasks; check its settings.")
     refusal = _refusal(environment, tasks, kind.toolsets(config))
     if refusal:
         raise TaskError(
-            f"the environment {environment!r} cannot be a task here: {refusal}. Run it with verifiers itself."
+            f"the environment {environment!r} cannot be a task of earnest: {refusal}. Run it with verifiers itself."
         )
     return Verifiers(environment, {task.data.idx: task for task in tasks})
 
 
 def infos() -> list[TaskInfo]:
-    """One line: the environments are whatever packages are installed."""
+    """One line: the environments are the installed packages."""
     hint = "an installed environment of verifiers" if installed() else 'pip install "earnest[verifiers]"'
     return [TaskInfo(_PREFIX + "<environment>", hint, "verifiers", available=installed())]

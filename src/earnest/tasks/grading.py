@@ -1,6 +1,7 @@
 """Grade many rollouts at the same time, each with a time limit.
 
-A grader that raises, takes too long or returns no finite reward is reported, worth 0, and stops the run past a share.
+An error of the grader, a timeout or a reward that is not finite is logged and gives reward 0. Too large a share of them
+ends the run.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def grade_all(
             f"the grader of {task.name} raised on {len(failed)} of {len(prompts)} completions, more than the "
             f"allowed share of {max_error_share:g}; first {type(first).__name__}: {first}, on prompt "
             f"{prompt.id} {_shown(prompt)}. "
-            "Mend the grader, or raise max_error_share."
+            "Fix the grader, or raise max_error_share."
         ) from first
     return grades
 

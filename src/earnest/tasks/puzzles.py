@@ -1,7 +1,7 @@
-"""Verifiable one-line puzzles that nano solves sometimes: a question, its one answer, and what is wrong with another.
+"""Verifiable one-line puzzles that nano solves sometimes: a question, its only answer, and hints for wrong answers.
 
-The reward is 1 for the exact answer and 0 otherwise. ``feedback`` is a hint: it says what is wrong with the attempt
-without giving the answer away; ``extras["reveal"]`` is the text that gives it away.
+The reward is 1 for the exact answer and 0 otherwise. ``feedback`` is a hint about the attempt that does not contain
+the answer; ``extras["reveal"]`` is a text with the answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Data = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Puzzle:
-    """One family of puzzles, from two functions: what a question is, and what is wrong with an attempt at it."""
+    """One kind of puzzle, defined by two functions: one makes a question, the other a hint for a wrong attempt."""
 
     name: str
     description: str
     make: Callable[[random.Random], Data]
     """A question as data: ``question`` (text), ``answer`` (text), ``content`` (what the split hashes), operands."""
     hint: Callable[[Data, str], str]
-    """What is wrong with a wrong attempt; must not contain the answer."""
+    """The hint for a wrong attempt; it must not contain the answer."""
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         rng = stable_rng(self.name, split, seed)
@@ -48,7 +48,7 @@ class Puzzle:
 
 
 def _quote(attempt: str) -> str:
-    """An attempt as the feedback repeats it: one short line, whatever the policy wrote."""
+    """An attempt as the feedback quotes it: shortened to one line."""
     line = " ".join(attempt.split())
     return line if len(line) <= 16 else line[:16].rstrip() + "..."
 

@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Task | type[Task])
 
 
 def register(task: T) -> T:
-    """Make a task of your own known by its ``name``: an instance, or a class that is made without arguments."""
+    """Register your own task by its ``name``: an instance, or a class without required arguments."""
     made = task() if isinstance(task, type) else task
     TASKS.add(made.name, made, own=False)
     return task
@@ -71,7 +71,7 @@ def _from_code(entry: str, settings: Mapping[str, Any]) -> Task:
 
 
 def list_tasks() -> list[TaskInfo]:
-    """Every task that has a name here: the registered ones, and those of the installed extras."""
+    """Every registered task, and those of the installed extras."""
     from earnest.tasks import external_reasoning_gym, external_verifiers
 
     infos = [

@@ -1,7 +1,6 @@
-"""Which questions are held out, and how distinct ones are drawn.
+"""The split of questions into train and held-out, and drawing distinct questions.
 
-A question belongs to a split by the hash of its content, not by the seed that drew it: no seed, order or count can
-bring a held-out question into training.
+The hash of a question's content decides its split. So no seed, order or count brings a held-out question into training.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from earnest.tasks.base import Split, TaskError
 
 HELDOUT_SHARE = 0.2
 _PATIENCE = 20_000
-"""Draws in a row that may fail (wrong split or seen already) before the space counts as used up."""
+"""Consecutive draws without a new question of the split after which the space counts as used up."""
 
 T = TypeVar("T")
 
@@ -29,13 +28,13 @@ def split_of(content: str) -> Split:
 def check_request(split: str, count: int) -> None:
     """Refuse a split that does not exist and a negative count."""
     if split not in ("train", "heldout"):
-        raise TaskError(f"split {split!r} does not exist: take 'train' or 'heldout'.")
+        raise TaskError(f"split {split!r} does not exist: use 'train' or 'heldout'.")
     if count < 0:
-        raise TaskError(f"count={count}: ask for 0 or more prompts.")
+        raise TaskError(f"count={count}: give 0 or more.")
 
 
 def stable_rng(*key: object) -> random.Random:
-    """A generator that depends on the key alone, not on the process's hash seed."""
+    """A generator that depends only on the key, not on the process's hash seed."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return random.Random(int.from_bytes(digest[:16], "big"))
 
@@ -48,7 +47,7 @@ def draw_distinct(
     count: int,
     rng: random.Random,
 ) -> list[T]:
-    """Draw until ``count`` distinct items of the split are found; repeat some where the space is used up."""
+    """Draw until ``count`` distinct items of the split are found; repeat some if the space is used up."""
     check_request(split, count)
     found: list[T] = []
     seen: set[Hashable] = set()
@@ -61,7 +60,7 @@ def draw_distinct(
             misses = 0
             continue
         misses += 1
-        if misses == _PATIENCE and seen:  # used up: a new pass, in which every item comes once again
+        if misses == _PATIENCE and seen:  # no new item: start a new pass over all of them
             seen.clear()
         elif misses > 2 * _PATIENCE:
             raise TaskError(
@@ -73,7 +72,7 @@ def draw_distinct(
 def choose_distinct(
     space: Sequence[T], content: Callable[[T], str], split: Split, count: int, rng: random.Random
 ) -> list[T]:
-    """The same for a space small enough to list: shuffled passes over it, every item once before any twice."""
+    """Distinct items from a space that can be listed: shuffled passes over it, each with every item once."""
     check_request(split, count)
     part = [item for item in space if split_of(content(item)) == split]
     if not part and count:

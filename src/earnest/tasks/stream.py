@@ -1,4 +1,4 @@
-"""An endless stream of prompts whose position is a small JSON-able state, so that a resumed run sees the same data."""
+"""An endless stream of prompts. Its position is a small JSON state, so that a resumed run gets the same prompts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _BLOCK = 256
 
 
 class PromptStream:
-    """Prompts of one split in an order that the seed alone decides: ``next(3) + next(5)`` is ``next(8)``.
+    """Prompts of one split in an order that depends only on the seed: ``next(3) + next(5)`` is ``next(8)``.
 
-    The stream is a row of blocks without repetition inside, block b drawn with a seed of its own.
+    The stream consists of blocks without repetition; each block has its own seed.
     """
 
     def __init__(self, task: Task, seed: int, split: Split = "train", position: int = 0) -> None:
@@ -33,17 +33,17 @@ class PromptStream:
         if self._block is None or self._block[0] != number:
             block = self.task.prompts(self.split, _BLOCK, _block_seed(self.seed, number))
             if not block:
-                raise TaskError(f"task {self.task.name} has no prompts in split {self.split!r}.")
+                raise TaskError(f"task {self.task.name} has no prompts in split {self.split!r}; it needs at least one.")
             self._block = (number, block)
         block = self._block[1]
         return block[offset % len(block)]
 
     def state(self) -> dict[str, Any]:
-        """The stream's position and what it is a position of, as JSON-able data."""
+        """The stream's position, task, split and seed, as JSON data."""
         return {"task": self.task.name, "seed": self.seed, "split": self.split, "position": self.position}
 
 
 def _block_seed(seed: int, number: int) -> int:
-    """Different for every (seed, block), by Cantor's pairing: streams of near seeds share no block."""
+    """A seed per (seed, block) by Cantor's pairing: different for every pair."""
     seed = 2 * seed if seed >= 0 else -2 * seed - 1
     return (seed + number) * (seed + number + 1) // 2 + number

@@ -1,7 +1,7 @@
 """Open requests and a programmatic trait grader for each style axis of ``styles.yaml``.
 
-The reward is the trait score in [0, 1]: 0 at the axis' low pole, 1 at the high one. ``extras["on_topic"]`` says whether
-the answer still speaks of what was asked, so that a trait bought with nonsense is visible.
+The reward is the trait score in [0, 1]: 0 at the axis' low pole, 1 at the high one. ``extras["on_topic"]``: whether
+the answer mentions the topic of the request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _distinct_markers(text: str, markers: list[str]) -> int:
 
 
 def trait(axis: str, text: str) -> float:
-    """The score of a text on an axis: 0 at its low pole, 1 at its high one, 0.5 where it shows neither.
+    """The score of a text on an axis: 0 at its low pole, 1 at its high one, 0.5 for a text with neither.
 
     length: words, linear between ``few`` and ``many``. warmth: 0.5 + 0.25 for each distinct warm marker, − 0.25 for
     each cold one, clipped. volume: the share of sentences that end in an exclamation mark.
@@ -69,7 +69,7 @@ class Style:
     axis: str
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
-        # All axes share one split, so that a request held out for one is held out for all.
+        # All axes share one split: a request held out for one is held out for all.
         found = choose_distinct(
             space(), lambda d: f"style|{d['question']}", split, count, stable_rng(self.name, split, seed)
         )
