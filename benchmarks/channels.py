@@ -49,7 +49,7 @@ ARMS: dict[str, list[dict[str, Any]]] = {
 }
 ARMS |= {f"{name} + barrier": [*terms, BARRIER] for name, terms in ARMS.items()}
 
-HEADER = "| objective | steps to {target:g} | held-out reward before | after | drift, nats a token | barrier acted |"
+HEADER = "| objective | steps to {target:g} | held-out reward before | after | drift, nats per token | barrier acted |"
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,11 @@ class Bench:
         self.seconds = time.monotonic() - begun  # before the first round; each round has its own
 
     def look(self) -> None:
-        """Measure the base, as it is and told the trait."""
+        """Evaluate the base, without and with the system prompt of the trait."""
         begun = time.monotonic()
         self.before = self.evaluator.measure()
         self.prompted = self.evaluator.measure(self.contrast.high[0])
-        for what, found in (("base", self.before), (f"told {self.contrast.high[0]!r}", self.prompted)):
+        for what, found in (("base", self.before), (f"prompted {self.contrast.high[0]!r}", self.prompted)):
             self.say(f"{what}: trait {found.trait:.2f}, coherence {found.coherence:.3f}")
         self.seconds += time.monotonic() - begun
 

@@ -1,4 +1,4 @@
-"""What the experiment is told."""
+"""The settings of the experiment."""
 
 from __future__ import annotations
 

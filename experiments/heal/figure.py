@@ -69,12 +69,12 @@ def _incoherence(coherence: float) -> float:
 
 
 def _trade(ax: Any, results: dict[str, Any], arms: list[dict[str, Any]]) -> None:
-    base, told = results["base"], results["prompted"]
+    base, prompted = results["base"], results["prompted"]
     for arm in arms:
         coherence = [base["coherence"], *_path(arm, "coherence")]
         ax.plot([_incoherence(m) for m in coherence], [base["trait"], *_path(arm, "trait")], **_style(arm))
     ax.plot(_incoherence(base["coherence"]), base["trait"], "k^", markersize=7, label="base")
-    ax.plot(_incoherence(told["coherence"]), told["trait"], "k*", markersize=11, label="told in the prompt")
+    ax.plot(_incoherence(prompted["coherence"]), prompted["trait"], "k*", markersize=11, label="system prompt")
     ax.set_xscale("log")
     ax.set_xlabel("incoherence: 1 − coherence (log)")
     ax.grid(alpha=0.25, which="both")

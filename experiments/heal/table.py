@@ -8,7 +8,7 @@ from typing import Any
 
 COLUMNS = (
     "barrier", "reference", "τ", "fires", "trait, best", "trait, end", "mass, end", "sense, end", "coherence, round 1",
-    "coherence, round 2", "coherence, least", "coherence, end", "wander", "rounds",
+    "coherence, round 2", "coherence, least", "coherence, end", "drift", "rounds",
 )  # fmt: skip
 
 
@@ -21,7 +21,7 @@ def tables(results: dict[str, Any]) -> str:
 
 def _baselines(results: dict[str, Any]) -> list[str]:
     lines = ["| without training | trait | mass | fluency | sense | score |", "|" + " --- |" * 6]
-    for name, key in (("base", "base"), (f"told “{results['prompted']['system']}”", "prompted")):
+    for name, key in (("base", "base"), (f"prompted “{results['prompted']['system']}”", "prompted")):
         found = results[key]
         numbers = [f"{found[what]:.3f}" for what in ("trait", "mass", "fluency", "sense", "score")]
         lines.append(f"| {name} | " + " | ".join(numbers) + " |")

@@ -50,7 +50,7 @@ def test_a_small_loop_leaves_a_page_that_asks_nobody(tmp_path: Path) -> None:
     assert results["seconds"] > arm["runs"][0]["rounds"][0]["seconds"] > 0
     assert results["prompted"]["system"] == "Be warm." and results["prompted"]["trait"] > results["base"]["trait"]
     shown = tables(results)
-    assert "told “Be warm.”" in shown and shown.count("\n| rmse | previous | 0.3 |") == 1
+    assert "prompted “Be warm.”" in shown and shown.count("\n| rmse | previous | 0.3 |") == 1
     with pytest.raises(ConfigError, match=r"healing: .* begun with other values"):
         go(tmp_path / "a", "healing.tau=0.2", resume=True)
 
@@ -113,7 +113,7 @@ def test_the_table_of_known_numbers() -> None:
         "coherence, round 2": "0.70 ± 0.00",
         "coherence, least": "0.65 ± 0.07",
         "coherence, end": "0.65 ± 0.07",
-        "wander": "0.50 ± 0.00",
+        "drift": "0.50 ± 0.00",
         "rounds": "3, 2*",
     }
 

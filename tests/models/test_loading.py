@@ -91,7 +91,7 @@ class TestDevice:
     def test_a_device_that_is_not_here(self, folder: Path) -> None:
         with pytest.raises(ConfigError, match="'cuda' is not on this machine; use auto, or one of cpu"):
             load(folder, device="cuda")
-        with pytest.raises(ConfigError, match="device 'gpu' is none"):
+        with pytest.raises(ConfigError, match="device 'gpu' is not a device"):
             load(folder, device="gpu")
 
     def test_an_unknown_dtype(self, folder: Path) -> None:
