@@ -193,7 +193,10 @@ def sampler(
 @app.command()
 def audit(
     recipe: Annotated[
-        str | None, typer.Argument(help="A name from `earnest recipes`, a YAML file, or a training script (.py).")
+        str | None,
+        typer.Argument(
+            help="A recipe, a YAML file, a training script (.py), or the place of a task (my_task.py:Name)."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -203,17 +206,34 @@ def audit(
     limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
     out: Annotated[Path | None, typer.Option(help="With --tests: results (JSON lines), to continue from.")] = None,
 ) -> None:
-    """Prove the training step of a recipe or a script (further arguments go to the script); exit 1 if a law fails."""
+    """Prove the training step of a recipe or a script (further arguments go to the script); exit 1 if a law fails.
+
+    With my_task.py:Name, audit the grader of that task; KEY=VALUE are the settings of its class.
+    """
     if tests is not None:
         raise typer.Exit(_score_tests(tests, source, limit, out, as_json))
     if recipe is None:
-        raise EarnestError("give something to audit: a recipe (see `earnest recipes`), a script.py, or --tests PATH.")
-    found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
+        raise EarnestError(
+            "give something to audit: a recipe (see `earnest recipes`), a script.py, my_task.py:Name, or --tests PATH."
+        )
+    if ":" in recipe:
+        found = _grader_verdict(recipe, overrides or [])
+    else:
+        found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
         _print(found)
     raise typer.Exit(0 if found.holds else 1)
+
+
+def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
+    """The audit of the grader of ``my_task.py:Name``."""
+    from earnest.config.load import check_mapping
+    from earnest.config.schema import TaskConfig
+    from earnest.tasks.audit import audit_grader
+
+    return audit_grader(check_mapping(TaskConfig, {"name": task}, overrides).build())
 
 
 def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:

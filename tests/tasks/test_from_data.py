@@ -143,6 +143,8 @@ def test_grpo_trains_on_a_file_and_a_function(folder: Path, monkeypatch: pytest.
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"grade/score", "grade/exact"} <= {key for line in lines for key in line.get("metrics", line)}
     assert json.loads((folder / "run" / "run.json").read_text())["task"] == "questions"
+    events = (folder / "run" / "events.log").read_text()
+    assert "the grader of questions" not in events, "a sound grader gives no warning"
     resumed = runs.resume(folder / "run", ["steps=3"], Console(quiet=True))
     assert resumed is not None
 
@@ -168,3 +170,15 @@ def test_a_task_of_ones_own_in_a_recipe(folder: Path, monkeypatch: pytest.Monkey
     config = from_mapping(recipes.read(str(folder / "mine.yaml"))[1])
     assert config.task.name == f"{folder.resolve() / 'my_task.py'}:Echo"
     assert config.task.build().prompts("train", 1, 0)[0].data["answer"] == "ok"
+
+
+def test_a_run_warns_of_what_its_grader_pays_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.yaml").write_text(RECIPE)
+    data = recipes.read(str(folder / "mine.yaml"))[1]
+    grade = f"grade=[contains, {{kind: {folder}/rewards.py:score, weight: 0.1}}]"
+    changes = [grade, f"out={folder / 'run'}", "steps=1"]
+    runs.start("mine", from_mapping(data, changes), Console())
+    warning = "the grader of questions, every answer: a list of all answers gets credit"
+    assert "prompt questions/train/" in (folder / "run" / "events.log").read_text()
+    assert warning in (folder / "run" / "events.log").read_text()
+    assert warning in " ".join(capsys.readouterr().out.split())

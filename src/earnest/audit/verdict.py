@@ -39,6 +39,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     cost: float = 0.0  # in step times
     notes: tuple[str, ...] = ()
+    title: str = "the training step, checked"  # of its table
 
     @property
     def failures(self) -> tuple[Finding, ...]:
@@ -76,10 +77,10 @@ class Verdict:
 
     def __add__(self, other: Verdict) -> Verdict:
         notes = tuple(dict.fromkeys(self.notes + other.notes))
-        return Verdict(self.findings + other.findings, self.cost + other.cost, notes)
+        return Verdict(self.findings + other.findings, self.cost + other.cost, notes, self.title)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title="the training step, checked", title_justify="left")
+        table = Table(title=self.title, title_justify="left")
         for column in ("law", "subject", "measured", "expected", "verdict"):
             table.add_column(column)
         for f in self.findings:

@@ -33,6 +33,7 @@ from earnest.runs.setup import Setup
 from earnest.runs.stopping import Stopper
 from earnest.seeds import derive
 from earnest.signals import Batch
+from earnest.tasks.audit import grader_warnings
 
 PROBE_TRIES = 8
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -205,6 +206,9 @@ class TrainingLoop:
             return
         started = time.perf_counter()
         self.progress.note("checking the training step")
+        for warning in grader_warnings(self.setup.task):
+            self.run.event("warning", warning)
+            self.progress.warn(warning)
         batch, objective = probe_batch(self.setup), self.setup.objective
         flat = batch.advantages is not None and not bool(batch.advantages.any())
         if flat and all("advantages" in w.term.signals() for w in objective.live()):

@@ -1,5 +1,6 @@
 """Tasks: prompts, graders (some are exploitable on purpose), feedback texts."""
 
+from earnest.tasks.audit import audit_grader
 from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, UnknownTask
 from earnest.tasks.grading import GraderErrors, grade_all
 from earnest.tasks.registry import get_task, list_tasks, register
@@ -15,6 +16,7 @@ __all__ = [
     "TaskError",
     "TaskInfo",
     "UnknownTask",
+    "audit_grader",
     "get_task",
     "grade_all",
     "list_tasks",

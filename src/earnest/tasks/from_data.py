@@ -60,7 +60,7 @@ class Graded:
 
     def _prompt(self, split: Split, index: int) -> Prompt:
         example = self.data.at(split, index)
-        return Prompt(f"{self.name}:{split}:{index}", example.prompt, example.row)
+        return Prompt(f"{self.name}/{split}/{index}", example.prompt, example.row)
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
         return self.grader(prompt.data, completion)
