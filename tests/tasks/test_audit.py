@@ -107,6 +107,10 @@ def test_nothing_is_found_in_good_graders(kind: str) -> None:
     assert "the grader of sums, checked" in str(verdict)
 
 
+def test_a_row_with_brackets_is_shown_as_it_is() -> None:
+    assert "[/b] {a}" in str(audit_grader(Sums(lambda row, c: 0.3, "[/b] {{a}} {a}"))).replace("\n", " ")
+
+
 def test_without_answers_only_what_can_be_judged_is_judged() -> None:
     verdict = audit_grader(Sums(lambda row, c: 0.5, answer=""))
     outcomes = {f.law: f.outcome for f in verdict.findings}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.table import Table
 
 from earnest.audit.errors import EarnestError
@@ -80,16 +81,17 @@ class Verdict:
         return Verdict(self.findings + other.findings, self.cost + other.cost, notes, self.title)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=self.title, title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left")
         for column in ("law", "subject", "measured", "expected", "verdict"):
             table.add_column(column)
         for f in self.findings:
-            table.add_row(f.law, f.subject, f.measured, f.expected, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
+            cells = (escape(cell) for cell in (f.law, f.subject, f.measured, f.expected))
+            table.add_row(*cells, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
         yield table
         for note in self.notes:
             yield f"[dim]· {note}[/]"
         for f in self.failures:
-            yield f"[red]✗[/] {f.law} on {f.subject}: {f.meaning}"
+            yield f"[red]✗[/] {escape(f'{f.law} on {f.subject}: {f.meaning}')}"
 
     def __str__(self) -> str:
         console = Console(width=120, force_terminal=False)
