@@ -17,6 +17,7 @@ from earnest.adapters.variant import VARIANTS, Variant
 from earnest.config.kinds import Kinded, Strict, key_of
 from earnest.config.replicas import plan
 from earnest.config.text import map_texts
+from earnest.data.dataset import DataSettings
 from earnest.engines.optimizers import OPTIMIZERS, Optimizer
 from earnest.errors import ConfigError
 from earnest.guards.assemble import Extraction
@@ -25,6 +26,7 @@ from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.objectives.registry import OBJECTIVES
 from earnest.registry import Registry
+from earnest.settings import make
 from earnest.tasks import Task, from_data, get_task
 
 Whole = Annotated[int, Field(ge=1)]
@@ -373,11 +375,10 @@ class RunConfig(LoopConfig):
         min_length=1,
         description="for a base model: a Jinja template, or a file with one; none: the tokenizer's own",
     )
-    task: TaskConfig
-    data: str | None = Field(
+    task: TaskConfig | None = Field(None, description="required, unless `data` has the rows of every term")
+    data: DataSettings | None = Field(
         None,
-        min_length=1,
-        description="a file of preference pairs (`earnest replay`); none: pairs among rollouts",
+        description="your own rows: a file, or a mapping with the settings of `earnest data`; none: the task's rows",
     )
     grade: Any = Field(
         None,
@@ -441,6 +442,16 @@ class RunConfig(LoopConfig):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{given!r} is neither a Jinja template nor a file that can be read ({error})") from None
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _settings_of_data(cls, given: Any) -> Any:
+        """``data: FILE`` is short for ``data: {train: FILE}``."""
+        given = {"train": given} if isinstance(given, str) else given
+        if not isinstance(given, dict):
+            return given
+        places = {key: _absolute(given[key]) for key in ("train", "heldout") if isinstance(given.get(key), str)}
+        return make(DataSettings, given | places)
+
     @field_validator("optimizer", mode="before")
     @classmethod
     def _rate_of_the_adapter(cls, given: Any, info: ValidationInfo) -> Any:
@@ -453,6 +464,13 @@ class RunConfig(LoopConfig):
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
         objective = self.build_objective()
+        if self.task is None and self.data is None:
+            raise ConfigError("task: is required; give a task, or your own rows with data: FILE")
+        if self.task is None and (self.replicated or self.sampling.workers or self.sampler is not None):
+            raise ConfigError(
+                "task: is required with replicas, store, sampling.workers and sampler, which sample its prompts; give "
+                "one, or train on your own rows in one process"
+            )
         if not any(True for _ in objective.live()):
             raise ConfigError(
                 f"objective: no term has a weight other than 0 ({', '.join(objective.skipped)}), so nothing would be "

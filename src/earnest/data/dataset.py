@@ -1,10 +1,11 @@
 """The user's rows, read, checked, split and rendered; kept on disk and read again when they are needed.
 
     every row is read once before training: its layout, its roles, its template, its length, its hash
-    held out: a share of the prompts by the hash of the prompt, or a file of its own
+    held out: a share of the conversations by the hash of how they open, or a file of its own
     duplicates are counted; a held-out prompt that is also trained on stops the run, unless it is allowed by name
 
-The hash of a prompt decides its side, so the split does not depend on the order of the rows or the cut into shards.
+The opening (all messages before the first answer) decides the side, so the split does not depend on the order of the
+rows or the cut into shards, and several turns of one conversation are on the same side.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Dataset:
         self._sides: dict[Side, _Rows] = {"train": _Rows(), "heldout": _Rows()}
         self._seen: dict[bytes, tuple[Side, Place]] = {}
         self._rows_seen: dict[bytes, Place] = {}
+        self._digest = hashlib.sha256()
 
     @classmethod
     def load(
@@ -120,6 +122,11 @@ class Dataset:
             )
         if not len(self._sides["train"]):
             raise DataError(f"data: {self.settings.train} leaves no row to train on, of {self.counts.rows} rows.")
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all rows in their order and of the side of each."""
+        return self._digest.hexdigest()
 
     # --- access -------------------------------------------------------------------------------------------------------
 
@@ -171,12 +178,20 @@ class Dataset:
             if self.settings.too_long == "skip":
                 return
             self.counts.truncated += 1
+        kept = self.rendered(example)
+        if len(kept) < len(made) and (not kept or example.kind == "pair"):
+            raise RowError(
+                f"cutting the row to {self.limit} tokens leaves none that is trained; set data.too_long to skip, or "
+                "cut the other end."
+            )
         key = _key([dict(m) for m in example.prompt] or example.text)
-        side = side or ("heldout" if _share(key) < float(self.settings.heldout) else "train")
-        self._notice(key, _key(_plain_row(row.values)), side, row.place)
+        side = side or ("heldout" if _share(_opening(example)) < float(self.settings.heldout) else "train")
+        whole = _key(_plain_row(row.values))
+        self._digest.update(whole + side.encode())
+        self._notice(key, whole, side, row.place)
         self._sides[side].add(row)
         self.counts.lengths.update(lengths)
-        self.counts.trained_tokens += sum(sum(r.trained) for r in made)
+        self.counts.trained_tokens += sum(sum(r.trained) for r in kept)
 
     def _notice(self, prompt: bytes, whole: bytes, side: Side, place: Place) -> None:
         if whole in self._rows_seen:
@@ -259,6 +274,11 @@ def _plain_row(values: dict[str, Any]) -> dict[str, Any]:
 
 def _key(value: object) -> bytes:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _opening(example: Example) -> bytes:
+    first = next((i for i, m in enumerate(example.prompt) if m["role"] == "assistant"), len(example.prompt))
+    return _key([dict(m) for m in example.prompt[:first]] or example.text)
 
 
 def _share(key: bytes) -> float:

@@ -15,6 +15,7 @@ messages, tools and tool calls stay as they are.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -181,7 +182,20 @@ def _text(value: object, name: str) -> str:
     return value
 
 
+def _decoded(value: object) -> object:
+    """Messages that a column holds as a JSON text, as the files of `earnest replay` do; any other value as it is."""
+    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value
+    several = parsed if isinstance(parsed, list) else [parsed]
+    return parsed if several and all(isinstance(m, dict) and "role" in m for m in several) else value
+
+
 def _prompt(value: object) -> tuple[Message, ...]:
+    value = _decoded(value)
     messages = _messages(value, "prompt") if isinstance(value, list) else ()
     if isinstance(value, list) and not messages:
         raise RowError("prompt is empty.")
@@ -189,6 +203,7 @@ def _prompt(value: object) -> tuple[Message, ...]:
 
 
 def _answer(value: object, name: str) -> tuple[Message, ...]:
+    value = _decoded(value)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
@@ -254,6 +269,11 @@ def check_order(messages: Sequence[Message]) -> None:
 
 def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = row.get("tools") or ()
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise RowError(f"tools is {_shown(tools)}; it is a list of JSON schemas.") from None
     if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
         raise RowError(f"tools is {_shown(tools)}; it is a list of JSON schemas.")
     return tuple(tools)

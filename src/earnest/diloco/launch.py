@@ -64,8 +64,11 @@ def wants_gpu(device: str) -> bool:
 
 def local_files(config: RunConfig) -> dict[str, str]:
     """Settings that name a file or folder of this machine: recipe key → path."""
-    given = {"model": config.model, "data": config.data, "chat_template": config.chat_template}
-    given |= {"task": config.task.name} | {f"import.{i}": name for i, name in enumerate(config.imports)}
+    data, task = config.data, config.task
+    given = {"model": config.model, "chat_template": config.chat_template}
+    given |= {"data": None if data is None else data.train, "task": None if task is None else task.name} | {
+        f"import.{i}": name for i, name in enumerate(config.imports)
+    }
     paths = {k: v for k, v in given.items() if v is not None and len(v) < 1000 and "\n" not in v}
     return {k: v for k, v in paths.items() if ("/" in v or "." in v) and Path(v.partition(":")[0]).exists()}
 

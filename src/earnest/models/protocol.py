@@ -22,6 +22,9 @@ class PolicyLike(Protocol):
     dtype: torch.dtype
 
     @property
+    def tokenizer(self) -> Any: ...
+
+    @property
     def eos_ids(self) -> frozenset[int]: ...
 
     @property

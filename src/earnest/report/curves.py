@@ -137,9 +137,9 @@ def table(columns: dict[str, Points], always: Sequence[float] = ()) -> Table:
 
 
 def reward_chart(run: Run) -> Chart | None:
-    """Training reward (each step and its running mean) and held-out reward with error bars of ± 1 s.e."""
+    """Training reward (each step and its running mean) and the held-out result with error bars of ± 1 s.e."""
     raw = points(run.steps, lambda step: step.reward.mean if step.reward else None)
-    held = [(float(e.step), e.reward, e.se or 0.0) for e in run.evaluations if e.reward is not None]
+    held = [(float(e.step), e.value, e.se or 0.0) for e in run.evaluations if e.value is not None]
     if not raw and not held:
         return None
     series: list[Series] = []
@@ -159,13 +159,14 @@ def reward_chart(run: Run) -> Chart | None:
         series.append(Series("held-out", "bars", x, y, lo, hi, colour=0))
         last = run.evaluations[-1]
         each = last.n / last.prompts if last.prompts else 0
-        notes.append(f"Held-out: {last.prompts} prompts × {each:g} completions; bars: ± 1 standard error.")
+        size = f"{last.prompts} prompts × {each:g} completions" if run.measure == "reward" else f"{last.prompts} rows"
+        notes.append(f"Held-out: {size}; bars: ± 1 standard error.")
     columns = {"training": raw, "held-out": [(x, y) for x, y, _ in held], "± s.e.": [(x, se) for x, _, se in held]}
     values = [v for one in series for v in (*one.y, *one.lo, *one.hi)]
     unit = min(values) >= 0 and max(values) <= 1
     return Chart(
         "reward",
-        "Mean reward",
+        "Mean reward" if run.measure == "reward" else f"Held-out {run.measure}",
         tuple(series),
         table({name: pairs for name, pairs in columns.items() if pairs}, always=[x for x, _, _ in held]),
         " ".join(note for note in notes if note),

@@ -93,7 +93,8 @@ def _side(name: str, sample: SampleRecord | None) -> Html:
     tone = "" if sample.correct is None else " right" if sample.correct else " wrong"
     word = "" if sample.correct is None else ", correct" if sample.correct else ", not correct"
     length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""
-    mark = el("span", f"reward {number(sample.reward, 3)}{word}", class_="score" + tone)
+    reward = "" if sample.reward is None else f"reward {number(sample.reward, 3)}"
+    mark = el("span", f"{reward}{word}", class_="score" + tone) if reward or word else None
     head = el("p", el("span", name, class_="role"), mark, el("span", length, class_="soft"), class_="head")
     completion = el("p", sample.completion, class_="completion") if sample.completion else none("(nothing)")
     feedback = el("p", sample.feedback, class_="feedback") if sample.feedback else None

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from earnest.report.blocks import badge
 from earnest.report.laws import tally
 from earnest.report.markup import Html, duration, el, fixed, signed
-from earnest.report.record import Change, Run, Status
+from earnest.report.record import Change, Measure, Run, Status
 
+TITLES: dict[Measure, str] = {
+    "reward": "Held-out reward",
+    "loss": "Held-out loss in nats per trained token",
+    "accuracy": "Held-out accuracy (chosen over rejected)",
+}
 TONES: dict[Status, str] = {"finished": "good", "running": "warn", "interrupted": "warn", "failed": "bad"}
 
 
@@ -23,6 +32,8 @@ def headline(run: Run) -> Html:
         "objective": header.objective,
         "started": header.started.replace("T", " ").replace("Z", " UTC"),
     }
+    if header.data is not None and "rows" in header.data:
+        facts["data"] = _counts(header.data)
     return el(
         "header",
         el("p", "earnest run", el("span", " · ", class_="soft"), header.recipe, class_="kicker"),
@@ -33,27 +44,44 @@ def headline(run: Run) -> Html:
     )
 
 
+COUNTS = {
+    "train": "to train on",
+    "heldout": "held out",
+    "bad": "bad",
+    "too_long": "too long",
+    "truncated": "truncated",
+    "duplicates": "duplicates",
+    "leaked": "in both",
+}
+
+
+def _counts(data: Mapping[str, Any]) -> str:
+    found = ", ".join(f"{data[key]:,} {name}" for key, name in COUNTS.items() if data.get(key) is not None)
+    return f"{data['rows']:,} rows of {Path(data['file']).name} ({data['layout']}): {found}"
+
+
 def _result(change: Change | None, finished: bool) -> Html:
     if change is None:
         return el("p", "No before and after yet.", class_="result soft")
     before, after = change.before, change.after
-    size = f"{after.prompts} prompts, {after.n} completions"
-    if (before.prompts, before.n) != (after.prompts, after.n):
+    own = after.measure != "reward"
+    size = f"{after.prompts} rows" if own else f"{after.prompts} prompts, {after.n} completions"
+    if not own and (before.prompts, before.n) != (after.prompts, after.n):
         size = f"before: {before.prompts} prompts, {before.n} completions; after: {size}"
-    how = "over the prompts' differences" if change.paired else "as if the two were independent"
-    spread = f"; ± 1 s.e. (the gain's {how})" if change.se is not None else ""
+    how = f"over the {'rows' if own else 'prompts'}' differences" if change.paired else "as if the two were independent"
+    spread = f"; ± 1 s.e. (the {'change' if own else 'gain'}'s {how})" if change.se is not None else ""
     return el(
         "div",
         el(
             "p",
-            _measure("before", "before", before.reward, before.se),
+            _measure("before", "before", before.value, before.se),
             el("span", "→", class_="arrow", role="img", aria_label="to"),
-            _measure("after", "after" if finished else "so far", after.reward, after.se),
+            _measure("after", "after" if finished else "so far", after.value, after.se),
             class_="figures",
         ),
         el(
             "p",
-            "Held-out reward, ",
+            f"{TITLES[after.measure]}, ",
             el("b", signed(change.gain)),
             f" ± {fixed(change.se)}" if change.se is not None else None,
             el("span", f" from step {before.step:,} to step {after.step:,}; {size}{spread}.", class_="soft"),

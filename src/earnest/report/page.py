@@ -69,7 +69,7 @@ def render(run: Run) -> str:
     page = el(
         "body",
         el("a", "Skip to the curves", href="#reward", class_="skip"),
-        el("div", _contents(), el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
+        el("div", _contents(run), el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
         el("main", headline.headline(run), headline.notices(run), *body),
         el(
             "footer",
@@ -81,8 +81,9 @@ def render(run: Run) -> str:
     return f"<!doctype html>\n{el('html', head, page, lang='en')}\n"
 
 
-def _contents() -> Html:
-    names = {"reward": "Reward", "terms": "Terms", "samples": "Samples", "verdict": "Verdict", "config": "Config"}
+def _contents(run: Run) -> Html:
+    first = "Reward" if run.measure == "reward" else "Held-out rows"
+    names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict", "config": "Config"}
     return el("nav", *(el("a", title, href=f"#{key}") for key, title in names.items()), aria_label="Sections")
 
 

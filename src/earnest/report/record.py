@@ -23,6 +23,7 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 Phase = Literal["before", "after", "train"]
 Outcome = Literal["holds", "fails", "not declared"]
 Level = Literal["info", "warning", "error"]
+Measure = Literal["reward", "loss", "accuracy"]
 
 
 def _finite(value: Any) -> Any:
@@ -82,7 +83,7 @@ class RunRecord(Record):
     steps_done: NonNegativeInt
     seconds: float
     data: Mapping[str, Any] | None = None
-    """The file of preference pairs and its hash, if the run has one."""
+    """The user's own file, where the run has one: a hash of its rows, its layout, and the counts of its rows."""
 
 
 class TermRecord(Record):
@@ -138,7 +139,11 @@ class EvalRecord(Record):
     kind: Literal["eval"] = "eval"
     step: NonNegativeInt
     version: NonNegativeInt
+    measure: Measure = "reward"
+    """Which number is the result: the reward of a task, or the loss or accuracy on the user's held-out rows."""
     reward: Number = None
+    loss: Number = None
+    accuracy: Number = None
     se: Number = None
     prompts: NonNegativeInt
     n: NonNegativeInt
@@ -146,6 +151,10 @@ class EvalRecord(Record):
     means: Annotated[tuple[float, ...] | None, Field(strict=False)] = None
     metrics: Numbers = {}
     seconds: Number = None
+
+    @property
+    def value(self) -> float | None:
+        return {"reward": self.reward, "loss": self.loss, "accuracy": self.accuracy}[self.measure]
 
 
 class MessageRecord(Record):
@@ -221,16 +230,16 @@ class EventRecord(Record):
 
 @dataclass(frozen=True)
 class Change:
-    """Held-out reward before and after, from the first and the last evaluation."""
+    """The held-out result before and after, from the first and the last evaluation."""
 
     before: EvalRecord
     after: EvalRecord
 
     @property
     def gain(self) -> float | None:
-        if self.before.reward is None or self.after.reward is None:
+        if self.before.value is None or self.after.value is None:
             return None
-        return self.after.reward - self.before.reward
+        return self.after.value - self.before.value
 
     @property
     def paired(self) -> bool:
@@ -267,6 +276,11 @@ class Run:
     config: str | None
     environment: Mapping[str, Any] | None
     gaps: tuple[str, ...]
+
+    @property
+    def measure(self) -> Measure:
+        """What its evaluations measure."""
+        return self.evaluations[-1].measure if self.evaluations else "reward"
 
     @property
     def change(self) -> Change | None:

@@ -40,7 +40,9 @@ def reward(run: Run) -> tuple[Html, list[Chart]]:
     chart = curves.reward_chart(run)
     if chart is None:
         return section("reward", "Reward", none("No reward is recorded.")), []
-    return section("reward", "Reward", figure(chart, large=True)), [chart]
+    return section("reward", "Reward" if run.measure == "reward" else "Held-out rows", figure(chart, large=True)), [
+        chart
+    ]
 
 
 def terms(run: Run) -> tuple[Html, list[Chart]]:

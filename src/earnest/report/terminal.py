@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def summary(run_dir: str | Path) -> Table:
-    """A small table: what ran, held-out reward before → after ± s.e., the verdict, and what is missing."""
+    """A small table: what ran, the held-out result before → after ± s.e., the verdict, and what is missing."""
     from rich.table import Table
     from rich.text import Text
 
@@ -31,11 +31,11 @@ def summary(run_dir: str | Path) -> Table:
     row("steps", f"{header.steps_done} of {header.steps}, {header.status}, {duration(header.seconds)}")
     if change is not None:
         row(
-            "held-out",
-            f"{_with(change.before.reward, change.before.se)} → {_with(change.after.reward, change.after.se)}",
+            "held-out" if run.measure == "reward" else f"held-out {run.measure}",
+            f"{_with(change.before.value, change.before.se)} → {_with(change.after.value, change.after.se)}",
             "bold",
         )
-        row("gain", f"{signed(change.gain)} ± {fixed(change.se)}")
+        row("gain" if run.measure == "reward" else "change", f"{signed(change.gain)} ± {fixed(change.se)}")
     if verdict is not None:
         fails = verdict.count("fails")
         row(

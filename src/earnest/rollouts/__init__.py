@@ -8,6 +8,6 @@ from earnest.rollouts.collecting import Rollouts as Rollouts
 from earnest.rollouts.collecting import collect as collect
 from earnest.rollouts.collecting import teacher_prompts as teacher_prompts
 from earnest.rollouts.rollout import Rollout as Rollout
-from earnest.rollouts.rows import PairTokens as PairTokens
+from earnest.rollouts.rows import Row as Row
 from earnest.rollouts.rows import batch_of as batch_of
 from earnest.rollouts.rows import demonstrate as demonstrate

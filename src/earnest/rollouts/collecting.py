@@ -8,7 +8,7 @@ The batch has the rows and signals that the live terms of the objective read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts.attempts import Attempt, Sample, attempt, describe
 from earnest.rollouts.rollout import Rollout
-from earnest.rollouts.rows import PairTokens, Row, demonstration, pairs_among, pairs_given, rollout_row, stack
+from earnest.rollouts.rows import Row, demonstration, pairs_among, rollout_row, stack
 from earnest.signals import Batch, TeacherPolicy, Wants, lessons, with_advantages, with_reference, with_teacher
 from earnest.signals.advantages import Estimator
 from earnest.signals.distributions import Distribution
@@ -74,7 +74,7 @@ class Rollouts:
 
 def collect(
     engine: Source,
-    task: Task,
+    task: Task | None,
     prompts: Sequence[Prompt],
     n: int,
     spec: SampleSpec | None = None,
@@ -82,35 +82,40 @@ def collect(
     objective: Wanting | None = None,
     estimator: Estimator | None = None,
     teacher: TeacherPolicy | None = None,
-    pairs: Sequence[PairTokens] | None = None,
+    given: Sequence[Row] = (),
     sample: Sample | None = None,
     max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
 ) -> Rollouts:
     """``n`` graded completions of every prompt as a batch, with every signal that ``objective`` reads.
 
-    If the objective reads demonstrations, they are the task's right answers. If it reads preference pairs, they are
-    ``pairs``, or the best and the worst completion of every prompt. Without ``objective`` the batch has rollouts with
-    advantages. ``estimator`` makes the advantages; None: the first that every term's definition allows. ``teacher``:
-    None is the policy itself. ``sample`` replaces the engine's sampler.
+    An objective that reads demonstrations gets those among the rows ``given``, or without them the task's right
+    answers; one that reads preference pairs gets those given, or without them the best over the worst completion of
+    every prompt. Without ``objective`` the batch has rollouts with advantages. ``task`` may be None where all rows are
+    given. ``estimator`` makes the advantages; None: the first that every term's definition allows.
+    ``teacher``: None is the policy itself. ``sample`` replaces the engine's sampler.
     """
     wants = Wants() if objective is None else objective.wants()
     spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
-    paired = bool(wants.roles & {"chosen", "rejected"})
+    sought = wants.roles - {row.role for row in given}  # what the task has to give
+    paired = bool(sought & {"chosen", "rejected"})
     attempts: list[Attempt] = []
-    if "rollout" in wants.roles or (paired and pairs is None):
+    if "rollout" in sought or paired:
+        task = _required(task)
         attempts = attempt(sample or engine.sample, policy, task, prompts, n, spec, max_grader_errors)
     rows: list[Row] = [rollout_row(a.rollout, a.grade.correct) for a in attempts]
     group = len(prompts)  # after the groups of the rollouts
-    if "demonstration" in wants.roles:
+    if "demonstration" in sought:
+        task = _required(task)
         rows += [demonstration(policy, task, p, version, group + i) for i, p in enumerate(prompts)]
         group += len(prompts)
     if paired:
-        rows += pairs_among(attempts, version, group) if pairs is None else pairs_given(pairs, version, group)
+        rows += pairs_among(attempts, version, group)
+    rows += [replace(row, group=group + i, policy_version=version) for i, row in enumerate(given)]
     if not rows:
         raise SignalError("a batch needs at least one prompt; none was given.")
     batch = stack(
         rows,
-        temperature=(spec.temperature or 1.0) if attempts or pairs is None else 1.0,
+        temperature=(spec.temperature or 1.0) if attempts or not given else 1.0,
         max_length=spec.max_new_tokens,
         pad=policy.pad_id,
         device=policy.device,
@@ -122,6 +127,12 @@ def collect(
         if "teacher" in wants.signals:
             batch = with_teacher(engine, batch, teacher_prompts(policy, attempts, len(batch)), teacher)
     return Rollouts(batch, tuple(attempts), describe(attempts))
+
+
+def _required(task: Task | None) -> Task:
+    if task is None:
+        raise SignalError("the objective reads rows of a task, and there is none; give a task, or all rows.")
+    return task
 
 
 def _first(wants: Wants) -> Estimator:

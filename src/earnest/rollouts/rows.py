@@ -20,7 +20,7 @@ class Row:
     """A prompt and a completion in tokens.
 
     ``logprobs`` are None if the completion was not sampled. A batch with rollouts then has 0 there, which no term
-    reads.
+    reads. ``weights`` are None where every token of the completion is trained; a token of weight 0 is not.
     """
 
     role: Role
@@ -31,15 +31,12 @@ class Row:
     logprobs: tuple[float, ...] | None = None
     correct: bool = False
     pair: int = -1
+    weights: tuple[float, ...] | None = None
 
-
-@dataclass(frozen=True)
-class PairTokens:
-    """A preference pair in tokens."""
-
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
+    @property
+    def active(self) -> int:
+        """The number of tokens that are trained."""
+        return len(self.tokens) if self.weights is None else sum(w != 0 for w in self.weights)
 
 
 def batch_of(rollouts: Sequence[Rollout], **options: Any) -> Batch:
@@ -57,8 +54,9 @@ def stack(rows: Sequence[Row], **options: Any) -> Batch:
         group=[row.group for row in rows],
         pair=[row.pair for row in rows],
         policy_version=[row.policy_version for row in rows],
-        behaviour=[row.logprobs or (0.0,) * len(row.tokens) for row in rows] if sampled else None,
+        behaviour=[row.logprobs or (0.0,) * row.active for row in rows] if sampled else None,
         correct=[row.correct for row in rows],
+        weights=[row.weights for row in rows],
         **options,
     )
 
@@ -76,15 +74,6 @@ def pairs_among(attempts: Sequence[Attempt], version: int, group: int) -> list[R
         for role, a in zip(("chosen", "rejected"), (attempts[i] for i in couple), strict=True):
             own = (a.rollout.prompt, a.rollout.tokens, group + len(rows), version, a.rollout.logprobs, a.grade.correct)
             rows.append(Row(role, *own, pair=number))  # type: ignore[arg-type]
-    return rows
-
-
-def pairs_given(pairs: Sequence[PairTokens], version: int, group: int) -> list[Row]:
-    """Chosen and rejected rows in turn, of pairs that were not sampled here."""
-    rows: list[Row] = []
-    for number, pair in enumerate(pairs):
-        rows.append(Row("chosen", pair.prompt, pair.chosen, group + len(rows), version, correct=True, pair=number))
-        rows.append(Row("rejected", pair.prompt, pair.rejected, group + len(rows), version, pair=number))
     return rows
 
 

@@ -1,4 +1,6 @@
-"""The held-out reward: fixed prompts, fixed sampling seeds, the training temperature, and a standard error.
+"""The held-out evaluation: the reward of a task, or without one the loss or accuracy on the user's held-out rows.
+
+A reward is measured on fixed prompts with fixed sampling seeds at the training temperature.
 
 The completions of one prompt are not independent, so the standard error is that of the P prompts' means:
 
@@ -16,31 +18,34 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.errors import ConfigError
+from earnest.report.record import Measure
 from earnest.rollouts import Attempt, describe
 from earnest.runs.collect import attempt
+from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
 from earnest.tasks import Prompt
-
-# Not the run's seed: every seed of a recipe is measured on the same questions with the same random numbers.
-HELDOUT_SEED = 20_240
 
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """One measurement; ``means`` are each prompt's mean reward, in the order of the held-out prompts."""
+    """One measurement: the mean of ``means``.
+
+    They are each prompt's mean reward, in the order of the held-out prompts, or each row's part of a loss or accuracy.
+    """
 
     step: int
     version: int
     means: tuple[float, ...]
     samples: int
-    correct: float
+    correct: float | None
     attempts: tuple[Attempt, ...]
-    pairs: Mapping[str, float] = field(default_factory=dict)
-    """Accuracy and margin on the held-out preference pairs, if the run has a file of pairs."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Numbers on the held-out rows of the user's file, where the run has one."""
+    measure: Measure = "reward"
 
     @classmethod
     def of(
-        cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, pairs: Mapping[str, float] | None = None
+        cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, own: Mapping[str, float] | None = None
     ) -> HeldOutEvaluation:
         """The measurement from graded completions; every prompt has the same number of them."""
         rewards: dict[int, list[float]] = defaultdict(list)
@@ -48,10 +53,10 @@ class HeldOutEvaluation:
             rewards[a.rollout.prompt_index].append(a.grade.reward)
         means = tuple(sum(rewards[i]) / len(rewards[i]) for i in sorted(rewards))
         correct = sum(a.grade.correct for a in attempts) / len(attempts)
-        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), pairs or {})
+        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), own or {})
 
     @property
-    def reward(self) -> float:
+    def value(self) -> float:
         return sum(self.means) / len(self.means)
 
     @property
@@ -60,16 +65,17 @@ class HeldOutEvaluation:
 
     def record(self, seconds: float) -> dict[str, Any]:
         """A line of metrics.jsonl."""
-        return {
+        named: dict[str, Any] = {} if self.measure == "reward" else {"measure": self.measure}
+        return named | {
             "kind": "eval",
             "step": self.step,
             "version": self.version,
-            "reward": self.reward,
+            self.measure: self.value,
             "se": self.se,
             "prompts": len(self.means),
             "n": len(self.means) * self.samples,
             "correct": self.correct,
-            "metrics": describe(self.attempts) | dict(self.pairs),
+            "metrics": describe(self.attempts) | dict(self.own),
             "means": list(self.means),
             "seconds": seconds,
         }
@@ -77,6 +83,7 @@ class HeldOutEvaluation:
 
 def heldout(setup: Setup) -> list[Prompt]:
     """The held-out prompts: the same at every evaluation and for every seed."""
+    assert setup.task is not None, "there are prompts only where there is a task"
     prompts = setup.task.prompts("heldout", setup.config.eval.prompts, HELDOUT_SEED)
     if not prompts:
         raise ConfigError(f"task: {setup.task.name} has no held-out prompts; use another task.")
@@ -85,11 +92,15 @@ def heldout(setup: Setup) -> list[Prompt]:
 
 def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
     """Measure the policy that would be deployed: the current one, without a guard's quarantine."""
-    wanted, prompts = setup.config.eval, heldout(setup)
+    wanted, version = setup.config.eval, setup.engine.version
     with setup.deployed():
-        attempts = attempt(setup, prompts, wanted.samples, HELDOUT_SEED)
-        pairs = {} if setup.preferences is None else setup.preferences.measure(setup.engine)
-    return HeldOutEvaluation.of(attempts, step, setup.engine.version, pairs)
+        own = None if setup.data is None else setup.data.measure(setup.engine, wanted.prompts)
+        metrics = {} if own is None else own.metrics
+        if setup.task is None:
+            assert own is not None, "a run without a task has held-out rows"
+            return HeldOutEvaluation(step, version, own.parts, 1, None, (), metrics, own.measure)
+        attempts = attempt(setup, heldout(setup), wanted.samples, HELDOUT_SEED)
+    return HeldOutEvaluation.of(attempts, step, version, metrics)
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -113,9 +124,18 @@ class Comparison:
     gain_se: float | None
     prompts: int
     samples: int
+    measure: Measure = "reward"
+    perplexity: tuple[float, float] | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield f"held-out reward  {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
+        name = f"held-out {self.measure}"
+        yield f"{name:<17}{_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
+        if self.measure != "reward":
+            if self.perplexity is not None:
+                yield f"perplexity       {self.perplexity[0]:.3f} → {self.perplexity[1]:.3f}"
+            size = f"standard errors over {self.prompts} rows"
+            yield f"change           {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
+            return
         size = f"standard errors over {self.prompts} prompts, {self.samples} completions"
         yield f"gain             {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
 
@@ -123,9 +143,13 @@ class Comparison:
 def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ``Comparison`` from two evaluation lines of metrics.jsonl."""
     gained, gained_se = gain(before["means"], after["means"])
+    measure = after.get("measure", "reward")
+    perplexities = [line["metrics"].get("heldout/perplexity") for line in (before, after)]
     return {
-        "before": before["reward"],
-        "after": after["reward"],
+        "measure": measure,
+        "perplexity": tuple(perplexities) if measure == "loss" else None,
+        "before": before[measure],
+        "after": after[measure],
         "before_se": before["se"],
         "after_se": after["se"],
         "gain": gained,

@@ -217,8 +217,8 @@ def compare_environments(run: RunFolder, setup: Setup) -> None:
     if then.get("base") != now["base"]:
         raise CheckpointError(f"model: the weights of {setup.model} have changed since {run.path} began; use the same.")
     known = read_json(run.path / "run.json").get("data")
-    if setup.preferences is not None and known is not None and known["sha256"] != setup.preferences.sha256:
-        raise CheckpointError(f"data: {setup.preferences.path} has changed since {run.path} began; use the same pairs.")
+    if setup.data is not None and known is not None and known["sha256"] != setup.data.dataset.sha256:
+        raise CheckpointError(f"data: {setup.data.path} has changed since {run.path} began; use the same rows.")
     old, new = then.get("packages", {}), now["packages"]
     drift = [
         f"{name} {old.get(name)} → {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)

@@ -21,7 +21,7 @@ from earnest.errors import EarnestError, NothingToTrain
 from earnest.proving import prove
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, verdicts
-from earnest.runs.collect import BatchSource, sample_record
+from earnest.runs.collect import BatchSource, own_samples, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import evaluate
 from earnest.runs.folder import RunFolder
@@ -84,7 +84,7 @@ class TrainingLoop:
         """Write a checkpoint of this step, unless there is one."""
         if self.saved_at == self.step:
             return
-        state = {"stream": self.source.stream.state(), "seconds": self.seconds}
+        state = {"stream": self.source.state(), "seconds": self.seconds}
         checkpoints.save(self.run, self.setup.engine, self.step, state, self.setup.config.checkpoint.keep)
         self.saved_at = self.step
 
@@ -229,8 +229,9 @@ class TrainingLoop:
         self.run.metrics.append(line)
         if phase is not None:
             firsts = [a for a in found.attempts if a.rollout.sample_index == 0]
-            for a in firsts[: self.setup.config.samples.heldout]:
-                self.run.samples.append(sample_record(a, phase, self.step))
+            samples = [sample_record(a, phase, self.step) for a in firsts[: self.setup.config.samples.heldout]]
+            for sample in samples if self.setup.task is not None else own_samples(self.setup, phase, self.step):
+                self.run.samples.append(sample)
         for logger in self.loggers:
             logger.log(line)
         self.progress.evaluation(line)

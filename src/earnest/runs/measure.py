@@ -22,8 +22,9 @@ from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
 from earnest.rollouts.attempts import attempt
-from earnest.runs.evaluate import HELDOUT_SEED, Comparison, HeldOutEvaluation, compared
+from earnest.runs.evaluate import Comparison, HeldOutEvaluation, compared
 from earnest.runs.folder import read_json
+from earnest.runs.own_data import HELDOUT_SEED
 
 
 class MeasureConfig(Strict):
@@ -80,6 +81,8 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
 
 def _own_task(place: Path, config: Mapping[str, Any]) -> TaskConfig:
     """The task of the run in ``place``: from its config, or by its name if ``en.train`` started it."""
+    if config.get("data") is not None and config.get("task") is None:
+        raise ConfigError(f"task: {place} was trained on a file, so it has no task of its own; give task=NAME.")
     name = config.get("task") or (read_json(place / "run.json").get("task") if config else None)
     if name is None:
         raise ConfigError(f"task: {place} is not a run folder, so its task is not known; give task=NAME.")

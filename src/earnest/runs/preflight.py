@@ -19,8 +19,10 @@ def preflight(setup: Setup) -> None:
     config, policy, task = setup.config, setup.policy, setup.task
     require_installed(config.loggers)
     setup.engine.plan(1, config.updates)  # raises where the schedule does not fit into the run
-    source = BatchSource(setup)
-    training = source.stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
+    stream = BatchSource(setup).stream
+    if task is None or stream is None:
+        return  # the user's rows were read and checked when they were loaded
+    training = stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
     context = policy.positions
     longest = config.sampling.max_new_tokens
     for prompt in [*heldout(setup), *training]:
@@ -36,6 +38,7 @@ def preflight(setup: Setup) -> None:
             f"sampling.max_new_tokens: {longest} tokens after the {length} of prompt {prompt.id} exceed the context of "
             f"{policy.name} ({context} tokens); set at most {context - length + 1}."
         )
-    if "demonstration" in setup.objective.wants().roles:
+    given = frozenset() if setup.data is None else setup.data.roles
+    if "demonstration" in setup.objective.wants().roles - given:
         for prompt in training[: config.sampling.prompts_per_step]:
             demonstrate(policy, task, prompt)

@@ -64,6 +64,10 @@ def reward_text(line: dict[str, Any]) -> str:
 
 def heldout_text(line: dict[str, Any]) -> str:
     spread = "" if line["se"] is None else f" ± {line['se']:.3f}"
+    if (measure := line.get("measure", "reward")) != "reward":
+        more = line["metrics"].get("heldout/perplexity")
+        more = "" if more is None else f", perplexity {more:.3f}"
+        return f"held-out {measure} {line[measure]:.3f}{spread}{more} ({line['prompts']} rows)"
     return f"held-out {line['reward']:.3f}{spread} (n = {line['n']}, {line['prompts']} prompts)"
 
 

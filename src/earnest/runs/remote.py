@@ -6,7 +6,6 @@ Every key of the config has its effect on the service, or an error here names it
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from earnest.adapters import LoRA
@@ -68,13 +67,12 @@ def check(config: RunConfig, objective: Objective) -> None:
         )
 
 
-def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[str], None]) -> Setup:
+def build(config: RunConfig, task: Task | None, objective: Objective, say: Callable[[str], None]) -> Setup:
     """The parts of a run on a service, after ``check``."""
     from earnest.engines.tinker import RemoteEMA, RemoteTeacher, TinkerEngine
     from earnest.engines.tinker.teach import Teaching
     from earnest.engines.tinker.teachers import AnyTeacher
-    from earnest.runs.preferences import Preferences
-    from earnest.runs.setup import Setup
+    from earnest.runs.setup import Setup, own_data
 
     ema: RemoteEMA | None = None
     if config.teacher.kind == "ema":
@@ -97,5 +95,5 @@ def build(config: RunConfig, task: Task, objective: Objective, say: Callable[[st
         outer=ema,
     )
     teacher: AnyTeacher = ema or RemoteTeacher("base" if config.teacher.kind == "base" else "live")
-    preferences = None if config.data is None else Preferences.load(Path(config.data), engine.policy, say)
-    return Setup(config, config.model, task, engine, objective, Teaching.of(engine, teacher, objective), preferences)
+    data = own_data(config.data, engine.policy, objective, task, say)
+    return Setup(config, config.model, task, engine, objective, Teaching.of(engine, teacher, objective), data)

@@ -32,7 +32,8 @@ def sampling_engine(config: str) -> LocalEngine:
 
     made = from_mapping(parse(config, "the run's config"))
     torch.set_num_threads(made.threads or 1)
-    return LocalEngine(*adapted(made, made.task.build(), lambda _: None))
+    task = None if made.task is None else made.task.build()
+    return LocalEngine(*adapted(made, task, lambda _: None))
 
 
 def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> SamplerPool | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from earnest.adapters import Adapter, attach
 from earnest.config import LoopConfig, RunConfig
+from earnest.data.dataset import DataSettings
 from earnest.engines import LocalEngine
 from earnest.engines.base import AdapterLike, Engine
 from earnest.engines.estimator import check_terms
@@ -20,12 +20,12 @@ from earnest.models.protocol import PolicyLike
 from earnest.objectives import Objective
 from earnest.rollouts.attempts import Sample
 from earnest.runs.guarding import guard_of
-from earnest.runs.preferences import Preferences
+from earnest.runs.own_data import OwnData
 from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.sync.pool import SamplerPool
-from earnest.tasks import PromptStream, Task, get_task
+from earnest.tasks import PromptStream, Task
 
 CALIBRATION_PROMPTS = 64
 
@@ -36,13 +36,21 @@ class Setup:
 
     config: LoopConfig
     model: str
-    task: Task
+    task: Task | None
     engine: Engine
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
-    preferences: Preferences | None = None
+    data: OwnData | None = None
     samplers: SamplerPool | None = None
     chat_template: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the run learns: its task, or its file."""
+        if self.task is not None:
+            return self.task.name
+        assert self.data is not None, "a run without a task has data"
+        return self.data.name
 
     @property
     def policy(self) -> PolicyLike:
@@ -79,13 +87,13 @@ class Setup:
         guarded = f", guarded by {guard.describe()}" if guard is not None else ""
         terms = " + ".join(f"{w.weight:g} × {w.term.label}" for w in self.objective.terms)
         return {
-            "task": self.task.name,
+            "task": self.name,
             "model": {"name": self.policy.name, "version": self.policy.version},
             "adapter": f"{self.adapter.variant!r} on {targets}{guarded}",
             "objective": terms,
             "seed": self.config.seed,
             "steps": self.config.steps,
-            **({} if self.preferences is None else {"data": self.preferences.describe()}),
+            **({} if self.data is None else {"data": self.data.describe()}),
         }
 
 
@@ -93,13 +101,11 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
     """Make the parts. Checks that need no model come before the model is loaded."""
     from earnest.runs import remote
 
-    task = get_task(config.task.name, config.task.fields)
+    task = None if config.task is None else config.task.build()
     objective = config.build_objective()
     check_groups(config, objective)
-    if config.data is not None and not {"chosen", "rejected"} <= objective.wants().roles:
-        raise ConfigError(
-            f"data: no term reads the pairs of {config.data}; add a term on preferences, such as dpo or simpo."
-        )
+    if config.task is None and "rollout" in objective.wants().roles:
+        raise ConfigError("task: is required, because a term of the objective reads rollouts of a task's prompts.")
     if config.engine.estimator == "sampled":
         check_terms(objective, config.sampling.temperature)
     if config.engine.kind == "tinker":
@@ -111,7 +117,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
     if config.engine.kind == "tinker":
         return remote.build(config, task, objective, say)
     policy, adapter = adapted(config, task, say)
-    preferences = None if config.data is None else Preferences.load(Path(config.data), policy, say)
+    data = own_data(config.data, policy, objective, task, say)
     teacher = config.teacher.build(adapter)
     if config.guard is not None:
         say("directions for the guard")
@@ -125,8 +131,35 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         micro_tokens=config.micro_tokens,
         estimator=config.engine.estimator,
     )
-    samplers = samplers_of(config, task, engine, say)
-    return Setup(config, config.model, task, engine, objective, teacher, preferences, samplers, config.chat_template)
+    samplers = None if task is None else samplers_of(config, task, engine, say)
+    return Setup(config, config.model, task, engine, objective, teacher, data, samplers, config.chat_template)
+
+
+def own_data(
+    settings: DataSettings | None,
+    policy: PolicyLike,
+    objective: Objective,
+    task: Task | None,
+    say: Callable[[str], None],
+) -> OwnData | None:
+    """Read the user's rows, and refuse those that no term reads or that cannot be evaluated."""
+    if settings is None:
+        return None
+    found, roles = OwnData.load(settings, policy, say), objective.wants().roles
+    if not found.roles <= roles:
+        what, terms = ("pairs", "preferences, such as dpo or simpo") if found.kind == "pair" else ("rows", "them: sft")
+        raise ConfigError(f"data: no term reads the {what} of {found.path}; add a term on {terms}.")
+    if task is None and roles - found.roles:
+        raise ConfigError(
+            f"task: is required, because a term of the objective reads {' and '.join(sorted(roles - found.roles))} "
+            f"rows, and {found.path} has none."
+        )
+    if task is None and not found.dataset.size("heldout"):
+        raise ConfigError(
+            f"data.heldout: {settings.heldout} of {found.path} holds out no row of {found.dataset.counts.rows}, so "
+            "nothing would be evaluated; give a larger share, or a file."
+        )
+    return found
 
 
 def check_groups(config: LoopConfig, objective: Objective) -> None:
@@ -139,7 +172,7 @@ def check_groups(config: LoopConfig, objective: Objective) -> None:
         )
 
 
-def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
+def adapted(config: RunConfig, task: Task | None, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
     """The policy and its untrained adapter. Every process that builds this config gets the same weights."""
     say(f"loading {config.model}")
     policy = load(config.model, device=config.device, dtype=config.dtype, say=say)
@@ -148,6 +181,8 @@ def adapted(config: RunConfig, task: Task, say: Callable[[str], None]) -> tuple[
     variant = config.adapter.build()
     calibration = None
     if variant.wants_calibration():
+        if task is None:
+            raise ConfigError(f"adapter: {config.adapter.kind} is calibrated on a task's prompts; give a task.")
         prompts = PromptStream(task, derive(config.seed, "calibration")).next(CALIBRATION_PROMPTS)
         calibration = [torch.tensor([policy.render(p.messages)], device=policy.device) for p in prompts]
     adapter = attach(

@@ -10,16 +10,16 @@ from rich.console import Console
 from earnest.config import LoopConfig, dump
 from earnest.config.load import check_mapping
 from earnest.config.text import parse_file
+from earnest.data.dataset import DataSettings
 from earnest.engines.base import Engine
 from earnest.errors import CheckpointError, ConfigError
 from earnest.objectives import Objective, Term
 from earnest.runs import environment
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.lifecycle import FROM_PYTHON, Finished, compare_environments, continued, go
-from earnest.runs.preferences import Preferences
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on
-from earnest.runs.setup import Setup, check_groups
+from earnest.runs.setup import Setup, check_groups, own_data
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.tasks import Task, get_task
 
@@ -29,11 +29,12 @@ SAME = ("task", "model", "adapter", "objective")
 
 def train(
     engine: Engine,
-    task: Task | str,
+    task: Task | str | None,
     objective: Objective | Term,
     *,
     steps: int,
     teacher: TeacherPolicy | None = None,
+    data: str | Path | DataSettings | None = None,
     pairs: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -43,8 +44,9 @@ def train(
     """Train the engine's adapter on ``steps`` batches, with check, evaluations, checkpoints and report in a run folder.
 
     ``settings`` are the keys of a recipe that concern the loop, such as ``seed=1``, ``eval={"every": 5}`` or
-    ``sampling={"prompts_per_step": 4}`` (docs/runs.md). ``pairs`` is a file of preference pairs; None: pairs among the
-    rollouts. ``resume`` continues the run in ``out`` from its newest checkpoint, with the same objects.
+    ``sampling={"prompts_per_step": 4}`` (docs/runs.md). ``data`` are your own rows, a file or
+    ``DataSettings`` (docs/runs.md); ``task`` may be None where they are the rows of every term. ``pairs`` is the older
+    name of ``data``. ``resume`` continues the run in ``out`` from its newest checkpoint, with the same objects.
     """
     objective, console = Objective.of(objective), console or Console()
     task = get_task(task) if isinstance(task, str) else task
@@ -63,8 +65,12 @@ def train(
         raise ConfigError(
             "teacher: an EMA teacher must follow its engine's updates; make LocalEngine(…, outer=teacher)."
         )
-    preferences = None if pairs is None else Preferences.load(Path(pairs), engine.policy, note_on(console))
-    setup = Setup(config, engine.policy.name, task, engine, objective, teacher or LiveTeacher(), preferences)
+    data = pairs if data is None else data
+    if task is None and data is None:
+        raise ConfigError("task: is required; give a task, or your own rows with data=FILE.")
+    rows = DataSettings(train=str(data)) if isinstance(data, str | Path) else data
+    own = own_data(rows, engine.policy, objective, task, note_on(console))
+    setup = Setup(config, engine.policy.name, task, engine, objective, teacher or LiveTeacher(), own)
     preflight(setup)
     if not resume:
         place = place or default_place(FROM_PYTHON)

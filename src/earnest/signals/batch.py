@@ -334,6 +334,7 @@ class Batch:
         advantages: Sequence[float] | Sequence[Sequence[float]] | None = None,
         behaviour: Sequence[Sequence[float]] | None = None,
         correct: Sequence[bool] | None = None,
+        weights: Sequence[Sequence[float] | None] | None = None,
         temperature: float = 1.0,
         max_length: int | None = None,
         pad: int = 0,
@@ -341,8 +342,9 @@ class Batch:
     ) -> Batch:
         """Rows of prompt + completion, every completion token active (its end-of-turn token too).
 
-        ``advantages`` has one value per row or per completion token; ``behaviour`` one per completion token. ``pad``
-        only fills space: it may equal the end-of-turn id, because the loss mask depends on the position, not on the id.
+        ``weights`` has one value per completion token, or None for a row of ones; a token of weight 0 is not active.
+        ``advantages`` has one value per row or per active token; ``behaviour`` one per active token. ``pad`` only
+        fills space: it may equal the end-of-turn id, because the loss mask depends on the position, not on the id.
         """
         R = len(prompts)
         if R == 0 or len(completions) != R:
@@ -361,8 +363,11 @@ class Batch:
             tokens = torch.tensor([*p, *c])
             inputs[r, : len(tokens) - 1] = tokens[:-1]
             targets[r, : len(tokens) - 1] = tokens[1:]
-            weight[r, len(p) - 1 : len(tokens) - 1] = 1.0
-        sizes = [len(c) for c in completions]
+            own = weights[r] if weights is not None else None
+            if own is not None and len(own) != len(c):
+                raise SignalError(f"weights of row {r} has {len(own)} values for {len(c)} completion tokens.")
+            weight[r, len(p) - 1 : len(tokens) - 1] = 1.0 if own is None else torch.tensor(own)
+        sizes = (weight != 0).sum(1).tolist()
         batch = cls(
             inputs=inputs,
             targets=targets,
@@ -401,7 +406,7 @@ def _flat(name: str, values: Sequence[float] | Sequence[Sequence[float]], sizes:
     for r, (value, size) in enumerate(zip(values, sizes, strict=True)):
         row = [float(value)] * size if isinstance(value, int | float) else [float(v) for v in value]  # type: ignore[attr-defined]
         if len(row) != size:
-            raise SignalError(f"{name} of row {r} has {len(row)} values for {size} completion tokens.")
+            raise SignalError(f"{name} of row {r} has {len(row)} values for {size} active tokens.")
         flat += row
     return torch.tensor(flat)
 
