@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from earnest.config.schema import Kinded, RunConfig
+from earnest.settings import field_infos
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -24,6 +26,10 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
                 whose = "kind" if issubclass(inner, Kinded) else "task"
                 yield f"{path}…", f"the {whose}'s own", f"the fields of that {whose}"
             continue
+        for kind in typing.get_args(field.annotation):
+            if is_dataclass(kind) and isinstance(kind, type):
+                infos = field_infos(kind)
+                yield from ((f"{prefix}{name}.{info.name}", info.default.lower(), info.doc) for info in infos)
         default = (
             "required"
             if field.default is PydanticUndefined and field.default_factory is None
