@@ -39,7 +39,7 @@ ROLES: dict[Kind, tuple[Role, ...]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class OwnMeasurement:
     """``value`` is the mean of ``parts``, one per held-out row; ``metrics`` are further numbers."""
 
     measure: Literal["loss", "accuracy"]
@@ -128,7 +128,7 @@ class OwnData:
         size = self.dataset.size("heldout")
         return [self.dataset.at("heldout", i) for i in sorted(_order(HELDOUT_SEED, size)[:count])]
 
-    def measure(self, engine: Scorer, count: int) -> Measured | None:
+    def measure(self, engine: Scorer, count: int) -> OwnMeasurement | None:
         """Measure the live policy on at most ``count`` held-out rows; None where there are none."""
         examples = self.heldout(count)
         if not examples:
@@ -146,23 +146,23 @@ class OwnData:
         )
 
 
-def _likelihood(sums: Sequence[float], tokens: Sequence[float]) -> Measured:
+def _likelihood(sums: Sequence[float], tokens: Sequence[float]) -> OwnMeasurement:
     """The parts are the loss's influence values L + (s_i - L t_i) n / T: their mean is L, and their standard error is
     that of a ratio of two means."""
     total = sum(tokens)
     loss = sum(sums) / total
     parts = tuple(loss + (s - loss * t) * len(sums) / total for s, t in zip(sums, tokens, strict=True))
     metrics = {"heldout/loss": loss, "heldout/perplexity": math.exp(min(loss, 700.0)), "heldout/tokens": total}
-    return Measured("loss", parts, metrics | {"heldout/rows": float(len(sums))})
+    return OwnMeasurement("loss", parts, metrics | {"heldout/rows": float(len(sums))})
 
 
-def _preferred(margins: Sequence[float]) -> Measured:
+def _preferred(margins: Sequence[float]) -> OwnMeasurement:
     n = len(margins)
     mean = sum(margins) / n
     metrics = {"pairs/accuracy": sum(m > 0 for m in margins) / n, "pairs/margin": mean, "pairs/heldout": float(n)}
     if n > 1:
         metrics["pairs/margin_se"] = math.sqrt(sum((m - mean) ** 2 for m in margins) / (n - 1) / n)
-    return Measured("accuracy", tuple(float(m > 0) for m in margins), metrics)
+    return OwnMeasurement("accuracy", tuple(float(m > 0) for m in margins), metrics)
 
 
 def _row(role: Role, rendered: Rendered, group: int, pair: int) -> Row:
