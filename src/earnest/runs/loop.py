@@ -206,7 +206,7 @@ class TrainingLoop:
             return
         started = time.perf_counter()
         self.progress.note("checking the training step")
-        for warning in grader_warnings(self.setup.task):
+        for warning in () if self.setup.task is None else grader_warnings(self.setup.task):
             self.run.event("warning", warning)
             self.progress.warn(warning)
         batch, objective = probe_batch(self.setup), self.setup.objective
