@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 from earnest.errors import EarnestError, MissingExtra
 
 T = TypeVar("T")
-Keys = list[str]  # inside classes, `list` is a method
+KeyList = list[str]  # inside classes, `list` is a method
 FORMAT = 1
 METADATA = "169.254.169.254"
 """The address from which machines in a cloud get their credentials."""
@@ -53,9 +53,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes | None: ...
 
-    def list(self, prefix: str) -> Keys: ...
+    def list(self, prefix: str) -> KeyList: ...
 
-    def delete(self, keys: Keys) -> None: ...
+    def delete(self, keys: KeyList) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Bucket:
         self.traffic.count(received=len(data))
         return unseal(key, data)
 
-    def list(self, prefix: str) -> Keys:
+    def list(self, prefix: str) -> KeyList:
         """Keys under ``prefix``, sorted."""
         return sorted(self._patiently(f"list {prefix}", lambda: self.store.list(prefix)))
 
@@ -266,12 +266,12 @@ class ObjectStore:
         except self._absent:
             return None
 
-    def list(self, prefix: str) -> Keys:
+    def list(self, prefix: str) -> KeyList:
         return self._answered(
             lambda: [str(item["path"]) for page in self._api.list(self._store, prefix or None) for item in page]
         )
 
-    def delete(self, keys: Keys) -> None:
+    def delete(self, keys: KeyList) -> None:
         with suppress(*self._absent):  # another process deleted it first
             self._answered(lambda: self._api.delete(self._store, keys))
 

@@ -19,7 +19,7 @@ from earnest.serve.decode import Request as Wanted
 from earnest.serve.errors import NotFound
 from earnest.serve.keys import Caller
 from earnest.serve.leases import Lease
-from earnest.serve.openai import Work, _keep_rest
+from earnest.serve.openai import CompletionWork, _keep_rest
 from earnest.serve.text import Text
 from earnest.serve.wire import TextRequest
 from tests.serve.conftest import Live
@@ -170,7 +170,7 @@ def test_bytes_are_those_of_the_text(live: Live) -> None:
 def test_an_answer_stays_with_its_prompt(live: Live) -> None:
     """A client left while one of its prompts had failed: what the others said is kept under their own numbers."""
     body = TextRequest(model="base", prompt=["The fox is", "The owl", "The sea"], n=2, max_tokens=2)
-    work = Work(live.state, body, Caller(), "text", [], 2, None)
+    work = CompletionWork(live.state, body, Caller(), "text", [], 2, None)
     work.lease = Lease(None, 0, None)
     work.shape()
     work.prompts = [live.state.text.encode(p) for p in body.prompts()]

@@ -16,10 +16,10 @@ from earnest.serve.store import ServerStore
 from earnest.serve.tinker import checkpoints
 from earnest.serve.tinker.checkpoints import CheckpointStore
 from earnest.serve.tinker.errors import NotThere, WireError
-from earnest.serve.tinker.names import Path as Name
+from earnest.serve.tinker.names import CheckpointPath
 
 RUN = f"{'a' * 32}:train:0"
-NAME = Name(RUN, "weights", "state")
+NAME = CheckpointPath(RUN, "weights", "state")
 LORA = {"rank": 1, "seed": 3, "train_attn": True, "train_mlp": True, "train_unembed": False}
 
 # In a process of its own: a child of it ends, without any cleanup, at its k-th call of anything that touches the disk.
@@ -170,7 +170,7 @@ def test_every_file_is_synced_before_its_checkpoint_is_listed(tmp_path: Path, mo
         write = store.db.write
         monkeypatch.setattr(checkpoints, "sync", lambda path: synced.append(path.name))
         monkeypatch.setattr(store.db, "write", lambda work: (synced.append("commit"), write(work))[1])
-        store.save(Name(RUN, "sampler_weights", "s"), full("x"))
+        store.save(CheckpointPath(RUN, "sampler_weights", "s"), full("x"))
         before = synced[: synced.index("commit")]
         assert {"one", "two", "inner", "sampler_weights", "tinker"} <= set(before)
         assert before.index("inner") < before.index("sampler_weights") < before.index("tinker")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import earnest as en
 from earnest.engines import AtIdsWanted, LogitsWanted, LogProbsWanted, TopKWanted
-from earnest.engines.tinker import Sample, batch_of
+from earnest.engines.tinker import RemoteSample, batch_of
 from earnest.engines.tinker.teachers import MOST, SLOWEST, TOLERANCE
 from earnest.engines.vocabulary import known
 from earnest.engines.vocabulary.known import tail_of
@@ -291,7 +291,7 @@ def test_sampling_and_scoring_are_the_local_policys(pair: Pair) -> None:
     torch.testing.assert_close(behaviour, pair.local.score(batch, LogProbsWanted()), atol=1e-4, rtol=1e-4)
 
 
-def _what(sample: Sample) -> tuple[str, int]:
+def _what(sample: RemoteSample) -> tuple[str, int]:
     """The type checker must be able to tell the kinds apart; so must this."""
     match sample.kind:
         case "scalar":

@@ -19,7 +19,7 @@ from earnest.adapters.fingerprint import base_fingerprint
 from earnest.adapters.layer import Layer
 from earnest.adapters.merging import merge_layer, merged_weight, unmerge_layer
 from earnest.adapters.report import AttachReport
-from earnest.adapters.runtime import Gate, Slot, slots_of, state_key, uninstall
+from earnest.adapters.runtime import AdapterGate, Slot, slots_of, state_key, uninstall
 from earnest.adapters.variant import Variant
 from earnest.deprecated import warn_renamed
 
@@ -33,7 +33,7 @@ class Adapter:
         model: nn.Module,
         variant: Variant,
         slots: dict[str, Slot],
-        gate: Gate,
+        gate: AdapterGate,
         report: AttachReport,
         targets: tuple[str, ...],
         release: Callable[[], None],

@@ -15,7 +15,7 @@ from earnest.adapters.calibrate import input_moments
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 from earnest.adapters.report import AttachReport
-from earnest.adapters.runtime import SLOTS, Gate, Slot, install, layer_of, slots_of, uninstall
+from earnest.adapters.runtime import SLOTS, AdapterGate, Slot, install, layer_of, slots_of, uninstall
 from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears
 from earnest.adapters.variant import Initialization, Variant
 
@@ -129,7 +129,7 @@ def mount(
         raise AdapterError(
             f"the model already has an adapter {name!r}; choose a name other than {', '.join(sorted(taken))}"
         )
-    gate = Gate()
+    gate = AdapterGate()
     slots: dict[str, Slot] = {}
     base = [p for n, p in model.named_parameters() if not _is_slot(n)]
     with torch.inference_mode(False):

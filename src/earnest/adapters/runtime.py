@@ -28,7 +28,7 @@ KEPT = 16
 """The most derived values that a layer keeps."""
 
 
-class Gate:
+class AdapterGate:
     """The switch that all slots of one adapter share."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Gate:
 class Slot(nn.Module):
     """One adapter's tensors on one layer."""
 
-    def __init__(self, variant: Variant, layer: Layer, gate: Gate, tensors: Tensors) -> None:
+    def __init__(self, variant: Variant, layer: Layer, gate: AdapterGate, tensors: Tensors) -> None:
         super().__init__()
         self.variant, self.layer, self.gate = variant, layer, gate
         self.specs: dict[str, Spec] = variant.specs(layer)
@@ -156,7 +156,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return list(holder) if isinstance(holder, nn.ModuleList) else []  # type: ignore[arg-type]
 
 
-def _on_rows(x: Tensor, gate: Gate, layer: Layer) -> Tensor:
+def _on_rows(x: Tensor, gate: AdapterGate, layer: Layer) -> Tensor:
     if x.dim() < 3 or x.shape[0] != gate.batch:
         raise AdapterError(
             f"{layer.name}: rows() was given {gate.batch} rows and the layer's input has shape {tuple(x.shape)}; "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from earnest.audit.verdict import Finding, Outcome, unchecked
+from earnest.audit.verdict import Finding, LawOutcome, unchecked
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Law:
     from_start: bool = False  # judged where training begins, also where terms are inactive there by design
 
     def finding(
-        self, subject: str, measured: str, expected: str, outcome: Outcome | bool, meaning: str = ""
+        self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
     ) -> Finding:
-        verdict: Outcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
+        verdict: LawOutcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
         return Finding(self.code, subject, measured, expected, verdict, meaning if verdict != "holds" else "")
 
     def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:

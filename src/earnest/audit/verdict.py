@@ -12,9 +12,14 @@ from rich.table import Table
 
 from earnest.audit.errors import EarnestError
 
-Outcome = Literal["holds", "fails", "not applicable", "not declared"]
+LawOutcome = Literal["holds", "fails", "not applicable", "not declared"]
 UNCHECKED = "could not be checked ("
-COLOURS: dict[Outcome, str] = {"holds": "green", "fails": "bold red", "not applicable": "dim", "not declared": "yellow"}
+COLOURS: dict[LawOutcome, str] = {
+    "holds": "green",
+    "fails": "bold red",
+    "not applicable": "dim",
+    "not declared": "yellow",
+}
 
 
 class LawBroken(EarnestError):
@@ -29,7 +34,7 @@ class Finding:
     subject: str
     measured: str
     expected: str
-    outcome: Outcome
+    outcome: LawOutcome
     meaning: str = ""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from earnest.diloco.errors import RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.protocol import average, digest
-from earnest.diloco.wire import Vector, decode
+from earnest.diloco.wire import FlatVector, decode
 from earnest.store import Damaged
 
 
@@ -51,10 +51,10 @@ class Fragment:
     def n(self) -> int:
         return sum(w.numel() for w in self.weights)
 
-    def flat(self) -> Vector:
+    def flat(self) -> FlatVector:
         return torch.cat([w.detach().reshape(-1) for w in self.weights]) if self.weights else torch.zeros(0)
 
-    def apply(self, mean: Vector) -> None:
+    def apply(self, mean: FlatVector) -> None:
         """One outer step along the average difference, or, without an optimizer, to the average weights."""
         for weight, part in zip(self.weights, split(mean, self.weights), strict=True):
             if self.optimizer is None:
@@ -98,7 +98,7 @@ class Globals:
         self.max_norm = max_norm
         self.round = 0
         self._digests = [f.digest() for f in self.fragments]
-        self._ahead: tuple[int, Vector, Fragment, str] | None = None
+        self._ahead: tuple[int, FlatVector, Fragment, str] | None = None
 
     @property
     def current(self) -> Fragment:
@@ -112,7 +112,7 @@ class Globals:
     def chain(digests: Sequence[str]) -> str:
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
-    def outcome(self, mean: Vector) -> str:
+    def outcome(self, mean: FlatVector) -> str:
         """The fingerprint after a round with this average; nothing moves. ``advance`` with the same
         average then reuses the result."""
         ahead = copy.deepcopy(self.current)
@@ -122,7 +122,7 @@ class Globals:
         self._ahead = (self.round, mean, ahead, found)
         return self.chain(digests)
 
-    def advance(self, mean: Vector) -> None:
+    def advance(self, mean: FlatVector) -> None:
         """Apply the round's average."""
         index, known = self.round % len(self.fragments), self._ahead
         self._ahead = None
@@ -206,6 +206,6 @@ class Globals:
         raise Damaged(f"there is no readable state in {ledger.bucket.url}: {'; '.join(reasons) or 'none was written'}")
 
 
-def split(flat: Vector, like: Sequence[Tensor]) -> list[Tensor]:
+def split(flat: FlatVector, like: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

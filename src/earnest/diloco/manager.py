@@ -19,7 +19,7 @@ from earnest.diloco.errors import DivergedState
 from earnest.diloco.globals import Globals, split
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.protocol import Contribution, RoundResult, Rules, digest, finish_round
-from earnest.diloco.wire import Vector, Wire, decode
+from earnest.diloco.wire import FlatVector, Wire, decode
 
 
 class PendingAverage:
@@ -49,7 +49,7 @@ class BucketManager:
     """Tokens that the delta was trained on: this replica's weight in the average."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Written with the next delta, for the launcher."""
-    residual: dict[int, Vector] = field(default_factory=dict)
+    residual: dict[int, FlatVector] = field(default_factory=dict)
     """By fragment: what a lossy wire has not sent yet."""
     last: dict[str, float] = field(default_factory=dict)
     """Numbers of the last round, for the report."""
@@ -62,7 +62,7 @@ class BucketManager:
         self._result: RoundResult | None = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._vector: Vector | None = None
+        self._vector: FlatVector | None = None
         self._payload = b""
 
     # --- what torchft calls -------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class BucketManager:
         self._gathered = []
         return True
 
-    def _sent_by_this_process(self, sent: Vector | None) -> TypeGuard[Vector]:
+    def _sent_by_this_process(self, sent: FlatVector | None) -> TypeGuard[FlatVector]:
         """Whether the delta that was averaged for this replica is the one that this process sent. An earlier process
         with the same number may have sent another: then this one sent nothing, and its residual stays as it was."""
         return sent is not None and torch.equal(sent, decode(self._payload, sent.numel()))

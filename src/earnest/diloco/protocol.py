@@ -30,7 +30,7 @@ from torch import Tensor
 
 from earnest.diloco.errors import DivergedState, FellBehind, RoundStuck
 from earnest.diloco.ledger import Commit, Ledger
-from earnest.diloco.wire import Vector, decode
+from earnest.diloco.wire import FlatVector, decode
 from earnest.store import Damaged
 
 ATTEMPTS = 3
@@ -85,8 +85,8 @@ class RoundResult:
     """How a round ended. ``sent`` is this replica's delta as the others read it; None where it is not averaged."""
 
     commit: Commit
-    average: Vector
-    sent: Vector | None
+    average: FlatVector
+    sent: FlatVector | None
     superseded: bool
     """Another process with this replica's number had written the delta."""
     damaged: int
@@ -104,7 +104,7 @@ def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
     return str(state.meta["fingerprint"]), ()
 
 
-def limited(vectors: Sequence[Vector], max_norm: float | None) -> list[Vector]:
+def limited(vectors: Sequence[FlatVector], max_norm: float | None) -> list[FlatVector]:
     """Vectors longer than ``max_norm`` times the median length, scaled down to it: one broken or dishonest replica
     cannot move the average further than the others' progress allows. It depends only on what the commit names, so
     every replica computes the same."""
@@ -115,7 +115,7 @@ def limited(vectors: Sequence[Vector], max_norm: float | None) -> list[Vector]:
     return [v * (bound / n) if n > bound else v for v, n in zip(vectors, norms, strict=True)]
 
 
-def average(vectors: Sequence[Vector], tokens: Sequence[int], max_norm: float | None = None) -> Vector:
+def average(vectors: Sequence[FlatVector], tokens: Sequence[int], max_norm: float | None = None) -> FlatVector:
     """Σ wᵢ·vᵢ / Σ wᵢ in the order given, in fp32; w = tokens divided by their greatest common divisor. With
     ``max_norm`` every w is 1, since a replica reports its tokens itself, and ``limited`` bounds the vectors.
 
@@ -132,7 +132,7 @@ def average(vectors: Sequence[Vector], tokens: Sequence[int], max_norm: float | 
 
 
 def finish_round(
-    ledger: Ledger, rules: Rules, mine: Contribution, outcome: Callable[[Vector], str], clock: Callable[[], float]
+    ledger: Ledger, rules: Rules, mine: Contribution, outcome: Callable[[FlatVector], str], clock: Callable[[], float]
 ) -> Generator[float, None, RoundResult]:
     """Finish round ``mine.round``. Yields the seconds to wait before the next look; ``outcome`` gives the fingerprint
     of the state that an average leads to. Raises ``DivergedState`` or ``FellBehind`` where this replica must take the
@@ -142,9 +142,9 @@ def finish_round(
     yield 0.0
     if mine.start != start:
         raise DivergedState(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")
-    valid: dict[tuple[int, int], tuple[Vector, int]] = {}
+    valid: dict[tuple[int, int], tuple[FlatVector, int]] = {}
     bad: set[tuple[int, int]] = set()
-    proposed: tuple[Commit, Vector] | None = None
+    proposed: tuple[Commit, FlatVector] | None = None
 
     def read(whose: Sequence[tuple[int, int]]) -> None:
         for who, found in zip(whose, ledger.deltas(k, whose), strict=True):

@@ -31,7 +31,7 @@ from earnest.store import Damaged
 Kind = Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"]
 KINDS: tuple[Kind, ...] = ("fp32", "bf16", "int8", "int4", "topk", "pulse")
 INT8_BLOCK, INT4_BLOCK = 256, 128
-Vector = Float[Tensor, " n"]
+FlatVector = Float[Tensor, " n"]
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Wire:
     def lossy(self) -> bool:
         return self.kind != "fp32"
 
-    def encode(self, vector: Vector, start: Vector) -> bytes:
+    def encode(self, vector: FlatVector, start: FlatVector) -> bytes:
         """``vector`` (start minus local weights, plus the residual) as bytes; ``start`` is read by pulse only."""
         from safetensors.torch import save
 
         metadata = {"wire": self.kind, "n": str(vector.numel())}
         return save({k: v.contiguous() for k, v in self._pack(vector, start).items()}, metadata)
 
-    def _pack(self, v: Vector, start: Vector) -> dict[str, Tensor]:
+    def _pack(self, v: FlatVector, start: FlatVector) -> dict[str, Tensor]:
         if self.kind == "fp32":
             return {"values": v}
         if self.kind == "bf16":
@@ -83,7 +83,7 @@ class Wire:
 DENSITY = 1 / 64
 
 
-def decode(payload: bytes, n: int, key: str = "delta") -> Vector:
+def decode(payload: bytes, n: int, key: str = "delta") -> FlatVector:
     """The vector that was sent, whatever its kind; ``Damaged`` where it is not one of ``n`` finite numbers."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -103,7 +103,7 @@ def decode(payload: bytes, n: int, key: str = "delta") -> Vector:
     return vector
 
 
-def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> Vector:
+def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> FlatVector:
     values = parts["values"]
     if kind in ("fp32", "bf16"):
         return values.float()
@@ -120,7 +120,7 @@ def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> Vector:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def quantize(v: Vector, top: int, block: int) -> tuple[Int[Tensor, " n"], Float[Tensor, " b"]]:
+def quantize(v: FlatVector, top: int, block: int) -> tuple[Int[Tensor, " n"], Float[Tensor, " b"]]:
     """Levels in −top … top and one scale per block: v ≈ scale · level / top. A block of zeros has scale 0."""
     padded = torch.nn.functional.pad(v, (0, -v.numel() % block)).view(-1, block)
     scale = padded.abs().amax(1) if padded.numel() else padded.new_zeros(0)
@@ -129,7 +129,7 @@ def quantize(v: Vector, top: int, block: int) -> tuple[Int[Tensor, " n"], Float[
     return levels.reshape(-1)[: v.numel()], scale
 
 
-def dequantize(levels: Int[Tensor, " n"], scale: Float[Tensor, " b"], top: int, block: int) -> Vector:
+def dequantize(levels: Int[Tensor, " n"], scale: Float[Tensor, " b"], top: int, block: int) -> FlatVector:
     n = levels.numel()
     if scale.numel() != -(-n // block):
         raise ValueError(f"{scale.numel()} scales for {n} levels")
@@ -170,6 +170,6 @@ def unpack_gaps(packed: UInt8[Tensor, " m"]) -> Int[Tensor, " k"]:
     return torch.from_numpy(np.cumsum(data)[ends] + np.arange(int(ends.sum())))
 
 
-def visible(start: Vector, v: Vector) -> Tensor:
+def visible(start: FlatVector, v: FlatVector) -> Tensor:
     """Where going from ``start`` to start − v changes the weight in bf16: what an inference engine can see."""
     return start.bfloat16() != (start - v).bfloat16()

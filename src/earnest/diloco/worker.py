@@ -37,13 +37,13 @@ from earnest.runs.stopping import Stopper
 from earnest.seeds import derive
 from earnest.store import Bucket, StoreError
 
-Outer = ReplicaOuter | LighthouseOuter
+OuterHook = ReplicaOuter | LighthouseOuter
 
 
 class TwoHooks:
     """Two outer hooks: the replicas synchronize, then an averaging teacher reads the resulting weights."""
 
-    def __init__(self, first: Outer, then: Any) -> None:
+    def __init__(self, first: OuterHook, then: Any) -> None:
         self.first, self.then = first, then
 
     def after_update(self, engine: Any) -> Mapping[str, float]:
@@ -77,13 +77,13 @@ class ReplicaLoop(TrainingLoop):
     """The training loop of one replica: no evaluation, checkpoints between rounds, steps that follow the rounds."""
 
     replica_plan: ReplicaPlan
-    outer: Outer
+    outer: OuterHook
     rewards: list[float]
 
     def again(self) -> str:
         return f"earnest worker {self.run.header['url']}"
 
-    def set_outer(self, replica_plan: ReplicaPlan, outer: Outer) -> None:
+    def set_outer(self, replica_plan: ReplicaPlan, outer: OuterHook) -> None:
         """Set its plan and its outer hook; call before ``restore``."""
         self.replica_plan, self.outer, self.rewards = replica_plan, outer, []
 
@@ -179,7 +179,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     return own
 
 
-def outer_hook(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> Outer:
+def outer_hook(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> OuterHook:
     """The outer hook of these settings."""
     sync, rounds = planned.config.sync, planned.rounds
     schedule = SyncSchedule.of(sync)

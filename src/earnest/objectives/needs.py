@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["teacher", "reference"]
+DistributionSource = Literal["teacher", "reference"]
 Support = Literal["full", "student", "teacher"]
 Tail = Literal["bucket", "renormalise", "unnormalised"]
 
@@ -37,7 +37,7 @@ class Divergence:
     replaces T by softmax((1-t)·sg[z_S] + t·z_T) (TAID).
     """
 
-    source: Source
+    source: DistributionSource
     alpha: float = 0.5
     normalised: bool = False
     support: Support = "full"
@@ -51,7 +51,7 @@ class Divergence:
 class SourceEntropy:
     """Entropy of a source's own distribution; it has no gradient. Shape [M]."""
 
-    source: Source
+    source: DistributionSource
     temperature: float = 1.0
 
 

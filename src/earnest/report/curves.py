@@ -16,7 +16,7 @@ POINTS = 400
 ROWS = 24
 """The maximum number of rows of a chart's table; rows of evaluations are always there."""
 
-Style = Literal["line", "faint", "bars", "area"]
+CurveStyle = Literal["line", "faint", "bars", "area"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Series:
     """``y`` by ``x``; ``lo`` and ``hi`` are a bucket's extremes, or the ends of an error bar."""
 
     label: str
-    style: Style
+    style: CurveStyle
     x: tuple[float, ...]
     y: tuple[float, ...]
     lo: tuple[float, ...] = ()
@@ -100,7 +100,7 @@ def running_mean(pairs: Points, window: int) -> Points:
     return smooth
 
 
-def thin(label: str, style: Style, pairs: Points, colour: int = 0) -> Series:
+def thin(label: str, style: CurveStyle, pairs: Points, colour: int = 0) -> Series:
     """A series of at most ``POINTS`` points: bucket means at mean steps, with each bucket's extremes."""
     if len(pairs) <= POINTS:
         return Series(label, style, tuple(x for x, _ in pairs), tuple(y for _, y in pairs), colour=colour)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from earnest.report.blocks import badge, none, scroll, section
 from earnest.report.markup import Html, duration, el, number
-from earnest.report.record import CheckRecord, Outcome, Run
+from earnest.report.record import CheckRecord, LawOutcome, Run
 
-TONES: dict[Outcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn"}
-WORDS: dict[Outcome, str] = {"holds": "hold", "fails": "fail", "not declared": "not declared"}
+TONES: dict[LawOutcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn"}
+WORDS: dict[LawOutcome, str] = {"holds": "hold", "fails": "fail", "not declared": "not declared"}
 OPEN = 12
 """Up to this number of checks, the table is open."""
 

@@ -21,7 +21,7 @@ FORMAT: Literal["earnest-run/1"] = "earnest-run/1"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 Phase = Literal["before", "after", "train"]
-Outcome = Literal["holds", "fails", "not declared"]
+LawOutcome = Literal["holds", "fails", "not declared"]
 Level = Literal["info", "warning", "error"]
 Measure = Literal["reward", "loss", "accuracy"]
 
@@ -196,7 +196,7 @@ class CheckRecord(Record):
     subject: str
     measured: Number | str = None
     expected: str
-    outcome: Outcome
+    outcome: LawOutcome
     detail: str = ""
 
 
@@ -213,7 +213,7 @@ class VerdictRecord(Record):
     def holds(self) -> bool:
         return self.count("holds") > 0 and self.count("fails") == 0
 
-    def count(self, outcome: Outcome) -> int:
+    def count(self, outcome: LawOutcome) -> int:
         return sum(check.outcome == outcome for check in self.checks)
 
 

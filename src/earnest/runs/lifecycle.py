@@ -32,7 +32,7 @@ FROM_PYTHON = "python"
 
 C = TypeVar("C", bound=LoopConfig)
 
-Resume = Callable[[RunFolder, RunConfig, Console], "Finished"]
+ResumeReplicas = Callable[[RunFolder, RunConfig, Console], "Finished"]
 """Continues the run in an opened folder."""
 
 
@@ -75,7 +75,11 @@ def start(recipe: str, config: RunConfig, console: Console | None = None) -> Fin
 
 
 def resume(
-    folder: Path, overrides: Sequence[str] = (), console: Console | None = None, *, replicas: Resume | None = None
+    folder: Path,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    *,
+    replicas: ResumeReplicas | None = None,
 ) -> Finished:
     """Continue a run from its newest whole checkpoint. Its config may only be repeated, or ``steps`` raised.
 

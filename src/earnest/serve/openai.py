@@ -43,12 +43,12 @@ def router(state: State) -> APIRouter:
     async def chat(body: ChatRequest, request: Request, caller: Who) -> Any:
         messages = [m.plain() for m in body.messages]
         top = body.top()
-        work = Work(state, body, caller, "chat", messages, body.length(), top)
+        work = CompletionWork(state, body, caller, "chat", messages, body.length(), top)
         return await _answer(work, request, [lambda: work.text.render(messages)])
 
     @api.post("/completions", response_model=None, summary="Continue a text")
     async def complete(body: TextRequest, request: Request, caller: Who) -> Any:
-        work = Work(state, body, caller, "text", [], body.max_tokens, body.logprobs)
+        work = CompletionWork(state, body, caller, "text", [], body.max_tokens, body.logprobs)
         if body.echo and body.stream:
             raise BadRequest("echo cannot be streamed here; leave one of the two out.", "echo")
         if body.max_tokens == 0 and not body.echo:
@@ -120,7 +120,7 @@ def router(state: State) -> APIRouter:
     return api
 
 
-class Work:
+class CompletionWork:
     """One request on its way: which version answers, how, and what becomes of it."""
 
     def __init__(
@@ -227,7 +227,7 @@ class Work:
         return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-async def _answer(work: Work, request: Request, prompts: Sequence[Any]) -> Any:
+async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]) -> Any:
     """Lease the version, submit, wait (or stream), store, answer."""
     stack = ExitStack()
     try:
@@ -252,7 +252,7 @@ async def _answer(work: Work, request: Request, prompts: Sequence[Any]) -> Any:
         stack.close()
 
 
-def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
+def _begin(work: CompletionWork, prompts: Sequence[Any], stack: ExitStack) -> None:
     work.state.wait()
     work.lease = stack.enter_context(work.state.leases.lease(work.body.model))
     work.prompts = [make() for make in prompts]
@@ -262,7 +262,9 @@ def _begin(work: Work, prompts: Sequence[Any], stack: ExitStack) -> None:
         raise BadRequest(str(error), "response_format") from None
 
 
-def _submit(work: Work, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None) -> list[PendingRequest]:
+def _submit(
+    work: CompletionWork, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None
+) -> list[PendingRequest]:
     from earnest.serve.decode import Full
     from earnest.serve.decode import Request as Wanted
 
@@ -314,7 +316,7 @@ async def _wait(submitted: Sequence[PendingRequest], request: Request) -> list[l
     return list(waiting.result())
 
 
-async def _keep(work: Work, answers: Sequence[Sequence[Done]]) -> None:
+async def _keep(work: CompletionWork, answers: Sequence[Sequence[Done]]) -> None:
     """On the disk before the client can refer to it."""
     rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
     if rows and work.body.store is not False:
@@ -325,7 +327,7 @@ def _finish(done: Done) -> str:
     return "length" if done.finish == "length" else "stop"
 
 
-def _whole(work: Work, answers: Sequence[Sequence[Done]], echoed: list[Any] | None) -> dict[str, Any]:
+def _whole(work: CompletionWork, answers: Sequence[Sequence[Done]], echoed: list[Any] | None) -> dict[str, Any]:
     choices = []
     for place, found in enumerate(answers or [()] * len(work.prompts)):
         for index, done in enumerate(found):
@@ -339,7 +341,7 @@ def _whole(work: Work, answers: Sequence[Sequence[Done]], echoed: list[Any] | No
     return {**work.head(), "choices": choices, "usage": work.usage(answers), **ids}
 
 
-def _choice(work: Work, place: int, index: int, done: Done, echo: Any) -> dict[str, Any]:
+def _choice(work: CompletionWork, place: int, index: int, done: Done, echo: Any) -> dict[str, Any]:
     text = work.visible(done)
     shared: dict[str, Any] = {"index": place * work.n + index, "finish_reason": _finish(done)}
     if work.body.return_token_ids:
@@ -351,7 +353,7 @@ def _choice(work: Work, place: int, index: int, done: Done, echo: Any) -> dict[s
     return {**shared, "text": (echo["text"] if echo else "") + text, "logprobs": logprobs}
 
 
-def _echo_only(work: Work, place: int, echo: Any) -> dict[str, Any]:
+def _echo_only(work: CompletionWork, place: int, echo: Any) -> dict[str, Any]:
     from earnest.serve.decode import Done
 
     nothing = Done((), (), "length")
@@ -359,7 +361,7 @@ def _echo_only(work: Work, place: int, echo: Any) -> dict[str, Any]:
     return {"index": place, "finish_reason": "length", "text": echo["text"], "logprobs": logprobs}
 
 
-def _echo(work: Work) -> list[Any]:
+def _echo(work: CompletionWork) -> list[Any]:
     """The prompts' own texts and log-probs, for ``echo``."""
     from earnest.serve.scoring import score_tokens
 
@@ -371,7 +373,7 @@ def _echo(work: Work) -> list[Any]:
 
 
 async def _stream(
-    work: Work, submitted: Sequence[PendingRequest], events: asyncio.Queue[Any], stack: ExitStack
+    work: CompletionWork, submitted: Sequence[PendingRequest], events: asyncio.Queue[Any], stack: ExitStack
 ) -> AsyncIterator[str]:
     """Chunks as tokens come; the completion is on the disk before its last chunk."""
     from earnest.serve.decode import Done
@@ -438,7 +440,7 @@ async def _stream(
             stack.close()
 
 
-async def _keep_rest(work: Work, submitted: Sequence[PendingRequest], stack: ExitStack) -> None:
+async def _keep_rest(work: CompletionWork, submitted: Sequence[PendingRequest], stack: ExitStack) -> None:
     try:
         outcomes = await asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
         # One that failed keeps its place: an answer belongs to the prompt of its own number.

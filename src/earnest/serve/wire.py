@@ -46,7 +46,7 @@ class TextPart(StrictBody):
     text: str
 
 
-class Message(StrictBody):
+class ChatMessage(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -155,7 +155,7 @@ class Sampling(StrictBody):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
@@ -197,7 +197,7 @@ class ScoreRequest(StrictBody):
     """POST /v1/score: what a model thinks of an answer."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
     completion: Annotated[str, Field(min_length=1)]
 
 

@@ -14,7 +14,7 @@ from earnest.adapters.targets import default_targets, find_targets
 from earnest.models.policy import Policy
 from earnest.steering.errors import SteeringError
 
-Change = Callable[[Tensor], Tensor]
+ActivationChange = Callable[[Tensor], Tensor]
 
 
 def block_paths(policy: Policy, layers: Sequence[int] | None = None) -> tuple[str, ...]:
@@ -58,10 +58,10 @@ def _first(output: Any) -> Tensor:
 
 
 @contextmanager
-def changed(policy: Policy, changes: Mapping[str, Change]) -> Iterator[None]:
+def changed(policy: Policy, changes: Mapping[str, ActivationChange]) -> Iterator[None]:
     """Inside the block, apply each change to the output of its module; afterwards remove the hooks."""
 
-    def hook(change: Change) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(change: ActivationChange) -> Callable[[nn.Module, Any, Any], Any]:
         def run(_: nn.Module, __: Any, output: Any) -> Any:
             fresh = change(_first(output))
             return (fresh, *output[1:]) if isinstance(output, tuple) else fresh

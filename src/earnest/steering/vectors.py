@@ -26,7 +26,7 @@ from earnest.adapters.runtime import layer_of
 from earnest.disk import write_tensors
 from earnest.models.policy import Policy
 from earnest.steering.errors import SteeringError
-from earnest.steering.sites import Change, block_paths, changed, module_at, tag_states, writer_paths
+from earnest.steering.sites import ActivationChange, block_paths, changed, module_at, tag_states, writer_paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Vector:
         """Inside the block, add dose · shift to the output of each module at every position."""
         self._fits(policy)
 
-        def add(shift: Tensor) -> Change:
+        def add(shift: Tensor) -> ActivationChange:
             return lambda h: h + (dose * shift).to(h.device, h.dtype)
 
         return changed(policy, {path: add(shift) for path, shift in self.shifts.items()})
@@ -103,7 +103,7 @@ class Vector:
         """Inside the block, remove ``share`` of each state's component along the shift (1: all of it)."""
         self._fits(policy)
 
-        def take_out(shift: Tensor) -> Change:
+        def take_out(shift: Tensor) -> ActivationChange:
             length = shift.double().norm()
             unit = (shift.double() / length.clamp_min(torch.finfo(torch.float64).tiny)).float()
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from earnest.audit.verdict import Finding, Outcome, Verdict
+from earnest.audit.verdict import Finding, LawOutcome, Verdict
 from earnest.tasks.base import Grade, Prompt, Task
 from earnest.tasks.grading import TIME_LIMIT, outcomes
 from earnest.tasks.registry import TASKS
@@ -70,7 +70,7 @@ def audit_grader(task: Task, prompts: int = PROMPTS, seed: int = 0, time_limit: 
     probes = [_Probe(*made, outcome) for made, outcome in zip(completions, first, strict=True)]
 
     def found(law: str, bad: Sequence[_Probe], tried: int, measured: str, expected: str, meaning: str) -> Finding:
-        outcome: Outcome = "not applicable" if not tried else "fails" if bad else "holds"
+        outcome: LawOutcome = "not applicable" if not tried else "fails" if bad else "holds"
         why = f"{meaning}; for example {bad[0].shown()}." if bad else ""
         return Finding(law, task.name, measured if tried else "-", expected, outcome, why)
 

@@ -34,7 +34,7 @@ from earnest.audit.laws.ratio import (
 )
 from earnest.audit.laws.ratio import on_policy as on_policy
 from earnest.audit.probe import Probe, fresh, seeded
-from earnest.audit.verdict import Finding, Outcome
+from earnest.audit.verdict import Finding, LawOutcome
 
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift exceeds it
 REINFORCE = "on-policy gradient = REINFORCE"
@@ -108,7 +108,7 @@ def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     """``affine``: what remains at A = 0 is another term; the policy gradient is correct by itself."""
     step, share = probe.step, left / max(usual, 1e-300)
     settings = bool(set(step.knobs) - set(probe.step.terms_off) - set(clip_names.clips(step))) and not step.terms
-    outcome: Outcome = "holds" if left <= probe.tolerance * max(usual, 1e-300) else "fails"
+    outcome: LawOutcome = "holds" if left <= probe.tolerance * max(usual, 1e-300) else "fails"
     meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
         "what multiplies the ratio (a mask in their place?)."

@@ -1,7 +1,7 @@
 """earnest's objectives on a Tinker service; ``engine.py`` has the seam, ``samples.py`` what distillation sees."""
 
 from earnest.engines.tinker.engine import TinkerEngine as TinkerEngine
-from earnest.engines.tinker.samples import Sample as Sample
+from earnest.engines.tinker.samples import RemoteSample as RemoteSample
 from earnest.engines.tinker.samples import ScalarSample as ScalarSample
 from earnest.engines.tinker.samples import TopKSample as TopKSample
 from earnest.engines.tinker.samples import batch_of as batch_of

@@ -31,7 +31,7 @@ from earnest.engines.tinker import client as remote
 from earnest.engines.tinker.adapter import RemoteAdapter
 from earnest.engines.tinker.columns import Columns, Estimator, plan
 from earnest.engines.tinker.policy import RemotePolicy
-from earnest.engines.tinker.samples import Sample, batch_of
+from earnest.engines.tinker.samples import RemoteSample, batch_of
 from earnest.engines.tinker.scoring import score
 from earnest.engines.tinker.teachers import AnyTeacher, RemoteEMA, RemoteTeacher
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
@@ -153,7 +153,7 @@ class TinkerEngine:
         *,
         top_k: int = 0,
         support: Literal["student", "teacher"] = "teacher",
-    ) -> list[Sample]:
+    ) -> list[RemoteSample]:
         """The rollouts with a teacher's log-probs of them, after feedback-conditioned ``prompts`` or the same ones.
 
         ``top_k`` 0: scalar samples. Otherwise both sides at K ids, those of the teacher or of the student (as it was

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from earnest.engines.tinker.samples import Sample, ScalarSample, TopKSample
+from earnest.engines.tinker.samples import RemoteSample, ScalarSample, TopKSample
 from earnest.engines.tinker.teachers import AnyTeacher
 from earnest.errors import SignalError
 from earnest.rollouts.rollout import Rollout
@@ -27,7 +27,7 @@ def observe(
     teacher: AnyTeacher,
     top_k: int,
     support: Literal["student", "teacher"],
-) -> list[Sample]:
+) -> list[RemoteSample]:
     if not rollouts:
         raise SignalError("there are no rollouts to observe.")
     if prompts is not None and len(prompts) != len(rollouts):

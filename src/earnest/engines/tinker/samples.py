@@ -52,10 +52,10 @@ class TopKSample(ServiceSample):
     kind: Literal["topk"] = "topk"
 
 
-Sample = ScalarSample | TopKSample
+RemoteSample = ScalarSample | TopKSample
 
 
-def batch_of(samples: Sequence[Sample]) -> Batch:
+def batch_of(samples: Sequence[RemoteSample]) -> Batch:
     """The samples as one batch with a teacher on every token, behaviour log-probs and policy versions."""
     if not samples or len({s.kind for s in samples}) != 1 or len({s.teacher_kind for s in samples}) != 1:
         raise SignalError("a batch is made of samples of one kind with one teacher, and at least one.")
@@ -72,7 +72,7 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
     )
 
 
-def _distribution(samples: Sequence[Sample], batch: Batch, exact: Float[Tensor, " N"]) -> TopK:
+def _distribution(samples: Sequence[RemoteSample], batch: Batch, exact: Float[Tensor, " N"]) -> TopK:
     found: list[TopKSample] = []
     for sample in samples:
         if sample.kind == "scalar":  # what is known is known at the sampled token

@@ -13,7 +13,7 @@ from torch import Tensor
 from earnest.engines.vocabulary.formulas import tail_error_bound
 from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Max, Mean, Metric
-from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, Source, SourceEntropy, SpectralNorm
+from earnest.objectives.needs import DistributionSource, Divergence, Entropy, LogProb, Need, SourceEntropy, SpectralNorm
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, ScoredAt, TopK
 
@@ -55,7 +55,7 @@ class Plan:
     """Needs that can be computed from this batch, and the sources that they read."""
 
     needs: tuple[TokenNeed, ...]
-    sources: Mapping[Source, Covered]
+    sources: Mapping[DistributionSource, Covered]
 
     def at(self, need: TokenNeed) -> Int[Tensor, " M"] | None:
         return self.sources[need.source].at if isinstance(need, Divergence | SourceEntropy) else None
@@ -88,7 +88,7 @@ def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, 
         raise SignalError(
             f"hidden states of width {width} meet a head of width {head.weight.shape[1]}; they belong to two models."
         )
-    sources: dict[Source, Covered] = {}
+    sources: dict[DistributionSource, Covered] = {}
     kept: list[TokenNeed] = []
     for need in needs:
         if isinstance(need, SpectralNorm):

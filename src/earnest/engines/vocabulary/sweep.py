@@ -20,7 +20,7 @@ from earnest.engines.vocabulary.kernels import Block, block
 from earnest.engines.vocabulary.plan import Plan, TokenNeed
 from earnest.engines.vocabulary.product import PlainHead, Product
 from earnest.engines.vocabulary.scratch import Scratch
-from earnest.objectives.needs import Divergence, LogProb, Source, SourceEntropy
+from earnest.objectives.needs import DistributionSource, Divergence, LogProb, SourceEntropy
 from earnest.signals.distributions import FullLogits, Hidden, TopK
 
 CHUNK_BYTES = 320 * 2**20  # more rows than this holds do not make a product faster
@@ -88,7 +88,7 @@ class Sweep:
         self.budget_bytes = budget_bytes
         # Needs that read a source first, source by source; what needs the policy's logits alone comes last and may
         # overwrite them.
-        order: tuple[Source | None, ...] = ("teacher", "reference", None)
+        order: tuple[DistributionSource | None, ...] = ("teacher", "reference", None)
         self.groups = {s: [n for n in todo.needs if _source(n) == s] for s in order}
         self.groups = {s: needs for s, needs in self.groups.items() if needs}
 
@@ -233,7 +233,7 @@ class Sweep:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _rows(self, chunk: _Chunk, source: Source | None) -> _Rows:
+    def _rows(self, chunk: _Chunk, source: DistributionSource | None) -> _Rows:
         """The covered rows of this chunk, with the source's logits for them."""
         if source is None:
             return _Rows(slice(chunk.start, chunk.stop), None, None)
@@ -295,7 +295,7 @@ class Sweep:
                 sink(part, answer.slope)
 
 
-def _source(need: TokenNeed) -> Source | None:
+def _source(need: TokenNeed) -> DistributionSource | None:
     return need.source if isinstance(need, Divergence | SourceEntropy) else None
 
 

@@ -22,26 +22,26 @@ from earnest.config.schema import Strict, Whole
 from earnest.errors import ConfigError, nearest
 from earnest.serve.eval.verifiers import Verifier
 
-Text = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class MarginPair(Strict):
     """Two answers; the margin is how much likelier the first is."""
 
-    prompt: Text
-    chosen: Text
-    rejected: Text
+    prompt: NonEmptyText
+    chosen: NonEmptyText
+    rejected: NonEmptyText
 
 
 class UserPreference(Strict):
     """One thing that a user wants."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-    feedback: Text = Field(description="what the user says about an answer that does not comply")
+    feedback: NonEmptyText = Field(description="what the user says about an answer that does not comply")
     verifier: Verifier
     pairs: list[MarginPair] = Field(min_length=1)
-    prompts: list[Text] = Field(min_length=1, description="asked while learning, round by round")
-    probes: list[Text] = Field(min_length=1, description="asked to measure; never learned from")
+    prompts: list[NonEmptyText] = Field(min_length=1, description="asked while learning, round by round")
+    probes: list[NonEmptyText] = Field(min_length=1, description="asked to measure; never learned from")
 
     @model_validator(mode="after")
     def _held_out(self) -> UserPreference:
@@ -56,9 +56,9 @@ class UserPreference(Strict):
 class Question(Strict):
     """Something that the model should still know: the right answer is the likeliest of the allowed ones."""
 
-    prompt: Text
-    allowed: list[Text] = Field(min_length=2)
-    answer: Text
+    prompt: NonEmptyText
+    allowed: list[NonEmptyText] = Field(min_length=2)
+    answer: NonEmptyText
 
 
 class FeedbackEvalConfig(Strict):

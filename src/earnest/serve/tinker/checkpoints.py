@@ -18,13 +18,13 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Any
 
 from earnest.disk import sync
 from earnest.serve.store import ServerStore
 from earnest.serve.tinker.errors import NotThere, WireError
-from earnest.serve.tinker.names import Path, folder_of, is_run, new_id
+from earnest.serve.tinker.names import CheckpointPath, folder_of, is_run, new_id
 
 TTL = (3600, 10 * 366 * 24 * 3600)
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
@@ -51,8 +51,8 @@ class TrainingRun:
 class Checkpoint:
     """A checkpoint that is listed: its files, their size in bytes, and when it expires (None: never)."""
 
-    path: Path
-    folder: Folder
+    path: CheckpointPath
+    folder: Path
     time: str
     size: int
     metadata: Mapping[str, str]
@@ -96,8 +96,8 @@ class CheckpointStore:
 
     def save(
         self,
-        path: Path,
-        write: Callable[[Folder], object],
+        path: CheckpointPath,
+        write: Callable[[Path], object],
         *,
         overwrite: bool = False,
         ttl: int | None = None,
@@ -136,7 +136,7 @@ class CheckpointStore:
         if old is not None:
             shutil.rmtree(folder.with_name(old), ignore_errors=True)
 
-    def find(self, path: Path) -> Checkpoint:
+    def find(self, path: CheckpointPath) -> Checkpoint:
         """A listed checkpoint; one that has expired is deleted instead."""
         self.get(path.run)
         row = self._row(path)
@@ -148,7 +148,7 @@ class CheckpointStore:
         folder = self._place(path.run, path.kind) / row["folder"]
         return Checkpoint(path, folder, row["time"], row["size"], json.loads(row["metadata"]), row["expires"])
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: CheckpointPath) -> None:
         self.get(path.run)
 
         def work(c: sqlite3.Connection) -> str:
@@ -159,7 +159,7 @@ class CheckpointStore:
 
         shutil.rmtree(self._place(path.run, path.kind) / self.db.write(work), ignore_errors=True)
 
-    def set_ttl(self, path: Path, seconds: int | None) -> None:
+    def set_ttl(self, path: CheckpointPath, seconds: int | None) -> None:
         values = (_expiry(seconds), path.run, path.kind, path.name)
         self.find(path)
         self.db.write(lambda c: c.execute(f"UPDATE tinker_checkpoints SET expires = ? {_WHERE}", values).rowcount)
@@ -170,7 +170,7 @@ class CheckpointStore:
         found = []
         for row in self.db.read("SELECT kind, name FROM tinker_checkpoints WHERE run = ? ORDER BY time", (run,)):
             try:
-                checkpoint = self.find(Path(run, row["kind"], row["name"]))
+                checkpoint = self.find(CheckpointPath(run, row["kind"], row["name"]))
             except NotThere:
                 continue
             found.append(
@@ -204,10 +204,10 @@ class CheckpointStore:
             "user_metadata": found.metadata or None,
         }
 
-    def _row(self, path: Path) -> sqlite3.Row | None:
+    def _row(self, path: CheckpointPath) -> sqlite3.Row | None:
         return self.db.one(f"SELECT * FROM tinker_checkpoints {_WHERE}", (path.run, path.kind, path.name))
 
-    def _place(self, run: str, kind: str) -> Folder:
+    def _place(self, run: str, kind: str) -> Path:
         return self.root / folder_of(run) / kind
 
     # --- at the start ----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class CheckpointStore:
 _WHERE = "WHERE run = ? AND kind = ? AND name = ?"
 
 
-def _listed(c: sqlite3.Connection, path: Path) -> str | None:
+def _listed(c: sqlite3.Connection, path: CheckpointPath) -> str | None:
     """The folder of a checkpoint inside a transaction; None where there is none."""
     query = f"SELECT folder FROM tinker_checkpoints {_WHERE}"
     row = c.execute(query, (path.run, path.kind, path.name)).fetchone()

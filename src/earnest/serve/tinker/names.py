@@ -44,7 +44,7 @@ def folder_of(run: str) -> str:
 
 
 @dataclass(frozen=True)
-class Path:
+class CheckpointPath:
     """A parsed tinker:// path."""
 
     run: str
@@ -52,7 +52,7 @@ class Path:
     name: str
 
     @classmethod
-    def parse(cls, text: str) -> Path:
+    def parse(cls, text: str) -> CheckpointPath:
         parts = text.removeprefix("tinker://").split("/")
         if not text.startswith("tinker://") or len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):
             raise WireError(

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from earnest.errors import EarnestError, MissingExtra
 from earnest.serve.tinker.errors import TOO_DEEP, WireError
-from earnest.serve.tinker.names import Path
+from earnest.serve.tinker.names import CheckpointPath
 
 if TYPE_CHECKING:
     from earnest.serve.host import Host
@@ -197,8 +197,8 @@ def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
-def _path(parameters: Mapping[str, str]) -> Path:
-    return Path.parse(f"tinker://{parameters['run']}/{parameters['checkpoint']}")
+def _path(parameters: Mapping[str, str]) -> CheckpointPath:
+    return CheckpointPath.parse(f"tinker://{parameters['run']}/{parameters['checkpoint']}")
 
 
 def _runs(service: Service, request: Request) -> Mapping[str, Any]:

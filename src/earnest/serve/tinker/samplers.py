@@ -38,7 +38,7 @@ class Snapshot:
         return adapter
 
 
-Source = Folder | Snapshot | None
+WeightSource = Folder | Snapshot | None
 """A folder with a saved adapter, a copy in memory, or the base."""
 
 
@@ -57,11 +57,11 @@ class Samplers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[str, Source, str | None]] = {}
+        self._known: dict[str, tuple[str, WeightSource, str | None]] = {}
         self._copies: dict[str, OrderedDict[str, None]] = {}  # by session, the least recently used first
         self._clones: dict[str, int] = {}
 
-    def add(self, sampler: str, key: str, source: Source, path: str | None) -> None:
+    def add(self, sampler: str, key: str, source: WeightSource, path: str | None) -> None:
         with self._lock:
             self._known[sampler] = (key, source, path)
             if isinstance(source, Snapshot):
@@ -71,7 +71,7 @@ class Samplers:
                 while len(copies) > SNAPSHOTS:
                     self._forget(copies.popitem(last=False)[0])
 
-    def get(self, sampler: str) -> tuple[str, Source, str | None]:
+    def get(self, sampler: str) -> tuple[str, WeightSource, str | None]:
         """(key of its weights, the weights, its path or None). Counts as a use of the sampler."""
         with self._lock:
             found = self._known.get(sampler)

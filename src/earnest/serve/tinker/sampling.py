@@ -16,7 +16,7 @@ from earnest.serve.tinker import wire
 from earnest.serve.tinker.data import Failed, SampleOutput, Sequence, Top
 from earnest.serve.tinker.errors import WireError
 from earnest.serve.tinker.futures import Promise, failure
-from earnest.serve.tinker.samplers import Source, attach
+from earnest.serve.tinker.samplers import WeightSource, attach
 
 if TYPE_CHECKING:
     from earnest.models import SampleSpec
@@ -101,7 +101,7 @@ class _Job:
     promise: Promise
     request: SampleRequest
     key: str
-    source: Source
+    source: WeightSource
     scores: scoring.PromptScores = field(default_factory=scoring.PromptScores)
     submitted: list[PendingRequest] = field(default_factory=list)
     left: int = 0
@@ -118,7 +118,7 @@ class SampleQueue:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
-    def put(self, promise: Promise, request: SampleRequest, key: str, source: Source) -> None:
+    def put(self, promise: Promise, request: SampleRequest, key: str, source: WeightSource) -> None:
         with self._lock:
             if self._stopping.is_set():
                 promise.set(_CLOSING)

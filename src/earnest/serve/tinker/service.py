@@ -19,7 +19,7 @@ from earnest.serve.tinker.data import JsonResult, PassRequest, Result
 from earnest.serve.tinker.errors import NotThere, WireError
 from earnest.serve.tinker.futures import Promise, Promises, RequestQueues
 from earnest.serve.tinker.models import AdamParams, LiveModel, LoraConfig
-from earnest.serve.tinker.samplers import Samplers, Snapshot, Source
+from earnest.serve.tinker.samplers import Samplers, Snapshot, WeightSource
 from earnest.serve.tinker.sampling import SampleQueue, SampleRequest
 
 if TYPE_CHECKING:
@@ -205,7 +205,9 @@ class Service:
 
         def save() -> Result:
             model = self.model(run)
-            path = names.Path(run, "weights", names.check_name(body.get("path") or f"state-{names.new_id()[:12]}"))
+            path = names.CheckpointPath(
+                run, "weights", names.check_name(body.get("path") or f"state-{names.new_id()[:12]}")
+            )
             self.checkpoints.save(
                 path,
                 model.save,
@@ -229,7 +231,9 @@ class Service:
                 copy = Snapshot(model.variant, tuple(model.targets), model.adapter.state_dict())
                 self._add_sampler(sampler, f"{run}@{model.weights_version}", copy, None)
                 return JsonResult({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
-            path = names.Path(run, "sampler_weights", names.check_name(body.get("path") or f"v-{names.new_id()[:12]}"))
+            path = names.CheckpointPath(
+                run, "sampler_weights", names.check_name(body.get("path") or f"v-{names.new_id()[:12]}")
+            )
             self.checkpoints.save(
                 path,
                 lambda folder: model.save_sampler(folder, self.name),
@@ -243,7 +247,7 @@ class Service:
     def load_weights(self, body: Body) -> Promise:
         if body.get("model_id") is None:
             raise WireError("load_weights needs model_id; create the model first.")
-        run, path = str(body["model_id"]), names.Path.parse(str(body["path"]))
+        run, path = str(body["model_id"]), names.CheckpointPath.parse(str(body["path"]))
         self.model(run)
         if path.kind != "weights":
             raise WireError(f"{path} holds weights for sampling; load a state (…/weights/…).")
@@ -260,7 +264,7 @@ class Service:
         return self._start(run, body.get("seq_id"), load)
 
     def weights_info(self, text: str) -> dict[str, Any]:
-        path = names.Path.parse(text)
+        path = names.CheckpointPath.parse(text)
         self.checkpoints.find(path)
         run = self.checkpoints.get(path.run)
         flags = {k: v for k, v in run.lora.items() if k.startswith("train_")}
@@ -272,7 +276,7 @@ class Service:
         session = self._open_session(str(body["session_id"]))
         sampler = f"{session.id}:sample:{int(body['sampling_session_seq_id'])}"
         if body.get("model_path"):
-            path = names.Path.parse(str(body["model_path"]))
+            path = names.CheckpointPath.parse(str(body["model_path"]))
             if path.kind != "sampler_weights":
                 raise WireError(
                     f"{path} is a training state; sample from …/sampler_weights/… (save_weights_for_sampler)."
@@ -284,7 +288,7 @@ class Service:
             self._add_sampler(sampler, "base", None, None)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    def _add_sampler(self, sampler: str, key: str, source: Source, path: str | None) -> None:
+    def _add_sampler(self, sampler: str, key: str, source: WeightSource, path: str | None) -> None:
         self.samplers.add(sampler, key, source, path)
         session = self.sessions.get(sampler.partition(":")[0])
         if session is not None:
