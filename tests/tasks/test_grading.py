@@ -77,6 +77,8 @@ class Odd(Flaky):
     def grade(self, prompt: Prompt, completion: str) -> Grade:
         if completion == "sleep":
             time.sleep(30)
+        if completion == "late":
+            time.sleep(0.7)
         if completion == "wait":
             time.sleep(0.1)
         odd: dict[str, Any] = {"none": None, "number": 1.0, "text": Grade("1", "", True)}  # type: ignore[arg-type]
@@ -103,6 +105,13 @@ def test_a_grading_that_takes_too_long_is_abandoned_and_counted() -> None:
         assert slow.extras == {"error": "GradingTimeout: the grading took more than 0.3 seconds"}
     with pytest.raises(GraderErrors, match="raised on 2 of 18"):
         grade_all(Odd(), Odd().prompts("train", 18, 0), completions, 0.1, time_limit=0.1)
+
+
+def test_the_late_result_of_an_abandoned_grading_is_dropped() -> None:
+    completions = ["late", *["wait"] * 12 * THREADS]  # the others are still being graded when the late one ends
+    grades = grade_all(Odd(), Odd().prompts("train", len(completions), 0), completions, 0.5, time_limit=0.5)
+    assert "GradingTimeout" in str(grades[0].extras["error"])
+    assert [g.reward for g in grades] == [0.0, *[1.0] * 12 * THREADS]
 
 
 def test_gradings_run_at_the_same_time() -> None:
