@@ -17,6 +17,7 @@ from earnest.audit import Verdict as Verdict
 from earnest.engines import SGD as SGD
 from earnest.engines import WSD as WSD
 from earnest.engines import AdamW as AdamW
+from earnest.engines import AdamW8bit as AdamW8bit
 from earnest.engines import Constant as Constant
 from earnest.engines import Cosine as Cosine
 from earnest.engines import Linear as Linear

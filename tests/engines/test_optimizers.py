@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,18 @@ from safetensors.torch import load, save
 import earnest as en
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import OPTIMIZERS, Optimizer
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, MissingExtra
 from earnest.proving import prove
 from earnest.signals import Batch
 
-SHAPES = [(6, 4), (5,), (3, 7), (2, 3, 4)]
+SHAPES = [(6, 4), (5,), (3, 7), (2, 3, 4), (64, 64)]
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """torchao compiles its step, which takes a minute; the same code runs without."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -51,6 +59,7 @@ def test_muon_steps_matrices_as_torch_does_and_the_rest_with_adamw(adjust: Any) 
         torch.optim.AdamW([theirs[1]], weight_decay=0.1, **adamw),
         torch.optim.Muon([theirs[2]], weight_decay=0.0, **muon),
         torch.optim.AdamW([theirs[3]], weight_decay=0.0, **adamw),
+        torch.optim.Muon([theirs[4]], weight_decay=0.0, **muon),
     ]
     for step in range(5):
         give_gradients(ours, step)
@@ -61,7 +70,36 @@ def test_muon_steps_matrices_as_torch_does_and_the_rest_with_adamw(adjust: Any) 
         assert same(ours, theirs), step
 
 
-@pytest.mark.parametrize("spec", [en.AdamW(lr=0.01), en.SGD(lr=0.01, momentum=0.9), en.Muon(lr=0.01)], ids=repr)
+def test_8_bit_adamw_steps_as_torchao_does_and_small_tensors_as_torch_does() -> None:
+    from torchao.optim import AdamW8bit
+
+    ours, theirs, plain = parameters(), parameters(), parameters()
+    spec = en.AdamW8bit(lr=0.02, betas=(0.7, 0.9), eps=1e-5, weight_decay=0.1)
+    known: dict[str, Any] = {"lr": 0.02, "betas": (0.7, 0.9), "eps": 1e-5, "weight_decay": 0.1}
+    optimizers = [spec.build(ours, []), AdamW8bit(theirs, **known), torch.optim.AdamW(plain, **known)]
+    for step in range(4):
+        for params, optimizer in zip((ours, theirs, plain), optimizers, strict=True):
+            give_gradients(params, step)
+            optimizer.step()
+        assert same(ours, theirs), step
+        for mine, exact in zip(ours[:4], plain[:4], strict=True):
+            torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[4], plain[4], rtol=0.0, atol=0.02)
+    codes = flatten_optimizer(optimizers[0])[0]["4.exp_avg.codes"]
+    assert codes.dtype == torch.uint8 and codes.shape == (64, 64)
+
+
+def test_without_torchao_the_8_bit_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(MissingExtra, match=r'adamw8bit needs the package torchao: pip install "earnest\[torchao\]"'):
+        en.AdamW8bit().build(parameters(), [])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [en.AdamW(lr=0.01), en.SGD(lr=0.01, momentum=0.9), en.Muon(lr=0.01), en.AdamW8bit(lr=0.01)],
+    ids=lambda s: s.kind,
+)
 def test_a_state_that_was_on_disk_continues_bit_for_bit(spec: Optimizer) -> None:
     straight, resumed = parameters(), parameters()
     first, second = spec.build(straight, []), spec.build(resumed, [])
@@ -91,10 +129,11 @@ def test_every_optimizer_builds_from_its_defaults(kind: str) -> None:
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, params))
 
 
-def test_an_engine_with_muon_is_proved_and_resumes(
-    make_engine: Callable[..., Any], batch: Batch, tmp_path: Path
+@pytest.mark.parametrize("kind", [en.Muon, en.AdamW8bit])
+def test_an_engine_is_proved_and_resumes(
+    kind: type[Optimizer], make_engine: Callable[..., Any], batch: Batch, tmp_path: Path
 ) -> None:
-    spec = en.Muon(lr=0.01, lr_ratio=4.0, schedule=en.Linear(total=6))
+    spec = kind(lr=0.01, lr_ratio=4.0, schedule=en.Linear(total=6))
     engine, other = make_engine(optimizer=spec), make_engine(optimizer=spec)
     assert not prove(engine, en.GRPO(), batch, quick=True).failures
     for _ in range(3):

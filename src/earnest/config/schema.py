@@ -76,7 +76,9 @@ class AdapterConfig(Kinded):
 class OptimizerConfig(Kinded):
     """The optimizer: how a gradient becomes an update."""
 
-    kind: str = Field("adamw", description="`adamw`, `sgd`, `muon`, or an optimizer that `import` registers")
+    kind: str = Field(
+        "adamw", description="`adamw`, `adamw8bit`, `sgd`, `muon`, or an optimizer that `import` registers"
+    )
     max_grad_norm: float | None = Field(1.0, gt=0, description="the gradient is clipped to this norm; none: never")
 
     @classmethod
@@ -457,7 +459,12 @@ class RunConfig(LoopConfig):
     def _rate_of_the_adapter(cls, given: Any, info: ValidationInfo) -> Any:
         """Without ``optimizer.lr`` AdamW takes the adapter's own rate."""
         adapter = info.data.get("adapter")  # absent if it is wrong; its own validation reports that
-        if adapter is None or not isinstance(given, dict) or "lr" in given or given.get("kind", "adamw") != "adamw":
+        if (
+            adapter is None
+            or not isinstance(given, dict)
+            or "lr" in given
+            or given.get("kind", "adamw") not in ("adamw", "adamw8bit")
+        ):
             return given
         return {**given, "lr": adapter.build().lr}
 

@@ -17,6 +17,7 @@ from earnest.engines.local import LocalEngine as LocalEngine
 from earnest.engines.muon import Muon as Muon
 from earnest.engines.optimizers import SGD as SGD
 from earnest.engines.optimizers import AdamW as AdamW
+from earnest.engines.optimizers import AdamW8bit as AdamW8bit
 from earnest.engines.schedules import WSD as WSD
 from earnest.engines.schedules import Constant as Constant
 from earnest.engines.schedules import Cosine as Cosine

@@ -18,8 +18,13 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
-            (tensors if isinstance(value, Tensor) else numbers)[f"{index}.{name}"] = value
-    return tensors, {"groups": state["param_groups"], "numbers": numbers, "names": sorted(tensors)}
+            key = f"{index}.{name}"
+            if hasattr(value, "__tensor_flatten__"):  # torchao's moments in 8 bits
+                tensors |= {f"{key}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+            else:
+                (tensors if isinstance(value, Tensor) else numbers)[key] = value
+    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in state["param_groups"]]
+    return tensors, {"groups": groups, "numbers": numbers, "names": sorted(tensors)}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -35,9 +40,26 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         )
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *meta["numbers"].items()]:
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
+        index, name, *part = key.split(".")
+        own = state.setdefault(int(index), {})
+        if part:
+            own.setdefault(name, {})[part[0]] = value
+        else:
+            own[name] = value
+    for own in state.values():
+        own |= {name: _in_8_bits(parts) for name, parts in own.items() if isinstance(parts, dict)}
     groups = [
         {k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()} for g in meta["groups"]
     ]
+    for group, mine in zip(groups, current, strict=True):
+        group |= {k: torch.full_like(v, group[k]) for k, v in mine.items() if isinstance(v, Tensor)}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _in_8_bits(parts: Mapping[str, Tensor]) -> Tensor:
+    """A moment of torchao's 8-bit AdamW from its codes, scales and table; a signed one has negative values in it."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    signed = bool((parts["qmap"] < 0).any())
+    found: Tensor = OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
+    return found

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from earnest.engines.schedules import AnySchedule
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, MissingExtra
 from earnest.registry import Registry
 from earnest.settings import Checked, setting
 
@@ -95,6 +95,27 @@ class AdamW(Optimizer):
 
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
+
+
+@register
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW with its moments in 8 bits (arXiv 2110.02861), torchao's: for tensors of 4096 numbers or more.
+
+    torchao compiles its step, so the first step of a process takes longer.
+    """
+
+    kind: ClassVar[str] = "adamw8bit"
+
+    def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
+        try:
+            from torchao.optim import AdamW8bit as Theirs
+        except ImportError:
+            raise MissingExtra("torchao", "torchao", "the optimizer adamw8bit") from None
+        found: torch.optim.Optimizer = Theirs(
+            groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps
+        )
+        return found
 
 
 @register

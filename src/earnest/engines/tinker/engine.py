@@ -78,7 +78,7 @@ class TinkerEngine:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping.")
         self.optimizer_spec = optimizer or AdamW()
-        if not isinstance(self.optimizer_spec, AdamW):
+        if type(self.optimizer_spec) is not AdamW:
             raise ConfigError(f"a Tinker service steps with AdamW, not {self.optimizer_spec!r}; give en.AdamW(…).")
         if self.optimizer_spec.lr_ratio != 1:
             raise ConfigError("optimizer.lr_ratio: a Tinker service has one rate for all tensors; leave it out.")
