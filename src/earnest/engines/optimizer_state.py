@@ -48,7 +48,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
             own[name] = value
     for own in state.values():
         own |= {name: _in_8_bits(parts) for name, parts in own.items() if isinstance(parts, dict)}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()} for g in meta["groups"]
     ]
     for group, mine in zip(groups, current, strict=True):
