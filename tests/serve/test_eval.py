@@ -50,7 +50,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ({"preferences": []}, "preferences"),
         ({"preferences": good["preferences"][:1] * 2}, "same name"),
         ({"preferences": [{**good["preferences"][0], "probes": good["preferences"][0]["prompts"]}]}, "held out"),
-        ({"preferences": [{**good["preferences"][0], "verifier": {}}]}, "asks for nothing"),
+        ({"preferences": [{**good["preferences"][0], "verifier": {}}]}, "it has no rule"),
         ({"preferences": [{**good["preferences"][0], "verifier": {"pattern": "("}}]}, "no regular expression"),
         ({"round": 3}, "rounds"),
     ):

@@ -228,7 +228,7 @@ def test_any_objective_by_config(live: Live, adapter, objective, said, status: s
     found = live.learned(live.teach(live.chat(name), **said))
     assert found["status"] == status, found
     if status == "unused":
-        assert "learns nothing from a feedback of this kind" in found["note"]
+        assert "does not use feedback of this kind" in found["note"]
         assert live.get(f"/v1/adapters/{name}")["live"] == 0
     else:
         terms = live.get(f"/v1/adapters/{name}/versions/1")["report"]["terms"]
@@ -390,7 +390,7 @@ def test_settings_are_checked(live: Live) -> None:
     for learn, words in (
         ({"optimizer": {"lrr": 1}}, "lr"),
         ({"objective": [{"kind": "sdp"}]}, "sdpo"),
-        ({"adapter": {"kind": "eva", "rank": 4}}, "reads data at birth"),
+        ({"adapter": {"kind": "eva", "rank": 4}}, "reads data at initialization"),
     ):
         found = live.http.post("/v1/adapters", json={"name": "wrong", "learn": learn})
         assert found.status_code == 400 and words in found.json()["error"]["message"]

@@ -170,6 +170,7 @@ def test_bytes_are_those_of_the_text(live: Live) -> None:
 def test_an_answer_stays_with_its_prompt(live: Live) -> None:
     """A client left while one of its prompts had failed: what the others said is kept under their own numbers."""
     body = TextRequest(model="base", prompt=["The fox is", "The owl", "The sea"], n=2, max_tokens=2)
+    live.state.wait()
     work = CompletionWork(live.state, body, Caller(), "text", [], 2, None)
     work.lease = Lease(None, 0, None)
     work.shape()
@@ -238,8 +239,8 @@ def test_token_ids_on_request(live: Live) -> None:
         ({"max_tokens": 5000}, openai.BadRequestError, "has room for 512"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 2000}]}, openai.BadRequestError, "has room for 512"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not offered"),
-        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias is not offered"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
+        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias is not supported"),
         ({"frequency_penalty": 5}, openai.BadRequestError, "frequency_penalty"),
         ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature: there is no such field"),

@@ -206,6 +206,6 @@ def test_a_record_that_cannot_be_read_stops_the_start_and_stays(tmp_path: Path) 
     record = first_edition(tmp_path, folder=None)
     for broken in ("{", '{"id": "x"}', record.read_text().replace('"weights/state"', '"state"')):
         record.write_text(broken)
-        with pytest.raises(WireError, match=r"run\.json is no record of a training run"), opened(tmp_path):
+        with pytest.raises(WireError, match=r"run\.json is not a record of a training run"), opened(tmp_path):
             pass
         assert record.read_text() == broken

@@ -2,8 +2,8 @@
 
     queued feedback ─► rows ─► teacher shown the feedback ─► audit ─► steps ─► gate ─► folder ─► ONE transaction ─► live
 
-Killed before the transaction, the feedback is still queued and the folder belongs to no version; after it, the version
-exists. So a feedback is part of exactly one version. Adapters take turns, one version each.
+If the process is killed before the transaction, the feedback is still queued and the folder belongs to no version;
+after it, the version exists. So a feedback is part of exactly one version. Adapters take turns, one version each.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SHOWN = 3  # answers before and after, kept with a version
 ANSWER = 24  # tokens of such an answer
 RETRY = 5.0  # seconds before a full disk is tried again; twice as many each time, up to
 RETRY_MOST = 120.0
-FULL = (OSError, MemoryError, SafetensorError, sqlite3.Error)  # the machine's problem, not the feedback's
+FULL = (OSError, MemoryError, SafetensorError, sqlite3.Error)  # failures of the machine, not of the feedback
 
 
 class YieldingEngine(LocalEngine):
-    """A ``LocalEngine`` that lets others go first before every forward pass: between micro-batches no graph is alive,
-    so nothing depends on the gates that are closed meanwhile."""
+    """A ``LocalEngine`` that yields its turn before every forward pass. Between micro-batches no autograd graph
+    exists, so nothing depends on the adapter scales that are 0 meanwhile."""
 
     yield_turn: Callable[[], None]
 
@@ -67,7 +67,8 @@ class Learner:
         self.config = learning.read(state.settings.learn)
         self.doing: dict[str, Any] | None = None
         self.updates = 0
-        self._alone: dict[int, int] = {}  # adapter → up to this feedback, one at a time: one of them cannot be learned
+        # adapter → feedback up to this number is learned one by one: one of them fails
+        self._alone: dict[int, int] = {}
         self._later: dict[int, tuple[float, float]] = {}  # adapter → (not before, seconds waited); the others go on
         self._served: dict[int, int] = {}  # adapter → the number of its latest turn
         self._running: int | None = None  # the adapter that learns now
@@ -81,14 +82,14 @@ class Learner:
             if (row := self.state.store.adapter_by_id(number)) is not None:
                 log.error("%s is set aside: %s", row.name, REASON)
                 self.state.bus.publish("learn", row.name, phase="set aside", reason=REASON)
-        self._event.set()  # there may be feedback from before
+        self._event.set()  # feedback may be queued from an earlier process
         self._thread.start()
 
     def wake(self) -> None:
         self._event.set()
 
     def cancel(self, adapter: int) -> None:
-        """End the update of this adapter, if one runs, without a version. Its feedback is the caller's to settle."""
+        """End the update of this adapter, if one runs, without a version. The caller settles its feedback."""
         if self._running == adapter:
             self._cancel.set()
 
@@ -108,7 +109,7 @@ class Learner:
                     self._one(row)
             except Stopping:
                 return
-            except Exception:  # of the store itself: nothing was changed; later again
+            except Exception:  # an error of the store: nothing was changed; try again later
                 log.exception("the learner could not reach its store")
                 time.sleep(RETRY)
                 self._event.set()
@@ -117,12 +118,12 @@ class Learner:
 
     def _next(self) -> AdapterRow | None:
         """The adapter whose latest turn is longest ago; among those that had none, the one that has waited longest.
-        Left out: those that are set aside, and those that wait before they try a full disk or the like again."""
+        Adapters that are set aside, or that wait before they retry (a full disk, for example), are left out."""
         now = time.monotonic()
         waiting = {adapter: wait for adapter, wait in self._later.items() if wait[0] > now}
         but = self.state.attempts.set_aside() | set(waiting)
         rows = [row for row in self.state.store.waiting_to_learn() if row.id not in but]
-        if not rows:  # none of those that might have tried again has anything to learn
+        if not rows:  # no adapter that could learn now has queued feedback
             self._later = waiting
             return None
         row = min(rows, key=lambda r: self._served.get(r.id, 0))
@@ -130,7 +131,7 @@ class Learner:
         return row
 
     def _one(self, row: AdapterRow) -> None:
-        """One version of one adapter, noted on disk while it is made."""
+        """Make one version of one adapter, with a row in ``attempts`` meanwhile."""
         done = False
         self._cancel.clear()
         self._running = row.id
@@ -142,7 +143,8 @@ class Learner:
             self.state.attempts.end(row.id, done=done)
 
     def _attempt(self, row: AdapterRow) -> bool:
-        """False where the same update is to be tried again later; what cannot be learned from fails with its reason."""
+        """False where the same update is to be tried again later; feedback that cannot be learned from fails with the
+        reason."""
         state = self.state
         feedback = state.store.queued(row.id, 1 if row.id in self._alone else self.config.batch)
         if not feedback:  # cancelled or deleted since
@@ -169,7 +171,7 @@ class Learner:
         except Exception as error:
             if not isinstance(error, EarnestError):
                 log.exception("an update of %s failed", row.name)
-            if len(feedback) > 1:  # find out which one it is
+            if len(feedback) > 1:  # find out which one fails
                 self._alone[row.id] = feedback[-1].seq
                 return True
             reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
@@ -242,7 +244,7 @@ class Learner:
     def _engine(
         self, name: str, row: AdapterRow, parent: int, config: LearnConfig, turn: Turn
     ) -> tuple[YieldingEngine, Any]:
-        """A trainable copy of the parent version, beside the one that answers."""
+        """A trainable copy of the parent version; the version that answers stays as it is."""
         how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
         teacher = config.teacher.build(adapter)
@@ -282,7 +284,7 @@ class Learner:
         margin = gate.margin(self.state, engine, config.gate)
         base = self._base(engine, config, turn)
         self._say(row, "audit", number)
-        with turn.serving("chat"):  # others would move tensors that the audit watches
+        with turn.serving("chat"):  # other work would change tensors that the audit watches
             alive = [b for b in ready if len(objective.idle(b)) < len(list(objective.live()))]
             if not alive:
                 raise EarnestError(f"nothing to learn: {'; '.join(objective.idle(ready[0]).values())}")
@@ -373,7 +375,8 @@ class Learner:
         record: Mapping[str, Any],
         rows: Sequence[lessons.LessonRow],
     ) -> Finding:
-        """The folder, whole; then law SV: what will be served is what was trained, to the last bit of a log-prob."""
+        """Write the version's folder, then check law SV: the log-probs of the served adapter equal the trained one's
+        bit for bit."""
         state = self.state
         folder = state.store.version_folder(row.id, number)
 
@@ -382,7 +385,7 @@ class Learner:
             engine.save(fresh / "engine")
 
         versions.write(folder, fill, clean(record))
-        state.leases.forget(row.id, number)  # of an attempt that ended before its commit
+        state.leases.forget(row.id, number)  # an earlier attempt may have ended before its commit
         batch = lessons.batches(state, rows)[0][0]
         trained = engine.scalars(batch, [LogProb()])[LogProb()].values
         with state.leases.checked(row.id, number) as adapter, state.host.only(adapter):
@@ -404,7 +407,7 @@ class Learner:
 
 @torch.no_grad()
 def _by_role(engine: LocalEngine, batches: Sequence[Batch]) -> dict[str, float]:
-    """The mean log-prob of a token, for each role that the batches have."""
+    """The mean log-prob per token, for each role in the batches."""
     sums: dict[str, list[float]] = {}
     for batch in batches:
         values = engine.scalars(batch, [LogProb()])[LogProb()].values

@@ -1,4 +1,4 @@
-"""How adapters learn: the words of a recipe, for feedback instead of a task."""
+"""How adapters learn: the keys of a recipe, for feedback instead of a task."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ class PairConfig(Strict):
 
 
 class ThumbsConfig(Strict):
-    """What a thumb says, where a teacher is to be told."""
+    """The text that a teacher reads for a thumb."""
 
     up: str = Field("Good answer.", min_length=1)
     down: str = Field("Bad answer.", min_length=1)
 
 
 class GateConfig(Strict):
-    """What a version must show before it answers anybody. Collapse is measured against the base model."""
+    """The limits that a version must keep to become live. Collapse is measured against the base model."""
 
     pairs: list[PairConfig] = Field(
         default_factory=list,
         description="held out: feedback on their prompts is not learned from; none: no margin is judged",
     )
     margin: float = Field(
-        0.5, ge=0, description="nats a pair that the held-out margin may lose against the live version"
+        0.5, ge=0, description="nats per pair by which the held-out margin may fall below the live version's"
     )
     prompts: list[str] = Field(default_factory=lambda: list(PROMPTS), min_length=1, description="probes for collapse")
     samples: int = Field(3, ge=2, description="completions of each probe")
     max_new_tokens: Whole = Field(16, description="length of a probe's completion")
-    entropy_ratio: float = Field(0.5, ge=0, description="least entropy of the probes' answers, in the base's")
-    entropy_most: float = Field(3.0, gt=0, description="most entropy of them, in the base's: beyond lies babble")
-    self_similarity: float = Field(0.85, gt=0, le=1, description="most ROUGE-L between answers to one probe")
+    entropy_ratio: float = Field(0.5, ge=0, description="least entropy of the probes' answers, relative to the base's")
+    entropy_most: float = Field(3.0, gt=0, description="largest entropy of them, relative to the base's")
+    self_similarity: float = Field(0.85, gt=0, le=1, description="largest ROUGE-L between answers to one probe")
     drift: float = Field(
-        2.0, gt=0, description="how far the log-probs of the base's own answers may move, nats a token"
+        2.0, gt=0, description="how far the log-probs of the base's own answers may move, in nats per token"
     )
 
 
@@ -72,11 +72,11 @@ class LearnConfig(Strict):
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig.model_validate({"lr": 1e-3}))
     batch: Whole = Field(8, description="feedbacks in one version, at most")
     updates: Whole = Field(4, description="optimizer steps on them")
-    micro_tokens: Whole = Field(256, description="padded tokens in one forward pass; chat waits no longer than for one")
-    seed: int = Field(0, ge=0, lt=2**31, description="decides the adapter's birth")
+    micro_tokens: Whole = Field(256, description="padded tokens in one forward pass; a chat waits for at most one pass")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the adapter's initialization")
     thumbs: ThumbsConfig = Field(default_factory=ThumbsConfig)
     audit: Literal["alive", "full"] = Field(
-        "alive", description="laws proven on every update: that all is alive, or all of them"
+        "alive", description="laws checked on every update: `alive` (every term and parameter gets a gradient), or all"
     )
     gate: GateConfig = Field(default_factory=GateConfig)
 
@@ -84,7 +84,7 @@ class LearnConfig(Strict):
     def _agree(self) -> LearnConfig:
         if self.adapter.build().wants_calibration():
             raise ConfigError(
-                f"adapter: {self.adapter.kind} reads data at birth, which a server does not have yet; use lora or dora."
+                f"adapter: {self.adapter.kind} reads data at initialization, which a server lacks; use lora or dora."
             )
         self.build_objective()
         return self
@@ -128,7 +128,7 @@ def check_limits(config: LearnConfig, own: LearnConfig, limits: LearnLimits) -> 
     for name, size in _sizes(config).items():
         most = max(getattr(limits, name), served[name])
         if size > most:
-            raise ConfigError(f"learn: {name} is {size}; this server allows at most {most}. Ask for less.")
+            raise ConfigError(f"learn: {name} is {size}; this server allows at most {most}. Set a lower value.")
 
 
 def _sizes(config: LearnConfig) -> dict[str, int]:

@@ -61,7 +61,7 @@ class Leases:
         if number is not None and number > 0:
             self.store.version(row, number)
         if row.origin == PUSHED and not (row.live if number is None else number):
-            raise NoModel(f"{name} was pushed and its weights are not live; load it again, or ask for base.", "model")
+            raise NoModel(f"{name} was pushed and its weights are not live; load it again, or use base.", "model")
         return row, row.live if number is None else number
 
     @contextmanager

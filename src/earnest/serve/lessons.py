@@ -1,12 +1,12 @@
-"""From what users said to rows of a batch.
+"""From feedback to rows of a batch.
 
     text            the rollout itself; its teacher is the policy shown the text in hindsight
     thumbs          the rollout with advantage ±1; its teacher is shown the thumb's words; an upvoted one is also a
                     demonstration
     better answer   the rollout, its teacher shown the better answer; a demonstration; a pair (better, given)
 
-Which of these rows there are is decided by the roles that the objective's live terms read. A feedback that gives the
-objective nothing is not learned from, and says why; nor is one on a prompt that the gate holds out.
+The roles that the objective's live terms read decide which of these rows are made. A feedback without such a row is not
+learned from, and its note has the reason; nor is a feedback on a prompt that the gate holds out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from earnest.signals import Batch, Role
 
 @dataclass(frozen=True)
 class LessonRow:
-    """One row of a batch; ``teacher_prompt`` is the prompt of its teacher."""
+    """One row of a batch; ``teacher_prompt`` is the prompt that the teacher reads."""
 
     role: Role
     prompt: tuple[int, ...]
@@ -43,7 +43,7 @@ class LessonRow:
 
 @dataclass(frozen=True)
 class Lessons:
-    """The rows of a version, the feedback they come from, and what became of the rest."""
+    """The rows of a version, the feedback they come from, and the status of the other feedback."""
 
     rows: tuple[LessonRow, ...]
     taken: tuple[tuple[FeedbackRow, StoredCompletion], ...]
@@ -73,7 +73,7 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
             continue
         if not own:
             kinds = ", ".join(w.term.kind for w in objective.live())
-            others[f.seq] = ("unused", f"the objective ({kinds}) learns nothing from a feedback of this kind")
+            others[f.seq] = ("unused", f"the objective ({kinds}) does not use feedback of this kind")
             continue
         rows += own
         taken.append((f, given))
@@ -81,14 +81,14 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
 
 
 def _asked(state: State, given: StoredCompletion) -> set[str]:
-    """Everything that a user said in a conversation; of a plain text, the text."""
+    """All user messages of a conversation; of a plain text, the text."""
     if given.kind == "chat":
         return {_plain(m["content"]) for m in given.messages if m["role"] == "user"}
     return {_plain(state.text.decode(given.prompt))}
 
 
 def _plain(text: str) -> str:
-    """Without what does not make it another prompt: case and spaces."""
+    """The text without case and extra spaces, which do not make another prompt."""
     return " ".join(text.casefold().split())
 
 
@@ -98,7 +98,7 @@ def _rows(
     roles, wanted = objective.wants().roles, objective.signals()
     common = (given.temperature, given.version)
     better = _better(state, f.better, given) if f.better is not None else None
-    silent = (0.0,) * len(better or ())  # nobody sampled it; no term reads its behaviour
+    silent = (0.0,) * len(better or ())  # it was not sampled; no term reads its behaviour log-probs
     found: list[LessonRow] = []
     rating = {"up": 1.0, "down": -1.0, None: 0.0}[f.thumbs]
     if "rollout" in roles and ("teacher" in wanted or rating):
@@ -124,7 +124,8 @@ def _better(state: State, better: str, given: StoredCompletion) -> tuple[int, ..
 
 
 def _teacher_prompt(state: State, config: LearnConfig, f: FeedbackRow, given: StoredCompletion) -> tuple[int, ...]:
-    """The prompt that the teacher reads. A text is continued where it ends, so what was said of it stands above it."""
+    """The prompt that the teacher reads. For a plain text the feedback is above the text, since the answer continues
+    it."""
     thumb = config.thumbs.up if f.thumbs == "up" else config.thumbs.down
     said = f.text if f.text is not None else thumb
 
@@ -145,8 +146,8 @@ def _fit(state: State, rows: Sequence[LessonRow]) -> None:
         size = max(len(row.prompt), len(row.teacher_prompt or ())) + len(row.tokens) - 1
         if limit is not None and size > limit:
             raise TemplateError(
-                f"the conversation, what was said about it and the answer have {size} tokens together; "
-                f"{state.host.policy.name} looks at {limit}."
+                f"the conversation, the feedback and the answer have {size} tokens together; "
+                f"{state.host.policy.name} has {limit} positions."
             )
 
 

@@ -1,8 +1,8 @@
-"""Checks on every request: size and duration of the body, and on a server without keys the sender.
+"""Checks on every request: size and duration of the body, and on a server without keys also the sender.
 
-Without keys the server trusts everything that can connect, so a web page in the user's browser must not be able to:
+Without keys the server trusts every process that can connect, so it must refuse web pages in the user's browser:
 requests need a loopback name in ``Host`` (no DNS rebinding) and, where a browser sends one, an ``Origin`` of this
-server. An error that no handler knows becomes a 500 here, and the connection stays usable.
+server. An error without a handler becomes a 500 here, and the connection stays usable.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RequestLimits:
         async def noted(message: Message) -> None:
             nonlocal started
             if refusal is not None and not started:
-                return  # the application answers a body that breaks off in its own way; the answer is below
+                return  # the application would answer the incomplete body itself; the answer below replaces that
             started = True
             await send(message)
 

@@ -1,8 +1,8 @@
-"""/v1/chat/completions, /v1/completions, /v1/models, /v1/score, in OpenAI's words.
+"""/v1/chat/completions, /v1/completions, /v1/models, /v1/score, in OpenAI's format.
 
-Log-probs are those of what was sampled from (temperature, top-k and top-p applied; greedy: at temperature 1), the very
-ones that the store keeps. Every answer says which version of the adapter gave it: ``adapter_version`` in the body,
-``X-Earnest-Version`` in the headers.
+Log-probs are those of the distribution that was sampled from (temperature, top-k and top-p applied; greedy: at
+temperature 1), the same that the store keeps. Every answer names the version of the adapter that gave it:
+``adapter_version`` in the body, ``X-Earnest-Version`` in the headers.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def router(state: State) -> APIRouter:
         if body.echo and body.stream:
             raise BadRequest("echo cannot be streamed here; leave one of the two out.", "echo")
         if body.max_tokens == 0 and not body.echo:
-            raise BadRequest("max_tokens is 0: nothing would be answered; give 1 or more, or echo: true.", "max_tokens")
+            raise BadRequest("max_tokens is 0, so the answer is empty; give 1 or more, or echo: true.", "max_tokens")
 
         def tokens(prompt: str | list[int]) -> tuple[int, ...]:
             return work.text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
 
         return await _answer(work, request, [lambda p=p: tokens(p) for p in body.prompts()])
 
-    @api.get("/models", summary="What can be asked")
+    @api.get("/models", summary="The models")
     def models(caller: Who) -> dict[str, Any]:
         rows = [("base", 0.0, 0, None)] + [(a.name, a.created, a.live, "base") for a in state.store.adapters()]
         data = [
@@ -69,7 +69,7 @@ def router(state: State) -> APIRouter:
         ]
         return {"object": "list", "data": data}
 
-    @api.get("/models/{model:path}", summary="One of them")
+    @api.get("/models/{model:path}", summary="One model")
     def model(model: str, caller: Who) -> dict[str, Any]:
         caller.demand(model.partition("@")[0], "read")
         row, number = state.leases.resolve(model)
@@ -84,7 +84,7 @@ def router(state: State) -> APIRouter:
             "parent": parent,
         }
 
-    @api.get("/chat/completions/{completion_id}", summary="An answer that was given")
+    @api.get("/chat/completions/{completion_id}", summary="A stored answer")
     def given(completion_id: str, caller: Who, choice: int = 0) -> dict[str, Any]:
         found = state.store.completion(completion_id, min(max(choice, 0), 1 << 20))
         caller.demand(found.model, "read")
@@ -95,7 +95,7 @@ def router(state: State) -> APIRouter:
             shown.pop(name)
         return {"object": "chat.completion.record", "adapter_version": shown.pop("version"), **shown}
 
-    @api.delete("/chat/completions/{completion_id}", summary="Delete an answer and the words of the feedback on it")
+    @api.delete("/chat/completions/{completion_id}", summary="Delete an answer and the text of the feedback on it")
     def forget(completion_id: str, caller: Who) -> dict[str, Any]:
         found = state.store.completion(completion_id)
         caller.demand(found.model, "read")
@@ -121,7 +121,7 @@ def router(state: State) -> APIRouter:
 
 
 class CompletionWork:
-    """One request on its way: which version answers, how, and what becomes of it."""
+    """One request: the version that answers it, its settings, and its record."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class CompletionWork:
         return min(asked, left)
 
     def shape(self) -> None:
-        """Compile what the request asks of the distribution beyond temperature, top-k and top-p."""
+        """Compile the request's changes of the logits: penalties, min-p and grammar."""
         from earnest.serve.decode import Shaping
 
         body = self.body
@@ -307,7 +307,7 @@ def _cancel(submitted: Sequence[PendingRequest]) -> None:
 
 
 async def _wait(submitted: Sequence[PendingRequest], request: Request) -> list[list[Done]]:
-    """All answers; where the client leaves, its sequences leave the batch."""
+    """Wait for all answers; if the client disconnects, its sequences leave the batch."""
     waiting = asyncio.gather(*(awaitable(f.future) for f in submitted))
     while not waiting.done():
         await asyncio.wait([waiting], timeout=0.5)
@@ -317,7 +317,7 @@ async def _wait(submitted: Sequence[PendingRequest], request: Request) -> list[l
 
 
 async def _keep(work: CompletionWork, answers: Sequence[Sequence[Done]]) -> None:
-    """On the disk before the client can refer to it."""
+    """Store the answers, before the client gets their id."""
     rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
     if rows and work.body.store is not False:
         await awaitable(work.state.store.add_completions(rows))
@@ -375,7 +375,7 @@ def _echo(work: CompletionWork) -> list[Any]:
 async def _stream(
     work: CompletionWork, submitted: Sequence[PendingRequest], events: asyncio.Queue[Any], stack: ExitStack
 ) -> AsyncIterator[str]:
-    """Chunks as tokens come; the completion is on the disk before its last chunk."""
+    """The chunks, token by token; the completion is on the disk before its last chunk."""
     from earnest.serve.decode import Done
 
     chat = work.kind == "chat"
@@ -434,7 +434,7 @@ async def _stream(
         yield f"data: {json.dumps(error_response(error)[1])}\n\n"
     finally:
         _cancel(submitted)
-        if not finished:  # the client left: what it saw is kept all the same
+        if not finished:  # the client disconnected: what it received is stored
             work.state.later(_keep_rest(work, submitted, stack))
         else:
             stack.close()
@@ -443,7 +443,7 @@ async def _stream(
 async def _keep_rest(work: CompletionWork, submitted: Sequence[PendingRequest], stack: ExitStack) -> None:
     try:
         outcomes = await asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
-        # One that failed keeps its place: an answer belongs to the prompt of its own number.
+        # A failed request keeps its place, so that each answer stays with its own prompt.
         await _keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
     finally:
         stack.close()

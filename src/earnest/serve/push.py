@@ -1,8 +1,8 @@
 """Adapters that were trained elsewhere: vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, and an upload.
 
-A pushed adapter answers under its name, with its version 1, from the moment that the request is answered. It does not
-learn here: whoever pushed it trains it. A path in a request is looked up in the folder ``loras`` of --data and nowhere
-else; an upload is the zip that an export gives, of which only known names are taken.
+A pushed adapter answers under its name, with its version 1, once the request is answered. It does not learn
+here: its owner trains it elsewhere. A path in a request is looked up in the folder ``loras`` of --data and nowhere
+else; an upload is the zip of an export, and only known file names are accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.json", "earnest_adapter.safetensors")
 IGNORED = ("version.json", "README.md")
 UPLOAD = "/v1/upload_lora_adapter"
-# A sentence where it went well, as vLLM answers; errors stay JSON.
+# Success is a sentence in plain text, as with vLLM; errors are JSON.
 PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
@@ -90,7 +90,7 @@ def router(state: State) -> APIRouter:
         row = state.store.adapter(body.lora_name)
         if row.origin != PUSHED:
             raise Conflict(
-                f"{row.name} learns here and was not loaded; DELETE /v1/adapters/{row.name} forgets it.", "lora_name"
+                f"{row.name} learns here and was not pushed; DELETE /v1/adapters/{row.name} forgets it.", "lora_name"
             )
         _forget(state, row.id)
         state.bus.publish("adapter", row.name, what="unloaded")
@@ -105,7 +105,8 @@ def _allowed(name: str, caller: Caller) -> None:
 
 
 def _folder(state: State, given: str) -> dict[str, bytes]:
-    """The known files of a folder in ``loras``. Resolved first, links included; outside is outside, there or not."""
+    """The known files of a folder in ``loras``. The path is resolved first, links included; a path outside gets the
+    same error whether or not it exists."""
     place = (state.settings.data / "loras").resolve()
     try:
         path = (place / given).resolve()
@@ -153,11 +154,9 @@ def unzipped(content: bytes, most: int) -> dict[str, bytes]:
     except ServeError:
         raise
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError, ValueError) as error:
-        raise BadRequest(
-            f"the body is no zip that can be read ({error}); send what an export of an adapter gives."
-        ) from None
+        raise BadRequest(f"the body is not a readable zip ({error}); send the zip of an export.") from None
     if not found:
-        raise BadRequest("the zip holds no adapter; send what an export of an adapter gives.")
+        raise BadRequest("the zip holds no adapter; send the zip of an export.")
     return found
 
 
@@ -175,8 +174,8 @@ def _old(state: State, name: str, inplace: bool, caller: Caller) -> int | None:
 
 
 def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, caller: Caller) -> None:
-    """Version 1 of a new adapter: written, read back onto the model, and only then known by its name; one that it
-    replaces answers until that moment."""
+    """Version 1 of a new adapter: its files are written and loaded into the model, and then its name becomes known;
+    an adapter that it replaces answers until then."""
     state.wait()
     old = _old(state, name, inplace, caller)
     made = state.store.reserve()
@@ -214,7 +213,7 @@ def _check(state: State, adapter: int) -> None:
 
 
 def _clear(state: State, adapter: int) -> None:
-    """From the model and from the disk."""
+    """Remove an adapter from the model and from the disk."""
     state.leases.forget(adapter)
     versions.remove(state.store.version_folder(adapter, 0).parent)
 
@@ -225,7 +224,7 @@ def _forget(state: State, adapter: int) -> None:
 
 
 def _record() -> dict[str, Any]:
-    """A version of which this server knows only the weights: nothing was audited here, and no gate was passed."""
+    """A version of which this server knows only the weights: it was not audited here and passed no gate."""
     nothing: dict[str, Any] = {"holds": None, "counts": {}, "cost": 0.0, "findings": []}
     return {
         "parent": 0,

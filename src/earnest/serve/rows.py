@@ -12,14 +12,14 @@ from typing import Any, Literal, get_args
 
 Thumbs = Literal["up", "down"]
 Status = Literal["queued", "applied", "held", "unused", "failed", "cancelled"]
-"""``applied``: in a version that became live; ``held``: in a candidate, until somebody promotes it; ``cancelled``:
+"""``applied``: in a version that became live; ``held``: in a candidate that is not promoted; ``cancelled``:
 withdrawn before it was learned from."""
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True)
 class AdapterRow:
-    """An adapter: version 0 is the base; ``live`` answers, ``pinned`` keeps it from moving."""
+    """An adapter: version 0 is the base; ``live`` is the version that answers, ``pinned`` keeps it live."""
 
     id: int
     name: str
@@ -33,7 +33,7 @@ class AdapterRow:
 
 @dataclass(frozen=True)
 class StoredCompletion:
-    """An answer that was given, exactly: its tokens and the log-probs that they were sampled with."""
+    """A stored answer: its exact tokens and the log-probs that they were sampled with."""
 
     id: str
     choice: int
@@ -55,7 +55,7 @@ class StoredCompletion:
 
 @dataclass(frozen=True)
 class NewFeedback:
-    """What a user said about a completion, on its way in."""
+    """A user's feedback on a completion, before it is stored."""
 
     completion: str
     choice: int = 0
@@ -68,7 +68,7 @@ class NewFeedback:
 
 @dataclass(frozen=True)
 class FeedbackRow:
-    """An accepted feedback and what became of it."""
+    """A stored feedback and its status."""
 
     seq: int
     id: str
@@ -92,7 +92,7 @@ class FeedbackRow:
 
 @dataclass(frozen=True)
 class VersionRow:
-    """A version: ``promoted`` ones have been live or may be; a ``candidate`` says in ``reason`` why it is not."""
+    """A version: ``promoted`` ones have been live or may be; a ``candidate`` has the reason in ``reason``."""
 
     adapter: int
     number: int

@@ -41,9 +41,7 @@ def score_tokens(state: State, adapter: Adapter | None, prompt: Sequence[int], a
     policy = state.host.policy
     limit = positions(policy)
     if limit is not None and len(prompt) + len(answer) > limit:
-        raise TooLong(
-            f"{len(prompt)} + {len(answer)} tokens are more than the {limit} that {policy.name} has room for."
-        )
+        raise TooLong(f"{len(prompt)} + {len(answer)} tokens are more than the {limit} positions of {policy.name}.")
     ids = torch.as_tensor([*prompt, *answer], device=policy.device)
     with state.host.turn("chat", adapter):
         logprobs = _logits(policy, ids, len(prompt)).log_softmax(-1)
@@ -82,12 +80,13 @@ def score_answer(
 # --- prompts of Tinker clients ---------------------------------------------------------------------------------------
 
 MAX_CELLS = 1 << 24
-"""Numbers that one request may ask for: rows × K."""
+"""The largest number of scores per request: rows × K."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptQuery:
-    """What a Tinker request asks about its prompt; ``last`` restricts log-probs and top K to the last tokens."""
+    """The scores that a Tinker request needs of its prompt; ``last`` restricts log-probs and top K to the last
+    tokens."""
 
     logprobs: bool = False
     top: int = 0
@@ -104,7 +103,7 @@ class PromptQuery:
 
 @dataclass(frozen=True, eq=False)
 class PromptScores:
-    """The answers, None where nothing was asked. Row i is about prompt token i + 1: the first has no context."""
+    """The scores; None where not requested. Row i is about prompt token i + 1: the first has no context."""
 
     prompt: tuple[float | None, ...] | None = None
     top: Top | None = None
@@ -113,7 +112,7 @@ class PromptScores:
 
 
 def check_query(asked: PromptQuery, prompt: tuple[int, ...], vocabulary: int) -> None:
-    """Refuse what cannot be answered about this prompt."""
+    """Refuse scores that this prompt cannot have."""
     rows = len(prompt) - 1
     if not 0 <= asked.top <= vocabulary:
         raise WireError(f"topk_prompt_logprobs is {asked.top}; give 0 … {vocabulary}.")
@@ -169,7 +168,7 @@ def score_prompt(policy: Policy, prompt: tuple[int, ...], asked: PromptQuery) ->
 
 
 def _at(logp: Float[Tensor, "P V"], cells: Cells) -> Cells:
-    """The log-probs of the named ids, in the layout that they came in; 0 where none was named."""
+    """The log-probs of the named ids, in the same layout; 0 where no id was named."""
     ids = cells.values.to(logp.device)
     if cells.rows is None:
         wanted = ids.reshape(cells.shape)

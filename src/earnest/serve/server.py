@@ -35,10 +35,10 @@ def run(settings: ServeSettings) -> None:
     state = app.state.earnest
 
     class Server(uvicorn.Server):
-        """Ends the parts that wait for long at a shutdown, and prints the address once the server answers there."""
+        """Ends waiting parts at a shutdown, and prints the address once the server answers there."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            state.host.stopping = True  # an update under way is given up; its feedback stays queued
+            state.host.stopping = True  # an update under way is abandoned; its feedback stays queued
             state.bus.close()
             super().handle_exit(sig, frame)
 
@@ -58,7 +58,7 @@ def run(settings: ServeSettings) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,  # a client that asks again just as its connection is closed would see an error
+            timeout_keep_alive=75,  # a client that reuses a connection just as it is closed would get an error
             timeout_graceful_shutdown=settings.shutdown_wait,
         )
     )

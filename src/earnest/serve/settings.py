@@ -1,4 +1,4 @@
-"""What a server is told."""
+"""The settings of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 
 class LearnLimits(BaseModel):
-    """The most that a client may ask for in an adapter's `learn`. A key may have its own in the file of keys."""
+    """Upper limits of an adapter's `learn` settings from clients. A key may have its own in the file of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +25,7 @@ class LearnLimits(BaseModel):
     pairs: int = Field(64, ge=0, description="the gate's held-out pairs")
     samples: int = Field(8, ge=2, description="completions of each probe")
     max_new_tokens: int = Field(128, ge=1, description="length of a probe's completion")
-    characters: int = Field(2000, ge=1, description="length of each text: probes, pairs, words for thumbs")
+    characters: int = Field(2000, ge=1, description="length of each text: probes, pairs, texts for thumbs")
 
 
 class ServeSettings(BaseModel):
@@ -43,14 +43,14 @@ class ServeSettings(BaseModel):
     threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's choice")
     data: Path = Field(Path("earnest-data"), description="the folder of the database and of all versions")
     keys: Path | None = Field(None, description="a YAML file of API keys; none: no keys, and then loopback only")
-    learn: Path | None = Field(None, description="a YAML file that says how adapters learn; none: SDPO with hindsight")
+    learn: Path | None = Field(None, description="a YAML file with the `learn` settings; none: SDPO with hindsight")
     client_learn: bool = Field(True, description="whether requests may set how their adapters learn (`learn`)")
     adapters: tuple[str, ...] = Field(("assistant",), description="adapters that exist from the start")
     max_body: int = Field(1 << 20, ge=1024, description="bytes of a request's body")
     max_upload: int = Field(256 << 20, ge=1024, description="bytes of an adapter that is pushed here")
     max_rows: int = Field(32, ge=1, description="sequences that are decoded together")
     max_waiting: int = Field(256, ge=1, description="sequences that may wait for a place; beyond, 429")
-    max_tokens: int = Field(256, ge=1, description="length of an answer where the request names none")
+    max_tokens: int = Field(256, ge=1, description="length of an answer if the request gives none")
     max_queued: int = Field(1000, ge=1, description="feedback that may wait for an adapter's learner; beyond, 429")
     max_resident: int = Field(16, ge=2, description="adapters kept in memory; unused ones leave, oldest use first")
     keep_days: float | None = Field(

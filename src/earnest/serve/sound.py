@@ -1,4 +1,4 @@
-"""Whether the numbers of an adapter from elsewhere can be used: every change of a weight is finite and not far larger
+"""Checks the weights of an adapter from elsewhere: every change of a weight is finite and not far larger
 than the weight, and a forward pass gives a finite distribution that is not uniform."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from earnest.adapters import Adapter
     from earnest.serve.host import Host
 
-LARGEST = 1000.0  # ‖ΔW‖ / ‖W‖; adapters that were trained stay below 10
+LARGEST = 1000.0  # ‖ΔW‖ / ‖W‖; trained adapters stay below 10
 
 
 @torch.no_grad()

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class State:
-    """Store, host, leases, keys, events and the learner. It is made without torch; ``start`` begins to load that."""
+    """Store, host, leases, keys, events and the learner. Creating it does not import torch; ``start`` begins to load
+    the model."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -88,15 +89,15 @@ class State:
         return self._text
 
     def wait(self) -> None:
-        """Until the model is there; 503 where that takes too long."""
+        """Wait until the model is loaded; 503 if that takes too long."""
         try:
             self.host.wait(self.settings.load_wait)
         except NotReady as error:
             raise Loading(str(error)) from None
 
     def tinker_caller(self, request: Request) -> None:
-        """The Tinker wire asks for the right to teach an adapter of the name `tinker`; its health does not. To delete a
-        checkpoint, or to say when it expires, asks for the right to delete as well."""
+        """The Tinker API needs the right to teach an adapter named `tinker`, except for its health. Deleting a
+        checkpoint, or setting when it expires, also needs the right to delete."""
         if self.keys.on and not request.url.path.endswith("/healthz"):
             caller = self.keys.caller(request)
             caller.demand("tinker", "teach")
@@ -104,20 +105,20 @@ class State:
                 caller.demand("tinker", "delete")
 
     def storage(self) -> str | None:
-        """Why nothing can be stored, if so. After a failure one small write finds out whether it lasts."""
+        """Why nothing can be stored; None if it can. After a failure, one small write tests the disk again."""
         if self.store.db.failure is not None:
             with contextlib.suppress(Exception):
                 self.store.db.write(lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES('probe', '')").rowcount)
         return self.store.db.failure
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it in the event loop, and do not forget it on the way."""
+        """Run it in the event loop, and keep a reference until it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def settle(self) -> None:
-        """Wait for what was left for later."""
+        """Wait for the work given to ``later``."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -126,21 +127,21 @@ class State:
         self.changes.start()
 
     def close(self) -> None:
-        """Everything that was accepted is on the disk already; work in the background is given up."""
+        """Stop all parts. Everything accepted is on the disk already; background work is abandoned."""
         self.bus.close()
         self.changes.close()
         self.host.stopping = True
         if self.learner is not None:
             self.learner.close()
         self.host.close()
-        if self.learner is not None:  # it may have come to life while the host was loading
+        if self.learner is not None:  # it may have been started while the host was loading
             self.learner.close()
         self.store.close()
         os.close(self._lock)
 
 
 def _lock(settings: ServeSettings) -> int:
-    """Two servers in one folder would each think that they alone apply its feedback."""
+    """Lock the data folder: two servers in one folder would both apply its feedback."""
     handle = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

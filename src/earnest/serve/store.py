@@ -1,7 +1,7 @@
-"""What the server remembers: adapters, their versions, every completion it gave, every feedback it accepted.
+"""The server's store: adapters, their versions, completions and feedback.
 
 A feedback is *queued* until one transaction makes it part of exactly one version: so it is never lost and never
-applied twice, whenever the process dies. Its order is its sequence number.
+applied twice, even if the process dies. Feedback is ordered by its sequence number.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check_name(name: str) -> str:
     """An adapter's name: one or two words. It never becomes a path: folders are numbered."""
     if not NAME.fullmatch(name) or RESERVED & set(name.split("/")):
         raise BadRequest(
-            f"{name[:80]!r} is no name for an adapter; give one or two words of letters, digits, '-' and '_' with a "
+            f"{name[:80]!r} is not a name for an adapter; give one or two words of letters, digits, '-' and '_' with a "
             f"'/' between them, such as team/assistant; taken words: {', '.join(sorted(RESERVED))}.",
             "name",
         )
@@ -98,7 +98,7 @@ def check_name(name: str) -> str:
 
 
 class ServerStore:
-    """The tables, and the few questions that are asked of them."""
+    """The tables and their queries."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class ServerStore:
         return self.adapter(name)
 
     def reserve(self) -> int:
-        """The number of an adapter to come, for its folder: nobody else ever gets it, whatever becomes of it."""
+        """The number of an adapter to come, for its folder: it is never given out again."""
 
         def work(c: sqlite3.Connection) -> int:
             number = c.execute("INSERT INTO adapters(name, created, learn) VALUES('', 0, '{}')").lastrowid
@@ -183,7 +183,7 @@ class ServerStore:
         replaces: int | None = None,
     ) -> None:
         """One transaction: an adapter whose number was reserved exists, with version 1, whose folder is written, live;
-        and ``replaces`` is gone. So there is no moment in which the name answers as the base, or not at all."""
+        and ``replaces`` is gone. So the name never answers as the base, and never stops answering."""
         check_name(name)
 
         def work(c: sqlite3.Connection) -> None:
@@ -202,13 +202,13 @@ class ServerStore:
         self.db.write(work)
 
     def orphans(self, numbers: Collection[int]) -> list[int]:
-        """Those of these numbers that were given out here and belong to no adapter (any more)."""
+        """Those of these numbers that were given out here and belong to no adapter now."""
         last = self.db.one("SELECT seq FROM sqlite_sequence WHERE name = 'adapters'")
         known = {a.id for a in self.adapters()}
         return [n for n in numbers if last is not None and n <= last["seq"] and n not in known]
 
     def delete(self, adapter: int) -> None:
-        """The adapter, its versions and its feedback; the completions stay, as the record of what was said."""
+        """The adapter, its versions and its feedback; the completions stay."""
         self.db.write(lambda c: c.execute("DELETE FROM adapters WHERE id = ?", (adapter,)).rowcount)
 
     # --- versions -----------------------------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ class ServerStore:
         others: Mapping[int, tuple[Status, str]],
         refused: str,
     ) -> Literal["promoted", "candidate"] | None:
-        """One transaction: the version exists, its feedback belongs to it, and unless ``refused`` says why not it is
-        live. None where the adapter is gone or its feedback was cancelled: nothing is written then."""
+        """One transaction: the version exists, its feedback belongs to it, and it is live
+        unless ``refused`` has a reason. None if the adapter or its feedback is gone; then nothing is written."""
 
         def work(c: sqlite3.Connection) -> Literal["promoted", "candidate"] | None:
             row = c.execute("SELECT * FROM adapters WHERE id = ?", (adapter,)).fetchone()
@@ -260,13 +260,14 @@ class ServerStore:
         return self.db.write(work)
 
     def settle(self, others: Mapping[int, tuple[Status, str]]) -> None:
-        """Feedback that no version comes of, each with the reason; what was deleted or cancelled stays so."""
+        """Set the status of feedback that no version uses, with the reason; deleted or cancelled feedback is not
+        changed."""
         self.db.write(lambda c: _settle(c, {s: o for s, o in others.items() if not _withdrawn(c, [s])}, None))
 
     def set_live(
         self, adapter: int, number: int | None, *, candidates: bool = True, pinned: bool | None = None
     ) -> None:
-        """``number`` answers from now on (None: the parent of the one that does); a candidate is thereby promoted, and
+        """``number`` becomes live (None: the parent of the live one); a candidate is thereby promoted, and
         its feedback applied, unless ``candidates`` are refused. ``pinned`` is set along with it."""
 
         def work(c: sqlite3.Connection) -> None:
@@ -292,14 +293,14 @@ class ServerStore:
         self.db.write(work)
 
     def pin(self, adapter: int, number: int | None) -> None:
-        """Stay at ``number`` whatever is learned; None: move again."""
+        """Keep ``number`` live whatever is learned; None: end that."""
         if number is None:
             self.db.write(lambda c: c.execute("UPDATE adapters SET pinned = 0 WHERE id = ?", (adapter,)).rowcount)
         else:
             self.set_live(adapter, number, pinned=True)
 
     def delete_version(self, adapter: int, number: int) -> None:
-        """Neither what is live nor what another was made from; asked and done in one transaction."""
+        """Delete a version, unless it is live or another was made from it; check and deletion are one transaction."""
 
         def work(c: sqlite3.Connection) -> None:
             row = _locked(c, adapter)
@@ -355,7 +356,7 @@ class ServerStore:
         return to_completion(row)
 
     def purge(self, before: float, adapter: int | None = None, completion: str | None = None) -> int:
-        """Delete conversations from before a time (of one adapter, or one by its id), and the words of the feedback on
+        """Delete conversations from before a time (of one adapter, or one by its id), and the text of the feedback on
         them; those whose feedback is queued stay. Returns how many answers were deleted."""
 
         def work(c: sqlite3.Connection) -> int:
@@ -418,7 +419,7 @@ class ServerStore:
         return [to_feedback(r) for r in rows]
 
     def queued(self, adapter: int, limit: int) -> list[FeedbackRow]:
-        """The oldest that wait, in order."""
+        """The oldest queued feedback, in order."""
         rows = self.db.read(
             "SELECT * FROM feedback WHERE adapter = ? AND status = 'queued' ORDER BY seq LIMIT ?", (adapter, limit)
         )

@@ -1,4 +1,4 @@
-"""Messages to tokens and tokens to text, one thread at a time: a fast tokenizer is not to be shared while it works."""
+"""Messages to tokens and tokens to text, one thread at a time, since a fast tokenizer is not thread-safe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Text:
-    """A policy's tokenizer behind a lock."""
+    """A policy's tokenizer with a lock."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -37,7 +37,7 @@ class Text:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> tuple[int, ...]:
         """Messages through the chat template, up to where an answer begins (or, without ``answer``, to their end);
-        what the template refuses is the request's mistake."""
+        messages that the template refuses are the client's mistake."""
         from jinja2 import TemplateError
 
         try:
@@ -49,7 +49,7 @@ class Text:
             ) from None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """A text; without ``special`` as a piece of one, with nothing put around it."""
+        """The tokens of a text; without ``special``, without the special tokens around a text."""
         with self._lock:
             if not special:
                 return tuple(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -67,7 +67,7 @@ class Text:
 
     def bytes_of(self, token: int) -> list[int] | None:
         """The bytes that a token stands for, also where it is a part of a character. None where the tokenizer does not
-        tell."""
+        define them."""
         with self._lock:
             name = self.policy.tokenizer.convert_ids_to_tokens(token)
             special = token in self.policy.tokenizer.added_tokens_decoder
@@ -96,9 +96,9 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 class IncrementalText:
-    """The text of a growing sequence of tokens, in pieces that never have to be taken back.
+    """The text of a growing sequence of tokens, in pieces that later tokens cannot change.
 
-    Held back: half of a character, and an end that may become a stop string.
+    An incomplete character, and an end that may become a stop string, are withheld.
     """
 
     def __init__(self, text: Text, stop: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ class IncrementalText:
         self._given = ""
 
     def feed(self, token: int, last: bool = False) -> str:
-        """What is certain now beyond what was given before."""
+        """The text that is new and final."""
         self._tokens.append(token)
         return self.rest(last)
 

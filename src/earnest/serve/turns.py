@@ -1,8 +1,8 @@
-"""Whose turn it is: one unit of torch work at a time, fair by time used, chat first.
+"""Scheduling of torch work: one unit at a time, fair by time used, chat first.
 
     v_k ← v_k + seconds / share_k            after every unit of work of kind k
-    next = the waiting kind with the least v_k;   a kind that arrives starts at the present v (no saved-up credit)
-    within a kind: round-robin, whoever has had a unit goes to the end
+    next = the waiting kind with the least v_k;   a kind that arrives starts at the present v (no credit for idle time)
+    within a kind: round-robin, a thread goes to the end after each unit
 
 That is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): with chat and learning both busy, learning gets
 share_learn / (share_learn + share_chat) of the time, and chat waits at most for one unit.
@@ -20,7 +20,7 @@ from typing import Literal
 Kind = Literal["chat", "load", "tinker", "learn"]
 SHARES: Mapping[Kind, float] = {"chat": 4.0, "load": 4.0, "tinker": 2.0, "learn": 1.0}
 ORDER: tuple[Kind, ...] = ("chat", "load", "tinker", "learn")
-"""Who goes first among equals."""
+"""The order among equals."""
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Ticket:
 
 
 class Turns:
-    """Hands the turn from thread to thread. A holder calls ``yield_turn`` between units of work."""
+    """Grants the turn to one thread at a time. A holder calls ``yield_turn`` between units of work."""
 
     def __init__(self, shares: Mapping[Kind, float] = SHARES, clock: Callable[[], float] = time.perf_counter) -> None:
         self._shares, self._clock = shares, clock
@@ -41,7 +41,7 @@ class Turns:
         self._holder: Ticket | None = None
         self._waiting: list[Ticket] = []
         self._used: dict[Kind, float] = dict.fromkeys(ORDER, 0.0)
-        self._now = 0.0  # the virtual time: v of whoever was served last
+        self._now = 0.0  # the virtual time: v of the kind that was served last
         self._numbers = itertools.count()
         self._fence: tuple[Ticket, frozenset[Kind]] | None = None
 
@@ -58,7 +58,7 @@ class Turns:
 
     def release(self, ticket: Ticket) -> None:
         with self._changed:
-            assert self._holder is ticket, "only the holder gives a turn back"
+            assert self._holder is ticket, "only the holder can release its turn"
             self._charge(ticket)
             self._holder = None
             self._grant()
@@ -70,7 +70,7 @@ class Turns:
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Between two units of work: let those go first whose turn it is; True where somebody did.
+        """Between two units of work: let threads with a smaller v go first; True if one did.
 
         Until the holder is back only kinds in ``to`` are served. ``before`` runs when the turn is about to be handed
         over, ``after`` when it is back.
@@ -78,7 +78,8 @@ class Turns:
         with self._changed:
             assert self._holder is ticket, "only the holder can yield its turn"
             self._charge(ticket)
-            ticket.number = next(self._numbers)  # behind those of its own kind: a long holder starves none of them
+            # after the others of its kind, so that a long holder does not starve them
+            ticket.number = next(self._numbers)
             others = [t for t in self._allowed() if t.kind in to]
             if not others or min([*others, ticket], key=self._rank) is ticket:
                 self._now = self._used[ticket.kind]  # a new unit begins here
@@ -112,7 +113,7 @@ class Turns:
         ticket.since = now
 
     def _allowed(self) -> list[Ticket]:
-        """Who may be served: behind a fence its owner and the kinds that it named."""
+        """The tickets that may be served: during a restricted yield, its owner and the kinds that it named."""
         if self._fence is None:
             return self._waiting
         owner, kinds = self._fence

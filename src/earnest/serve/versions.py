@@ -1,4 +1,4 @@
-"""Versions on disk: a folder that is whole or not there, a zip of it, the difference of two, a fork."""
+"""Versions on disk: atomic folders, zips, differences, forks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from earnest.serve.state import State
 
 CHECKSUMS = "checksums.json"
-OWNED = re.compile(r"\.?(\d{1,15})(?:\.deleted)?")  # an adapter's folder, or what is left of a deleted one
+OWNED = re.compile(r"\.?(\d{1,15})(?:\.deleted)?")  # an adapter's folder, or the rest of a deleted one
 
 
 def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any]) -> None:
-    """Fill a folder beside its place, sync it, rename it. One that is there belongs to no version: a process died
-    between the rename and the commit."""
+    """Fill a folder beside its place, sync it, rename it. A folder that exists already belongs to no version: a
+    process died between the rename and the commit."""
     fresh = folder.with_name(f".{folder.name}.tmp")
     for stale in (fresh, folder):
         shutil.rmtree(stale, ignore_errors=True)
@@ -38,13 +38,13 @@ def write(folder: Path, fill: Callable[[Path], None], record: Mapping[str, Any])
             sync(path)
         fresh.rename(folder)
         sync(folder.parent)
-    except BaseException:  # a full disk has no room for half of a version
+    except BaseException:  # leave no half of a version on a full disk
         shutil.rmtree(fresh, ignore_errors=True)
         raise
 
 
 def remove(folder: Path) -> None:
-    """Gone under its name at once, then from the disk."""
+    """Rename the folder, then delete it."""
     if folder.exists():
         dying = folder.with_name(f".{folder.name}.deleted")
         shutil.rmtree(dying, ignore_errors=True)
@@ -53,8 +53,8 @@ def remove(folder: Path) -> None:
 
 
 def sweep(store: ServerStore) -> None:
-    """At the start: folders that no adapter owns. A process died after it wrote one and before the commit, or after the
-    commit that deleted its adapter. A number that this database never gave out is not touched: it may be another's."""
+    """Delete, at the start, folders that no adapter owns. A process died after it wrote one and before the commit, or
+    after the commit that deleted its adapter. A folder whose number this database never gave out is left alone."""
     place = store.folder / "adapters"
     found = [(int(m[1]), p) for p in place.glob("*") if (m := OWNED.fullmatch(p.name))]
     orphans = set(store.orphans([number for number, _ in found]))
@@ -92,11 +92,11 @@ def zipped(folder: Path) -> bytes:
 
 def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
     """A new adapter whose version 1 is this version, optimizer state included. Version 0 has nothing to copy.
-    It appears when its files are there: at no moment does it answer as the base."""
+    It appears when its files are written, so it never answers as the base."""
     if number > 0:
         version = state.store.version(row, number)
         if not (state.store.version_folder(row.id, number) / "engine").is_dir():
-            raise Conflict(f"{row.name}@{number} was pushed without an optimizer's state; it cannot learn on here.")
+            raise Conflict(f"{row.name}@{number} was pushed without an optimizer's state, so it cannot learn here.")
     origin = f"{row.name}@{number}"
     if number == 0:
         return state.store.create(name, row.learn, origin=origin)
@@ -121,7 +121,7 @@ def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
 
 
 def diff(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any]:
-    """What lies between two versions: weights by layer, feedback, settings, numbers."""
+    """The difference of two versions: weights by layer, feedback, settings, metrics."""
     records = {n: {} if n == 0 else state.store.version(row, n).record for n in (old, new)}
     metrics = {n: _flat(records[n].get("metrics", {})) for n in (old, new)}
     settings = {n: _flat(records[n].get("config", {})) for n in (old, new)}

@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers, as far as this server obeys them; what it does not obey it refuses by name."""
+"""OpenAI's requests and answers. A field that the server does not support is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from earnest.models import SampleSpec
 
 SEED = 2**62
-# Fields that are understood and not offered, with the values that ask for nothing.
+# Fields that are known and not supported, with the values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "tools": (None, []),
@@ -56,7 +56,7 @@ class ChatMessage(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _bare(cls, data: Any) -> Any:
-        """Assistant messages come back with fields that say nothing."""
+        """Drop the empty fields of assistant messages that a client sends back."""
         if isinstance(data, dict):
             return {k: v for k, v in data.items() if k in cls.model_fields or v not in (None, [])}
         return data
@@ -99,7 +99,7 @@ class ResponseFormat(StrictBody):
 
 
 class Sampling(StrictBody):
-    """What both kinds of completion have in common."""
+    """The fields of both kinds of completion."""
 
     model: Annotated[str, Field(min_length=1, max_length=200, description="`base`, an adapter, or ADAPTER@VERSION")]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
@@ -133,7 +133,7 @@ class Sampling(StrictBody):
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)
                 if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-                    raise ValueError(f"{name} is not offered by this server; leave it out")
+                    raise ValueError(f"{name} is not supported by this server; leave it out")
         return kept
 
     def stops(self) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class TextRequest(Sampling):
 
 
 class ScoreRequest(StrictBody):
-    """POST /v1/score: what a model thinks of an answer."""
+    """POST /v1/score: the log-probs of an answer."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]

@@ -1,6 +1,6 @@
-"""The dashboard: a page at ``/`` that watches ``/v1/events`` and speaks the same API as everybody else.
+"""The dashboard: a page at ``/`` that watches ``/v1/events`` and uses the same API as every client.
 
-The page and its parts hold no data, so they need no key; what they show is asked for with the visitor's own.
+The page and its parts hold no data, so they need no key; the page requests data with the visitor's own key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def router(state: State) -> APIRouter:
 
     @api.get("/dashboard/{part}", include_in_schema=False)
     def part(part: str) -> Response:
-        """The look is the report's, and a sheet of our own on top."""
+        """The stylesheet is the report's plus the dashboard's own."""
         if part == "page.css":
             look = resources.files("earnest.report").joinpath("assets", "page.css").read_text(encoding="utf-8")
             return Response(look + _asset("page.css"), media_type=KINDS[".css"], headers=HEADERS)
@@ -74,7 +74,7 @@ def router(state: State) -> APIRouter:
 
 
 def _found(state: State, name: str, caller: Any) -> Any:
-    """By comparison with what is there: no name of a request becomes a path."""
+    """The run of this name among the existing folders; a request's text never becomes a path."""
     for path in runs.folders(state.settings) if caller.may("runs", "read") else ():
         if path.name == name:
             return path

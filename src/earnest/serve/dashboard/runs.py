@@ -56,7 +56,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def detail(path: Path) -> dict[str, Any]:
-    """The report's own charts as data, and what the audit said."""
+    """The report's charts as data, and the audit's findings."""
     from earnest.report.curves import loss_charts, reward_chart
     from earnest.report.load import load
 

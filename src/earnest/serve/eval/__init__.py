@@ -1,1 +1,2 @@
-"""`earnest eval`: automated users who want something, against a live server; does it learn, and what does it cost?"""
+"""`earnest eval`: automated users with preferences give feedback to a live server; it measures what the server learns
+and forgets."""

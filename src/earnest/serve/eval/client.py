@@ -1,4 +1,4 @@
-"""The few requests that the automated users make."""
+"""The requests of the automated users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EvalError(EarnestError):
 
 
 class EvalClient:
-    """Requests to a live server. None is sent twice: feedback that arrived would count twice."""
+    """Requests to a live server. No request is sent again after a failure: feedback could count twice."""
 
     def __init__(self, url: str, key: str | None = None, timeout: float = 300.0) -> None:
         self.url = url.rstrip("/")
@@ -34,11 +34,11 @@ class EvalClient:
             raise EvalError(f"{self.url} does not answer ({error}); is `earnest serve` running there?") from None
 
     def wait(self) -> None:
-        """Until the server has its model."""
+        """Wait until the server has loaded its model."""
         while (status := self.call("GET", "/health")["status"]) == "loading":
             time.sleep(0.2)
         if status != "ok":
-            raise EvalError(f"{self.url} could not load its model; its log says why.")
+            raise EvalError(f"{self.url} could not load its model; its log has the reason.")
 
     def create(self, name: str, learn: dict[str, Any]) -> None:
         self.call("POST", "/v1/adapters", {"name": name, "learn": learn})
@@ -60,7 +60,7 @@ class EvalClient:
         return [f["id"] for f in self.call("POST", "/v1/feedback", {"feedback": items})["data"]]
 
     def settled(self, ids: list[str], tick: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-        """Wait until the server has learned from all of them, or said why not."""
+        """Wait until none of these feedbacks is queued."""
         found = []
         for name in ids:
             while (state := self.call("GET", f"/v1/feedback/{name}"))["status"] == "queued":
@@ -72,7 +72,7 @@ class EvalClient:
 
 @contextmanager
 def own_server(data: Path, model: str) -> Iterator[str]:
-    """A server of our own for the length of the evaluation; yields its address."""
+    """A server that is started for the evaluation; yields its address."""
     command = [sys.executable, "-m", "earnest.cli", "serve", "--port", "0", "--model", model, "--data", str(data)]
     with (data.parent / "serve.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -22,7 +22,7 @@ def draw(rounds: Sequence[Round], path: Path) -> Path:
 
     first = {r.preference: r.margin for r in rounds if r.round == 0}
     panels = (
-        ("margin gained (nats a pair)", lambda r: r.margin - first[r.preference], None),
+        ("margin gained (nats per pair)", lambda r: r.margin - first[r.preference], None),
         ("compliance", lambda r: r.compliance, (-0.04, 1.04)),
         ("capability", lambda r: r.capability, (-0.04, 1.04)),
         ("entropy ratio", lambda r: r.collapse.get("entropy_ratio", 1.0), None),

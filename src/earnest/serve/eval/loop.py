@@ -1,8 +1,8 @@
-"""The loop: ask, verify, say what is wrong, wait until it is learned, measure.
+"""The loop: ask, verify, give feedback, wait until it is learned, measure.
 
 margin        mean over held-out pairs of Σ log π(chosen) - Σ log π(rejected), nats
 compliance    share of answers to held-out probes that the verifier accepts
-capability    share of questions whose right answer is the likeliest of the allowed ones, and that share in the base's
+capability    share of questions whose right answer is the likeliest allowed one, and that relative to the base
 collapse      the gate's numbers for the live version: entropy ratio, self-similarity, log-prob drift
 """
 
@@ -133,12 +133,12 @@ def _line(row: Round) -> str:
     more = f", {row.candidates} refused by the gate" if row.candidates else ""
     return (
         f"{row.preference:<10} round {row.round}: margin {row.margin:+7.2f}  compliance {row.compliance:4.0%}  "
-        f"capability {row.capability:4.0%}  version {row.version}  ({row.said} said{more})"
+        f"capability {row.capability:4.0%}  version {row.version}  ({row.said} feedbacks{more})"
     )
 
 
 def summarise(rounds: list[Round]) -> dict[str, Any]:
-    """First and last of each preference; capability retained is the last in the first's."""
+    """First and last values of each preference; capability retained is last / first."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(r.preference for r in rounds):
         own = [r for r in rounds if r.preference == name]
@@ -158,7 +158,7 @@ def summarise(rounds: list[Round]) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as a markdown table."""
     head = [
         "preference",
         "feedback",

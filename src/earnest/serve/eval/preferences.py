@@ -37,7 +37,7 @@ class UserPreference(Strict):
     """One thing that a user wants."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-    feedback: NonEmptyText = Field(description="what the user says about an answer that does not comply")
+    feedback: Text = Field(description="the feedback on an answer that does not comply")
     verifier: Verifier
     pairs: list[MarginPair] = Field(min_length=1)
     prompts: list[NonEmptyText] = Field(min_length=1, description="asked while learning, round by round")
@@ -48,13 +48,13 @@ class UserPreference(Strict):
         known = set(self.prompts) & {*self.probes, *(p.prompt for p in self.pairs)}
         if known:
             raise ConfigError(
-                f"{self.name}: {sorted(known)[0]!r} is a prompt and also measures; what measures is held out."
+                f"{self.name}: {sorted(known)[0]!r} is both a training prompt and a probe; probes must be held out."
             )
         return self
 
 
 class Question(Strict):
-    """Something that the model should still know: the right answer is the likeliest of the allowed ones."""
+    """A capability question: it counts as right if the right answer is the likeliest of the allowed ones."""
 
     prompt: NonEmptyText
     allowed: list[NonEmptyText] = Field(min_length=2)
@@ -67,14 +67,12 @@ class FeedbackEvalConfig(Strict):
     preferences: list[UserPreference] = Field(min_length=1)
     capability: list[Question] | None = Field(None, description="none: the probes that come with earnest")
     rounds: Whole = Field(6, description="rounds of feedback for each preference")
-    per_round: Whole = Field(8, description="prompts a round")
+    per_round: Whole = Field(8, description="prompts per round")
     samples: Whole = Field(2, description="answers to each probe")
     max_tokens: Whole = Field(24)
     temperature: float = Field(1.0, ge=0, le=2)
     questions: Whole = Field(16, description="how many capability questions are asked")
-    learn: dict[str, Any] = Field(
-        default_factory=dict, description="how the adapters learn, where not as the server says"
-    )
+    learn: dict[str, Any] = Field(default_factory=dict, description="settings that differ from the server's own")
 
     @model_validator(mode="after")
     def _names(self) -> FeedbackEvalConfig:

@@ -1,4 +1,4 @@
-"""Whether an answer is what the user wanted: small programs, no judge."""
+"""Rules that decide whether an answer is what the user wanted; no model judges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SENTENCE = re.compile(r"[^.!?]+[.!?]*")
 
 
 class Verifier(Strict):
-    """All of what is given must hold; at least one thing is given."""
+    """All given rules must hold; at least one is given."""
 
     any_of: list[str] = Field(default_factory=list, description="one of these is in the answer (case does not matter)")
     none_of: list[str] = Field(default_factory=list, description="none of these is")
@@ -27,16 +27,16 @@ class Verifier(Strict):
     @model_validator(mode="after")
     def _asks(self) -> Verifier:
         if self == Verifier.model_construct():
-            raise ConfigError("verifier: it asks for nothing; give any_of, none_of, pattern, most_words, …")
+            raise ConfigError("verifier: it has no rule; give any_of, none_of, pattern, most_words, …")
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
             except re.error as error:
-                raise ConfigError(f"verifier.pattern: {self.pattern!r} is no regular expression: {error}") from None
+                raise ConfigError(f"verifier.pattern: {self.pattern!r} is not a regular expression: {error}") from None
         return self
 
     def holds(self, answer: str) -> bool:
-        """An empty answer never complies: silence is not what anybody asked for."""
+        """Whether an answer complies; an empty answer never does."""
         low, words = answer.lower(), answer.split()
         if not words:
             return False

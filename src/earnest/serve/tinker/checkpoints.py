@@ -228,7 +228,7 @@ class CheckpointStore:
             except (ValueError, KeyError, TypeError, AttributeError):
                 known = False
             if not known:
-                raise WireError(f"{file} is no record of a training run; move its folder away to start.")
+                raise WireError(f"{file} is not a record of a training run; move its folder away to start.")
 
             def work(c: sqlite3.Connection, run: tuple[Any, ...] = run, saved: list[Any] = saved) -> None:
                 if c.execute(_RUN, run).rowcount:  # 0: the process died before it deleted the file

@@ -1,4 +1,4 @@
-"""Mistakes of a Tinker client, with the HTTP status that an answer has; a future has the sentence alone."""
+"""Mistakes of a Tinker client, with the HTTP status of an answer; a future has only the sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOO_DEEP = "the request is nested too deeply to be read; send plain objects and 
 
 
 class WireError(EarnestError):
-    """A request that cannot be carried out; the client gets the sentence as it is."""
+    """A request that cannot be carried out; the client gets the message unchanged."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)

@@ -108,18 +108,18 @@ LOSSES: dict[str, Term] = {
 
 
 def _required(loss: Term) -> list[str]:
-    """What a datum must bring beside ``target_tokens``."""
+    """The inputs that a datum must have beside ``target_tokens``."""
     return [name for name, signal in _SIGNALS.items() if signal in loss.signals()]
 
 
 def _optional(loss: Term) -> list[str]:
-    """What it may bring."""
+    """The inputs that a datum may have."""
     return ["weights"] if loss.many_targets else [n for n in (*_BOUNDS, "sequence_ratio_mask") if hasattr(loss, n)]
 
 
 def flat_inputs(loss: Term, data: Sequence[Datum]) -> dict[str, Tensor]:
-    """The datums' inputs, flat over their tokens. Where only some bring an optional one, the others have the bound that
-    is configured, or 1."""
+    """The datums' inputs, flat over their tokens. Where only some have an optional one, the others get the configured
+    bound, or 1."""
     found = {}
     for name in {name for datum in data for name in datum.inputs} - {"target_tokens"}:
         default = getattr(loss, name, None)
@@ -176,7 +176,7 @@ def configured(loss: Term, given: Mapping[str, float | str]) -> Term:
 
 
 def check(loss: Term, inputs: Inputs, given: Mapping[str, float | str], where: str) -> None:
-    """Refuse a datum that lacks what the loss reads, or brings what it would ignore."""
+    """Refuse a datum that lacks an input of the loss, or has one that the loss would ignore."""
     targets = inputs.get("target_tokens")
     if targets is None:
         raise WireError(f"{where}: loss_fn_inputs has no 'target_tokens'.")
@@ -196,7 +196,7 @@ def check(loss: Term, inputs: Inputs, given: Mapping[str, float | str], where: s
         if value.shape != targets.shape:
             raise WireError(
                 f"{where}: loss_fn_inputs[{name!r}] has shape {tuple(value.shape)}, target_tokens "
-                f"{tuple(targets.shape)}; nothing is broadcast."
+                f"{tuple(targets.shape)}; they must be equal."
             )
         if not bool(torch.isfinite(value).all()):
             raise WireError(f"{where}: loss_fn_inputs[{name!r}] has values that are not finite.")

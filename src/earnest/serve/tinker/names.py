@@ -39,7 +39,7 @@ def is_run(run: str) -> bool:
 def folder_of(run: str) -> str:
     """The folder name of a run. The id is checked again here, immediately before it is used as a path."""
     if not is_run(run):
-        raise WireError(f"{run!r} is no id of a training run.", 404)
+        raise WireError(f"{run!r} is not an id of a training run.", 404)
     return run.replace(":", "-")
 
 
@@ -56,7 +56,7 @@ class CheckpointPath:
         parts = text.removeprefix("tinker://").split("/")
         if not text.startswith("tinker://") or len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):
             raise WireError(
-                f"{text!r} is no path of a checkpoint; it looks like tinker://<training run>/weights/<name> or "
+                f"{text!r} is not a path of a checkpoint; a path looks like tinker://<training run>/weights/<name> or "
                 ".../sampler_weights/<name>."
             )
         folder_of(parts[0])

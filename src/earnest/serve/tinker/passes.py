@@ -28,7 +28,7 @@ _ROLE: Role = "demonstration"
 
 
 def check(request: PassRequest, vocabulary: int, positions: int | None) -> Term:
-    """The loss that a request asks for; refused where a datum does not fit it or the model."""
+    """The loss of a request; refused where a datum does not fit it or the model."""
     loss = losses.configured(losses.find(request.loss_fn), request.config)
     if not request.data:
         raise WireError("the request has no data.")

@@ -45,7 +45,7 @@ class SampleRequest:
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> SampleRequest:
         if unknown := set(body) - _FIELDS:
-            raise WireError(f"the sample request has {sorted(unknown)}, which this server does not know.")
+            raise WireError(f"the sample request has {sorted(unknown)}, which this server does not support.")
         if body.get("record_stability_info"):
             raise WireError("record_stability_info: stable_reinforce is not served; leave it out.")
         params = dict(body["sampling_params"])
@@ -65,7 +65,7 @@ class SampleRequest:
         )
         n, top = int(body.get("num_samples", 1)), int(body.get("topk_sample_logprobs") or 0)
         if not 1 <= n <= 1024:
-            raise WireError(f"num_samples is {n}; ask for 1 … 1024.")
+            raise WireError(f"num_samples is {n}; give 1 … 1024.")
         return cls(tuple(wire.json_tokens(body["prompt"], "the prompt")), n, params, top, asked)
 
     def spec(self, host: Host) -> SampleSpec:
@@ -77,7 +77,7 @@ class SampleRequest:
         most = p.get("max_tokens")
         if most is None:
             if room is None:
-                raise WireError("max_tokens is missing, and this model has no limit of its own; name one.")
+                raise WireError("max_tokens is missing, and this model has no limit of its own; give one.")
             most = max(1, room - len(self.prompt) + 1)
         # The given texts and ids end a completion, and so does the end of a turn; an empty list turns both off.
         stop = p.get("stop")
@@ -189,7 +189,7 @@ class SampleQueue:
             self.host.cache.release(job.key)
 
     def _finish(self, job: _Job) -> None:
-        """Called when a part is decoded, mostly in the decoder's thread: it may neither compute nor take a turn."""
+        """Called when a part is decoded, mostly in the decoder's thread, so it must not compute or take a turn."""
         with job.lock:
             job.left -= 1
             if job.left:

@@ -257,7 +257,7 @@ class Service:
             theirs, model = self.checkpoints.get(path.run).lora, self.model(run)
             ours = asdict(model.lora)
             if {k: v for k, v in theirs.items() if k != "seed"} != {k: v for k, v in ours.items() if k != "seed"}:
-                raise WireError(f"{path} was made with the LoRA {theirs}, this model has {ours}; create a like one.")
+                raise WireError(f"{path} was made with the LoRA {theirs}, this model has {ours}; create one like it.")
             model.load(folder, optimizer=bool(body.get("optimizer")))
             return JsonResult({"type": "load_weights", "path": str(path), "model_id": run})
 
@@ -324,7 +324,7 @@ class Service:
         return {"supported_models": [known]}
 
     def skip(self, run: object, seq: object) -> None:
-        """A numbered request was refused before it was queued: its model goes on with the next one."""
+        """A numbered request was refused before it was queued: its model continues with the next one."""
         if isinstance(run, str) and run in self.models and isinstance(seq, int):
             self.queues.skip(run, seq)
 

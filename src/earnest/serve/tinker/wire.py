@@ -40,7 +40,7 @@ def messages() -> Any:
     try:
         return importlib.import_module("tinker.proto.tinker_public_pb2")
     except ImportError as error:
-        raise MissingExtra("tinker", "tinker", "Speaking the Tinker API") from error
+        raise MissingExtra("tinker", "tinker", "Serving the Tinker API") from error
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
@@ -84,7 +84,7 @@ def _as_wire_error() -> Iterator[None]:
     except WireError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WireError(f"the body is no forward_backward request ({type(error).__name__}: {error}).") from error
+        raise WireError(f"the body is not a forward_backward request ({type(error).__name__}: {error}).") from error
 
 
 def _read_json(found: Mapping[str, Any]) -> PassRequest:
@@ -107,7 +107,7 @@ def _parse_proto(body: bytes) -> Any:
     try:
         request.ParseFromString(body)
     except DecodeError as error:
-        raise WireError(f"the body is no ForwardBackwardRequest ({error}).") from error
+        raise WireError(f"the body is not a ForwardBackwardRequest ({error}).") from error
     return request
 
 
@@ -131,7 +131,7 @@ def _proto_datum(datum: Any, index: int) -> Datum:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
-            raise WireError(f"datum {index} has a chunk that is no text; this server reads tokens only.")
+            raise WireError(f"datum {index} has a chunk that is not text; this server reads tokens only.")
         tokens += np.frombuffer(_whole(chunk.encoded_text.tokens, 4, index), dtype="<i4").tolist()
     inputs = {name: _proto_tensor(t, f"datum {index}: {name}") for name, t in datum.loss_fn_inputs.items()}
     return Datum(tuple(tokens), inputs)
@@ -139,7 +139,7 @@ def _proto_datum(datum: Any, index: int) -> Datum:
 
 def _whole(data: bytes, size: int, index: int) -> bytes:
     if len(data) % size:
-        raise WireError(f"datum {index}: {len(data)} bytes are no whole number of {size}-byte values.")
+        raise WireError(f"datum {index}: {len(data)} bytes are not a whole number of {size}-byte values.")
     return data
 
 

@@ -1,10 +1,10 @@
-// The conversation: answers as they come, what people say about them, and what became of that.
+// The conversation: answers as they come, the users' feedback on them, and its status.
 import { $, el, plural } from "/dashboard/dom.js";
 import { chat, post } from "/dashboard/wire.js";
 
 let messages = [];
 let busy = null;
-const quiet = $("quiet"); // the words of an empty conversation
+const quiet = $("quiet"); // the text of an empty conversation
 const fates = new Map(); // feedback id → the line under its answer
 
 export function setup(app) {
@@ -83,7 +83,7 @@ function reactions(app, id) {
       const told = await post("/v1/feedback", { completion_id: id, ...said });
       if (pressed) pressed.setAttribute("aria-pressed", "true");
       fates.set(told.id, fate);
-      if (told.status === "queued") fate.textContent = "Kept. It waits to be learned from.";
+      if (told.status === "queued") fate.textContent = "Stored. It waits to be learned from.";
       return true;
     } catch (error) { app.fail(error); return false; }
   };
@@ -112,7 +112,7 @@ function reactions(app, id) {
 }
 
 export function told(event, data) {
-  // A version came of a feedback, or nothing did: say so under the answer that it was about.
+  // Show under an answer whether a version learned from its feedback.
   const about = (data.feedback instanceof Array ? data.feedback : []).filter((id) => fates.has(id));
   for (const id of about) {
     const line = fates.get(id);
@@ -124,6 +124,6 @@ export function told(event, data) {
     } else if (event === "learn" && data.phase === "begins") line.textContent = `Version ${data.version} is being made from it …`;
     else if (event === "learn" && data.phase === "failed") line.textContent = `It could not be learned from: ${data.reason}`;
     else if (event === "learn" && data.phase === "cancelled") line.textContent = "It was cancelled before it was learned from.";
-    else if (event === "learn" && data.phase === "nothing to learn") line.textContent = "There was nothing to learn in it.";
+    else if (event === "learn" && data.phase === "nothing to learn") line.textContent = "The objective does not use this feedback.";
   }
 }

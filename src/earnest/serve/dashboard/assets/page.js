@@ -1,4 +1,4 @@
-// The page: asks once for everything, then follows the events.
+// The page: loads everything once, then follows the events.
 import { $, badge, clock, el, keepFocus, plural } from "/dashboard/dom.js";
 import { at, get, hasKey, post, remove, useKey, watch } from "/dashboard/wire.js";
 import * as chat from "/dashboard/chat.js";
@@ -16,7 +16,7 @@ const app = {
     if (error.status === 401) ask(error);
   },
   async act(promise, reload = true) {
-    // Something was clicked: wait for it, say what went wrong, show what is now.
+    // After a click: wait for the result, show an error, and load the new state.
     try { await promise; $("error").hidden = true; if (reload) refresh("adapters"); } catch (error) { app.fail(error); }
   },
   choose(name) {
@@ -103,7 +103,7 @@ async function refresh(...names) {
 
 // ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 function told(event, data) {
-  if (event in parts && event !== "adapters") return refresh(event); // runs, health: something is not as it was
+  if (event in parts && event !== "adapters") return refresh(event); // runs, health: something changed
   const about = data.adapter ?? "";
   const words = {
     feedback: () => `feedback on ${about}: ${data.text ?? data.better ?? "thumbs " + data.thumbs}`,

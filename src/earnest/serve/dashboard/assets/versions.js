@@ -1,4 +1,4 @@
-// Versions of the chosen adapter: which one answers, what the gate and the audit said, and the buttons.
+// Versions of the chosen adapter: which one answers, the verdicts of gate and audit, and the buttons.
 import { $, badge, el, findings, keepFocus, number, plural, when } from "/dashboard/dom.js";
 import { chart } from "/dashboard/chart.js";
 import { at, blob, get, post } from "/dashboard/wire.js";
