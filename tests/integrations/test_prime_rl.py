@@ -204,7 +204,7 @@ def test_every_term_is_allowed_or_refused_with_its_reason() -> None:
         except ConfigError as error:
             reasons[kind] = str(error)
     assert set(OBJECTIVES) - set(reasons) == ALLOWED
-    assert {k for k, why in reasons.items() if "one log-prob a token" in why} == LOGITS
+    assert {k for k, why in reasons.items() if "one log-prob per token" in why} == LOGITS
     assert {k for k, why in reasons.items() if "divides by something else" in why} == NORMALISED
     assert {k for k, why in reasons.items() if "one rollout at a time" in why} == OTHER_ROWS
 
@@ -212,7 +212,7 @@ def test_every_term_is_allowed_or_refused_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "why"),
     [
-        ({"objective": [{"kind": "sdpo", "top_k": 20}]}, "sdpo: needs teacher, Divergence, .* one log-prob a token"),
+        ({"objective": [{"kind": "sdpo", "top_k": 20}]}, "sdpo: needs teacher, Divergence, .* one log-prob per token"),
         ({"objective": [{"kind": "grpo"}]}, "grpo: divides by something else than the number of tokens"),
         ({"correction": {"cap": 2.0}}, "dapo: needs proximal, which PRIME-RL does not pass"),
         ({"route": "correct"}, "dapo: needs correct, which PRIME-RL does not pass"),

@@ -119,7 +119,7 @@ def test_nothing_is_installed_while_it_runs() -> None:
     )
     done = in_juicer("-c", script)
     assert done.returncode == 1
-    assert "CleaningError: data-juicer wants to install" in done.stderr
+    assert "CleaningError: data-juicer tries to install" in done.stderr
     assert in_juicer("-c", "import scipy").returncode == 1, "and it is still not there"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from earnest.http import wait
-from earnest.replay.endpoint import Endpoint, Exhausted, Reply, Usage
+from earnest.replay.endpoint import Endpoint, Reply, RetriesExhausted, Usage
 from earnest.replay.errors import EndpointError
 from earnest.replay.judges import add
 from tests.replay.records import user
@@ -68,10 +68,10 @@ def test_a_refusal_stops_at_once_and_says_where_the_key_comes_from() -> None:
 
 def test_all_tries_failing_is_said_with_the_last_reason() -> None:
     with serving(lambda *_: Answer(status=500, raw="broken")) as server:
-        with pytest.raises(Exhausted, match=r"failed 5 times on t#0\|x\|0; the last time: HTTP 500: broken"):
+        with pytest.raises(RetriesExhausted, match=r"failed 5 times on t#0\|x\|0; the last time: HTTP 500: broken"):
             ask(server.url)
         assert len(server.bodies) == 5
-    with pytest.raises(Exhausted, match="refused"):  # nobody listens any more
+    with pytest.raises(RetriesExhausted, match="refused"):  # nobody listens any more
         ask(server.url)
 
 

@@ -165,20 +165,20 @@ def test_failures_within_the_share_are_dropped_and_counted_beyond_it_they_stop(t
 def test_a_budget_ends_the_job_and_a_larger_one_goes_on(traces: Path, tmp_path: Path) -> None:
     with serving(good) as server:
         price = (10 * 1.0 + 5 * 2.0) / 1e6
-        with pytest.raises(ReplayError, match=r"are spent and max_cost is .* the same command goes on"):
+        with pytest.raises(ReplayError, match=r"are spent and max_cost is .* the same command continues"):
             replay(traces, settings(server.url, tmp_path, max_cost=4.5 * price, concurrency=1))
         assert len(server.bodies) == 5, "asked until it was spent, and not beyond"
         assert len(replay(traces, settings(server.url, tmp_path, max_cost=1.0)).made) == 2 * N
 
 
-@pytest.mark.parametrize("told", [None, {"prompt_tokens": 10}, {}])
+@pytest.mark.parametrize("usage", [None, {"prompt_tokens": 10}, {}])
 def test_a_budget_is_refused_where_replies_do_not_say_what_they_cost(
-    told: dict[str, int] | None, traces: Path, tmp_path: Path
+    usage: dict[str, int] | None, traces: Path, tmp_path: Path
 ) -> None:
     """Counted as nothing they would never reach the limit. Without a limit the job goes on, and reports them."""
 
     def silent(body: Body, _: int) -> Answer:
-        return replace(good(body), usage=told)
+        return replace(good(body), usage=usage)
 
     with serving(silent) as server:
         says = r"max_cost is \$1, but 1 of 1 replies of endpoint came without their token count .* leave max_cost out"
@@ -231,7 +231,7 @@ def test_a_judge_is_asked_in_both_orders(traces: Path, tmp_path: Path) -> None:
 def test_a_judge_that_rambles_gives_no_verdict(traces: Path, tmp_path: Path) -> None:
     rambles = lambda q: "Well, " if "question 1" in q else "A" if "Answer A:\ngood" in q else "B"  # noqa: E731
     found = judged(rambles, traces, tmp_path, turns="last")
-    assert count(found.drops) == {"the judge said 'well,' instead of A, B or tie": 3}  # questions 1, 10 and 11
+    assert count(found.drops) == {"the judge replied 'well,' instead of A, B or tie": 3}  # questions 1, 10 and 11
 
 
 def test_a_grader_judges_by_its_rewards(tmp_path: Path) -> None:
@@ -247,9 +247,7 @@ def test_a_grader_judges_by_its_rewards(tmp_path: Path) -> None:
     with serving(lambda *_: Answer(next(answers))) as server:
         found = replay(traces, settings(server.url, tmp_path, judge={"kind": "task"}, concurrency=1))
     assert [(p.trace, p.winner, p.margin) for p in found.made] == [("0", "teacher", 1.0), ("1", "trace", 1.0)]
-    assert [d.reason for d in found.drops] == [
-        "the trace has no meta.task and meta.data, so no grader knows the question"
-    ]
+    assert [d.reason for d in found.drops] == ["the trace has no meta.task and meta.data, so no grader can judge it"]
 
 
 def test_what_cannot_be_used_has_a_reason(tmp_path: Path) -> None:
@@ -325,7 +323,7 @@ def test_a_policy_answers_with_calls_and_a_judge_with_hindsight_scores_them(agen
     for p in found.made:
         assert p.margin > 0 and p.judge == "likelihood" and p.teacher in ("policy", "hindsight") and p.tools
     reasons = count(found.drops)
-    assert "nobody said anything afterwards" in reasons and SAME in reasons
+    assert "no message follows" in reasons and SAME in reasons
 
 
 def test_the_margin_is_the_difference_of_mean_log_probs(agent: tuple[Path, Replayed]) -> None:
@@ -342,8 +340,8 @@ def test_the_margin_is_the_difference_of_mean_log_probs(agent: tuple[Path, Repla
     turn = next(
         t for trace in found.traces.traces if trace.id == pair.trace for t in trace.turns() if t.number == pair.turn
     )
-    assert turn.said is not None
-    prompt = policy.render(hindsight(turn.state, turn.said), tools=turn.trace.tools)
+    assert turn.next_message is not None
+    prompt = policy.render(hindsight(turn.state, turn.next_message), tools=turn.trace.tools)
     means = []
     for answer in (pair.chosen, pair.rejected):
         reply = message_tokens(policy, turn.state, answer, turn.trace.tools)[1]

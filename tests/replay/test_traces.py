@@ -34,9 +34,9 @@ def test_turns_states_and_hindsight_by_hand() -> None:
     first, second, third = found.turns()
     assert [t.place for t in found.turns()] == [1, 3, 5] and [t.last for t in found.turns()] == [False, False, True]
     assert first.state == found.messages[:1] and second.answer["content"] == "It is 11:41."
-    assert first.said == second.said == "Wrong, in Rome!"
-    assert third.said == "Better.", "behind the last turn the feedback on the trace is what was said"
-    assert parse(trace(user("hi"), said("ho"))).turns()[0].said is None
+    assert first.next_message == second.next_message == "Wrong, in Rome!"
+    assert third.next_message == "Better.", "behind the last turn the feedback on the trace is what was said"
+    assert parse(trace(user("hi"), said("ho"))).turns()[0].next_message is None
 
 
 def test_every_trace_of_the_schema_is_read(tmp_path: Path) -> None:
@@ -57,17 +57,17 @@ def test_every_trace_of_the_schema_is_read(tmp_path: Path) -> None:
         (trace(user("x")), "no message is the assistant's"),
         (trace(said("x")), "no state before it"),
         (trace({"role": "robot", "content": "x"}, said("y")), "role 'robot'; known: system"),
-        (trace(user("x"), {"role": "assistant", "content": None}), "says nothing"),
+        (trace(user("x"), {"role": "assistant", "content": None}), "is empty"),
         (trace({**user("x"), "tool_calls": [1]}, said("y")), "only the assistant calls tools"),
         (
             trace(user("x"), {"role": "tool", "tool_call_id": "z", "content": "1"}, said("y")),
             "the call 'z', which nobody",
         ),
-        (trace(user("x"), {"role": "assistant", "tool_calls": [{"id": "c"}]}), "no call of a function"),
-        (trace({"role": "user", "content": [{"type": "image_url"}]}, said("y")), "images and sound are not replayed"),
+        (trace(user("x"), {"role": "assistant", "tool_calls": [{"id": "c"}]}), "not a function call"),
+        (trace({"role": "user", "content": [{"type": "image_url"}]}, said("y")), "images and audio are not supported"),
         (trace(user("x"), said("y"), reward="good"), "reward is 'good'"),
         (trace(user("x"), said("y"), version=[1]), "version is"),
-        (trace(user("x"), said("y"), tools=[{}]), r"tools\[0\] is no tool"),
+        (trace(user("x"), said("y"), tools=[{}]), r"tools\[0\] is not a tool"),
         (trace(user("x"), said("y"), meta=3), "meta is a int"),
     ],
 )
@@ -94,7 +94,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read(path)
     path = tmp_path / "x.sqlite3"
     path.write_bytes(b"junk")
-    with pytest.raises(TraceError, match="no database of `earnest serve`"):
+    with pytest.raises(TraceError, match="not a database of `earnest serve`"):
         read(path)
 
 
@@ -139,7 +139,7 @@ def test_pairs_of_others_and_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"there is no file .*earnest replay TRACES"):
         files.read(path)
     path.write_text("junk")
-    with pytest.raises(ReplayError, match="no parquet file"):
+    with pytest.raises(ReplayError, match="not a parquet file"):
         files.read(path)
 
     def put(**columns: list[Any]) -> None:

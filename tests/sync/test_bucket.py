@@ -1,4 +1,4 @@
-"""SamplerPool that see only a bucket: the trainer's own tokens, every version probed, open requests answered late."""
+"""Samplers that reach only a bucket: the trainer's own tokens, every version probed, open requests answered late."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"file://{tmp_path}/bucket"
 
 
-def told(setup: Setup, url: str, **more: Any) -> RunConfig:
+def config_of(setup: Setup, url: str, **more: Any) -> RunConfig:
     data = setup.config.model_dump(mode="json", by_alias=True, exclude_none=True)
     return from_mapping({**data, "sampler": {"url": url, **more}})
 
 
 def trainer(setup: Setup, url: str, **more: Any) -> SamplerPool:
-    made = samplers_of(told(setup, url, **more), setup.task, setup.engine, lambda _: None)
+    made = samplers_of(config_of(setup, url, **more), setup.task, setup.engine, lambda _: None)
     assert made is not None
     return made
 
@@ -109,7 +109,9 @@ def test_a_sampler_that_does_not_apply_a_version_is_refused(
     with serving(url, [engine]):
         try:
             there.sample(asked(setup, 1), 1, SPEC)
-            monkeypatch.setattr(base.Held, "push", lambda self, version, state: setattr(engine, "version", version))
+            monkeypatch.setattr(
+                base.SamplerEngine, "push", lambda self, version, state: setattr(engine, "version", version)
+            )
             move(setup, size)
             for _ in range(2):  # a second request does not make it right
                 with pytest.raises(SamplingError, match=r"sampler 0 of .* still runs old weights"):
@@ -126,14 +128,14 @@ def test_a_probe_that_is_not_a_number_fails(
     place: int, setup: Setup, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A maximum would pass over a NaN that is not the first."""
-    score = base.Held.score
+    score = base.SamplerEngine.score
 
-    def broken(self: base.Held, rows: Any) -> list[float]:
+    def broken(self: base.SamplerEngine, rows: Any) -> list[float]:
         found = score(self, rows)
         found[place] = float("nan")
         return found
 
-    monkeypatch.setattr(base.Held, "score", broken)
+    monkeypatch.setattr(base.SamplerEngine, "score", broken)
     there = trainer(setup, url)
     with serving(url, [fresh(setup)]):
         try:
@@ -180,7 +182,7 @@ def test_a_prefix_of_another_run_is_refused(setup: Setup, url: str) -> None:
 
     with pytest.raises(SamplingError, match="there is no run at"):
         follow(url, 0, Console())
-    config = told(setup, url)
+    config = config_of(setup, url)
     put_config(Bucket.open(url), dump(config))
     put_config(Bucket.open(url), dump(config))  # a resumed trainer
     with pytest.raises(SamplingError, match="has the settings of another run"):

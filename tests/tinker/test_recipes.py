@@ -98,7 +98,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "chat_template": [("{{ messages }}", "chat_template: with engine.kind tinker")],
     "task": [("sort",), ({"name": "sort"},)],
     "data": [("pairs.parquet", "no term reads the pairs")],
-    "objective": [([SDPO],), (SDPOS, "asked once"), ([{"kind": "dpo"}],)],
+    "objective": [([SDPO],), (SDPOS, "scores once"), ([{"kind": "dpo"}],)],
     "advantages": [("leave_one_out",)],
     "teacher.kind": [("base", "no term reads the base teacher"), ("trust_region", "mixes logits"), ("live",)],
     "teacher.mix": [

@@ -1,1 +1,1 @@
-"""earnest's objectives inside other people's trainers."""
+"""earnest's objectives inside other trainers."""

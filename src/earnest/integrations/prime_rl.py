@@ -1,4 +1,4 @@
-"""A custom loss for PRIME-RL: earnest's terms on the log-probs that its trainer hands over.
+"""A custom loss for PRIME-RL: earnest's terms on the log-probs that its trainer passes.
 
     [trainer.loss]
     type = "custom"
@@ -10,8 +10,8 @@ PRIME-RL calls the function on one sequence at a time and divides the summed res
     L = Σ_i Σ_t w_t·ℓ_t / N_tokens,
 
 which is the token mean of DAPO. Terms that divide by anything else (GRPO by each sequence's length) would be another
-objective under their name, and terms that read more than one log-prob a token cannot be computed at all: both are
-refused by ``configure``, which ``python -m earnest.integrations.prime_rl rl.toml`` calls before a GPU is rented.
+objective under their name, and terms that read more than one log-prob per token cannot be computed at all.
+``configure`` refuses both; ``python -m earnest.integrations.prime_rl rl.toml`` calls it before a GPU is rented.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def configure(
 def evaluate(objective: Objective, inputs: LossInputs) -> LossOutputs:
     """Σ over the masked tokens, on the graph of ``trainer_logprobs``."""
     batch, scalars = to_batch(inputs)
-    if batch is None:  # a sequence without a token of ours: a sum of nothing, on the graph, so that backward runs
+    if batch is None:  # a sequence without active tokens: 0 on the graph, so that backward runs
         return LossOutputs(inputs.trainer_logprobs[:0].sum(), {})
     objective.check(batch)
     counts = {w.term.label: SUMMED for w in objective.live()}
@@ -112,7 +112,7 @@ def to_batch(inputs: LossInputs) -> tuple[Batch | None, Scalars]:
         value = getattr(inputs, name)
         if value is not None and value.shape != lp.shape:
             raise SignalError(
-                f"{name} has shape {tuple(value.shape)}, trainer_logprobs {tuple(lp.shape)}; one a token."
+                f"{name} has shape {tuple(value.shape)}, trainer_logprobs {tuple(lp.shape)}; give one per token."
             )
     weight = mask.float() if given is None else torch.where(mask, given.float(), 0.0)
     on = weight != 0
@@ -155,13 +155,12 @@ def refuse_unless_per_token(term: Term) -> None:
         what = ", ".join([*whole, *(type(need).__name__ for need in needs)])
         raise ConfigError(
             f"{term.label}: needs {what}, which is made from logits (a top-K or full distribution) or weights; "
-            "PRIME-RL's custom loss gets one log-prob a token. Take a term on log-probs (dapo, cispo, reinforce, "
+            "PRIME-RL's custom loss gets one log-prob per token. Take a term on log-probs (dapo, cispo, reinforce, "
             "reference_kl with per='token'), or train it with `earnest run`."
         )
     if beyond:
         raise ConfigError(
-            f"{term.label}: needs {', '.join(beyond)}, which PRIME-RL does not pass; leave out the field that asks "
-            "for it."
+            f"{term.label}: needs {', '.join(beyond)}, which PRIME-RL does not pass; leave out the field that needs it."
         )
     if not _is_token_mean(term, batch, scalars):
         raise ConfigError(
@@ -189,7 +188,7 @@ def _is_token_mean(term: Term, batch: Batch, scalars: Scalars) -> bool:
 
 @functools.cache
 def _probe() -> tuple[Batch, Scalars]:
-    """Two rows of unequal length, with all that PRIME-RL can pass; off-policy, so that nothing cancels."""
+    """Two rows of unequal length, with all inputs that PRIME-RL can pass; off-policy, so that no term cancels."""
     behaviour = [[-1.0, -0.5, -2.0, -0.1], [-0.7, -1.3]]
     batch = Batch.from_rows(
         [[0], [0]],

@@ -1,4 +1,4 @@
-"""Filters over pairs, one after the other; what each dropped, and why, with examples.
+"""Filters over pairs, one after the other, with what each dropped, the reason and examples.
 
 A filter that drops everything it was given, or raises, stops the job: an empty file is never a result.
 """
@@ -66,7 +66,7 @@ def backend_of(cleaner: str) -> Backend:
 def clean(
     pairs: Sequence[Pair], ops: Sequence[Op], backend: Backend | None = None, leakage: Leakage | None = None
 ) -> Cleaned:
-    """Each filter sees what the one before it left; leakage comes last."""
+    """Each filter gets the pairs that the one before it kept; leakage comes last."""
     backend = BuiltIn() if backend is None else backend
     left = list(pairs)
     steps = []
@@ -94,7 +94,7 @@ def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[FilterResult]
         verdicts = backend.judge(op, texts)
     except CleaningError:
         raise
-    except Exception as error:  # foreign code: whatever it raises, its records are neither kept nor dropped unseen
+    except Exception as error:  # an error in foreign code stops the job: no record is kept or dropped without a verdict
         raise CleaningError(
             f"{op.op} ({backend.name}) raised {type(error).__name__}: {error}. Nothing was dropped; correct it or "
             "leave it out."

@@ -34,7 +34,7 @@ class CostLedger:
 
     @classmethod
     def of(cls, config: ReplayConfig, journal: Journal) -> CostLedger:
-        """With everything that the journal holds already."""
+        """A ledger with all costs in the journal."""
         made = cls({t.label: t.price for t in config.teachers} | {"judge": config.judge.price})
         for record in journal.records("answer"):
             made.count("answer", record["key"].rsplit("|", 2)[1], record["usage"])
@@ -62,7 +62,7 @@ class CostLedger:
         return sum(account.dollars or 0.0 for account in self.accounts.values())
 
     def demand_budget(self, limit: float | None) -> None:
-        """Before each request. A limit that cannot be kept is refused, not taken as kept."""
+        """Call before each request. A limit that cannot be checked is an error."""
         if limit is None:
             return
         for name, account in self.accounts.items():
@@ -70,9 +70,9 @@ class CostLedger:
                 raise ReplayError(
                     f"max_cost is ${limit:g}, but {account.unknown} of {account.replies} replies of {name} came "
                     "without their token count (usage), so their cost is unknown. Let the endpoint report usage, or "
-                    "leave max_cost out; what was answered is kept."
+                    "leave max_cost out; the answers so far are kept."
                 )
         if self.dollars >= limit:
             raise ReplayError(
-                f"${self.dollars:.4f} are spent and max_cost is ${limit:g}; raise it, and the same command goes on."
+                f"${self.dollars:.4f} are spent and max_cost is ${limit:g}; raise it, and the same command continues."
             )

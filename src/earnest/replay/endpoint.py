@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 
-class Exhausted(EndpointError):
+class RetriesExhausted(EndpointError):
     """Every try of one request failed; other requests may still succeed."""
 
 
@@ -31,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Reply:
-    """An assistant message as it came, why it ended, and its cost."""
+    """An assistant message as received, why it ended, and its cost."""
 
     message: Message
     finish: str | None
@@ -73,7 +73,7 @@ class Endpoint:
             hint = f" Is ${self.key} set to a key of this endpoint?" if error.status in (401, 403) else ""
             raise EndpointError(f"{url} refused with {error}.{hint}") from None
         except http.NoAnswer as error:
-            raise Exhausted(
+            raise RetriesExhausted(
                 f"{self.base_url} failed {self.attempts} times on {name}; the last time: {error}."
             ) from None
         reply: Reply = answer.value

@@ -6,7 +6,7 @@ from earnest.errors import EarnestError
 
 
 class ReplayError(EarnestError):
-    """Traces, answers or pairs are not what they have to be; the job stops, and the answers so far stay on disk."""
+    """Traces, answers or pairs are not usable; the job stops, and the answers so far stay on disk."""
 
 
 class TraceError(ReplayError):

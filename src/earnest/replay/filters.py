@@ -1,8 +1,8 @@
-"""What makes a record unfit, in plain Python: the built-in twins of data-juicer's operators.
+"""Filters in plain Python that match data-juicer's operators.
 
     text_length            characters
     words                  pieces between blanks, without the special characters around them, that are not empty
-    special_characters     share of characters that are no letter: punctuation, digits, blanks, symbols, emoji
+    special_characters     share of characters that are not letters: punctuation, digits, blanks, symbols, emoji
     character_repetition   share of n-grams that are one of the most frequent repeated ones, √(distinct n-grams) at most
     word_repetition        share of word n-grams that occur more than once
     exact_duplicates       the same text, blanks at its ends apart; the first one stays
@@ -94,7 +94,7 @@ class FilterResult:
 
 
 class Backend(Protocol):
-    """Who computes the verdicts."""
+    """A backend computes the verdicts."""
 
     @property
     def name(self) -> str: ...
@@ -175,13 +175,14 @@ def _repeats(keys: Sequence[str]) -> list[FilterResult]:
 
 
 def shingles(text: str, n: int) -> frozenset[str]:
-    """The character n-grams of a text, in lower case; a shorter text is its own only one."""
+    """The character n-grams of a text, in lower case; a shorter text is one n-gram."""
     low = text.lower()
     return frozenset(low[i : i + n] for i in range(len(low) - n + 1)) or frozenset({low})
 
 
 def near_duplicates(texts: Sequence[str], n: int, threshold: float) -> list[FilterResult]:
-    """A text leaves where it is similar to an earlier one, directly or through others: the first of a cluster stays."""
+    """A text is dropped if it is similar to an earlier one, directly or through others: the first of a cluster
+    stays."""
     sets = [shingles(text, n) for text in texts]
     rarity = Counter(gram for own in sets for gram in own)
     first = list(range(len(texts)))  # the first member of each text's cluster

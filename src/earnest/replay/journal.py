@@ -17,7 +17,8 @@ Kind = Literal["answer", "verdict"]
 
 
 class Journal:
-    """A JSONL file: the settings that the answers belong to, then one answer per line. A torn last line is cut off."""
+    """A JSONL file: the settings that the answers belong to, then one answer per line. An incomplete last line is cut
+    off."""
 
     def __init__(self, path: Path, asking: Mapping[str, Any], traces: str) -> None:
         self.path = path
@@ -32,7 +33,7 @@ class Journal:
             self._lines.append(header)
 
     def _read(self, header: Mapping[str, Any]) -> int:
-        """Take in what is there; the length of its whole lines."""
+        """Read the existing answers; returns the length of the complete lines."""
         if not self.path.exists():
             return 0
         good = 0
@@ -42,12 +43,14 @@ class Journal:
             try:
                 record = json.loads(line)
             except ValueError:
-                raise ReplayError(f"{self.path}, line {number + 1} is not JSON; delete the file to ask anew.") from None
+                raise ReplayError(
+                    f"{self.path}, line {number + 1} is not JSON; delete the file to start again."
+                ) from None
             if number == 0 and record != json.loads(json.dumps(header)):
                 changed = [key for key in header if record.get(key) != json.loads(json.dumps(header[key]))]
                 raise ReplayError(
-                    f"{self.path} belongs to other {' and '.join(changed)}; repeat those settings to go on, give "
-                    "another out=, or delete it to ask anew."
+                    f"{self.path} belongs to other {' and '.join(changed)}; use those settings to continue, give "
+                    "another out=, or delete it to start again."
                 )
             if number:
                 self._found[record["kind"], record["key"]] = record

@@ -16,7 +16,7 @@ from earnest.replay.local import LocalPolicy, UnusableTurn
 from earnest.replay.traces import AssistantTurn, Message, plain_text
 from earnest.tasks import Prompt, get_task
 
-TOLD = "You compare two answers that an assistant could give next in a conversation. Judge by what helps the user."
+SYSTEM = "You compare two answers that an assistant could give next in a conversation. Judge by what helps the user."
 QUESTION = """The conversation:
 {conversation}
 {hindsight}
@@ -56,11 +56,11 @@ def by_likelihood(policy: LocalPolicy, asked: Sequence[AnswerComparison]) -> lis
 
 
 def by_grader(comparison: AnswerComparison, task: str | None) -> float:
-    """Rewards by a task's grader; the trace's ``meta.data`` is what the grader knows of the question."""
+    """Rewards by a task's grader; the grader reads the question's data from the trace's ``meta.data``."""
     turn = comparison.turn
     name, data = task or turn.trace.meta.get("task"), turn.trace.meta.get("data")
     if not isinstance(name, str) or not isinstance(data, dict):
-        raise UnusableTurn("the trace has no meta.task and meta.data, so no grader knows the question")
+        raise UnusableTurn("the trace has no meta.task and meta.data, so no grader can judge it")
     if not turn.last:
         raise UnusableTurn("a grader judges the last answer of a trace")
     grader = get_task(name)
@@ -70,20 +70,20 @@ def by_grader(comparison: AnswerComparison, task: str | None) -> float:
 
 
 def by_endpoint(endpoint: Endpoint, comparison: AnswerComparison, name: str) -> tuple[float | str, Usage]:
-    """Two questions, the answers in either order; a word that is none of A, B and tie is no verdict."""
+    """Two questions, with the answers in both orders; a reply other than A, B or tie is no verdict."""
     turn = comparison.turn
     answers = plain_text(comparison.candidate), plain_text(turn.answer)
-    later = f"\nWhat the user said afterwards:\n{turn.said}\n" if turn.said else ""
+    later = f"\nWhat the user said afterwards:\n{turn.next_message}\n" if turn.next_message else ""
     conversation = "\n".join(f"{m['role']}: {plain_text(m)}" for m in turn.state)
     votes, used = [], []
     for sign, (a, b) in ((1.0, answers), (-1.0, answers[::-1])):
         text = QUESTION.format(conversation=conversation, hindsight=later, a=a, b=b)
-        messages = [{"role": "system", "content": TOLD}, {"role": "user", "content": text}]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
         reply = endpoint.chat(messages, name=f"{name} judge {sign:+g}", temperature=0.0, max_tokens=8)
         used.append(reply.usage)
         word = str(reply.message.get("content") or "").strip().strip(".*\"'").lower()
         if word not in WORTH:
-            return f"the judge said {word[:40]!r} instead of A, B or tie", add(used)
+            return f"the judge replied {word[:40]!r} instead of A, B or tie", add(used)
         votes.append(sign * WORTH[word])
     return sum(votes) / 2, add(used)
 

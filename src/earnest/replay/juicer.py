@@ -1,10 +1,10 @@
 """data-juicer's operators as a backend, kept from installing anything.
 
-    python -m earnest.replay.juicer < [{"ops": [...], "texts": [...]}]    the way in from another environment
+    python -m earnest.replay.juicer < [{"ops": [...], "texts": [...]}]    for a caller in another environment
 
-Traps that this file closes (py-data-juicer 1.6.1): missing imports are installed at run time, torch included; an
-operator that raises drops its whole batch where ``skip_op_error`` is on; the MinHash operator takes all texts shorter
-than its window for duplicates of each other, and its default bands import scipy.
+Problems of py-data-juicer 1.6.1 that this file avoids: missing imports are installed at run time, torch included; an
+operator that raises drops its whole batch where ``skip_op_error`` is on; the MinHash operator treats all texts shorter
+than its window as duplicates of each other, and its default bands import scipy.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Juicer:
             wanted = {"tokenization": "character", "window_size": op.n, "jaccard_threshold": op.threshold}
             wanted |= {"num_permutations": PERMUTATIONS, "num_bands": bands, "num_rows_per_band": rows}
             operator = _operator("deduplicator", "document_minhash_deduplicator", "DocumentMinhashDeduplicator", wanted)
-            mine = [i for i, text in enumerate(texts) if len(text) >= op.n]  # shorter ones would all look alike
+            # shorter ones would all count as duplicates
+            mine = [i for i, text in enumerate(texts) if len(text) >= op.n]
         rows_in = [operator.compute_hash({"text": texts[i]}) | {"place": i} for i in mine]
         if not rows_in:
             return [FilterResult(True) for _ in texts]
@@ -114,7 +115,7 @@ def lsh_bands(threshold: float, permutations: int) -> tuple[int, int]:
 
 
 def forbid_installs() -> None:
-    """From here on a package that data-juicer misses is an error, not a download."""
+    """Make a package that data-juicer misses an error instead of a download."""
     os.environ.update(UV_OFFLINE="1", PIP_NO_INDEX="1", HF_HUB_OFFLINE="1")
     try:
         from data_juicer.utils.lazy_loader import LazyLoader
@@ -125,7 +126,7 @@ def forbid_installs() -> None:
 
     def refuse(_: type, package: Any = None, *_more: Any, **_options: Any) -> None:
         raise CleaningError(
-            f"data-juicer wants to install {package!r} while it runs, which earnest does not allow; install it "
+            f"data-juicer tries to install {package!r} while it runs, which earnest does not allow; install it "
             "yourself, or clean with cleaner=built-in."
         )
 
@@ -138,7 +139,8 @@ def forbid_installs() -> None:
 
 
 def main() -> None:
-    """For a caller in another environment: verdicts of each op on all texts, and who survives them one by one."""
+    """For a caller in another environment: verdicts of each op on all texts, and the texts that pass all of them in
+    turn."""
     backend = Juicer()
     sys.stdout.write(json.dumps([_answer(backend, job["ops"], job["texts"]) for job in json.load(sys.stdin)]))
 

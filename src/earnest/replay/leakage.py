@@ -1,9 +1,9 @@
-"""Whether a record's prompt has a held-out text in it. The larger of two shares decides:
+"""Whether a record's prompt contains a held-out text. The larger of two shares decides:
 
     the share of the prompt's word n-grams that the held-out set has, and
     the largest share of one held-out text's n-grams that the prompt has (a question inside a longer conversation).
 
-A text shorter than n words is compared as a whole; inside a longer one it is looked for from ``LEAST`` words on.
+A text shorter than n words is compared as a whole; it is searched in longer texts if it has at least ``LEAST`` words.
 Words are in lower case, without punctuation around them.
 """
 

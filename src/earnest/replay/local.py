@@ -17,11 +17,12 @@ from earnest.replay.traces import AssistantTurn, Message
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 CHUNK = 64
-"""Prompts that are sampled together; a fixed cut of the plan, so that a resumed replay samples what it would have."""
+"""Prompts that are sampled together; the plan is always cut at the same places, so that a resumed replay samples the
+same."""
 
 
 class UnusableTurn(Exception):
-    """This turn cannot be put to this policy; the reason goes into the report."""
+    """This policy cannot answer this turn; the reason goes into the report."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,13 @@ class Answered:
     completion_tokens: int
 
 
-def told(turn: AssistantTurn) -> list[dict[str, Any]]:
+def hindsight_messages(turn: AssistantTurn) -> list[dict[str, Any]]:
     """The state with the user's next message as a hint."""
-    if turn.said is None or not turn.said.strip():
-        raise UnusableTurn("nobody said anything afterwards")
+    if turn.next_message is None or not turn.next_message.strip():
+        raise UnusableTurn("no message follows")
     if turn.state[-1]["role"] != "user":
-        raise UnusableTurn(
-            f"hindsight stands below a user's words, and the turn follows a {turn.state[-1]['role']} message"
-        )
-    return hindsight(turn.state, turn.said)
+        raise UnusableTurn(f"hindsight follows a user message, and the turn follows a {turn.state[-1]['role']} message")
+    return hindsight(turn.state, turn.next_message)
 
 
 class LocalPolicy:
@@ -57,10 +56,10 @@ class LocalPolicy:
 
     def prompt(self, turn: AssistantTurn, with_hindsight: bool, room: int) -> list[int]:
         """The turn's state in tokens, with ``room`` left after it."""
-        messages = told(turn) if with_hindsight else list(turn.state)
+        messages = hindsight_messages(turn) if with_hindsight else list(turn.state)
         try:
             ids = self.policy.render(messages, tools=turn.trace.tools or None)
-        except Exception as error:  # a chat template is foreign code and raises what it likes
+        except Exception as error:  # a chat template is foreign code and may raise anything
             raise UnusableTurn(f"the chat template refuses the state: {error}") from error
         if len(ids) + room > self.context:
             raise UnusableTurn(f"longer than the policy's context of {self.context} tokens")
@@ -93,11 +92,11 @@ class LocalPolicy:
                 arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
                 function = {"name": str(call["name"]), "arguments": arguments}
             except (ValueError, KeyError, TypeError, AttributeError):
-                return None, "it wrote a tool call that cannot be read"
+                return None, "its tool call cannot be read"
             calls.append({"id": f"call_{number}", "type": "function", "function": function})
         content = CALL.sub("", text).strip()
         if not content and not calls:
-            return None, "it said nothing"
+            return None, "it is empty"
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
         return (message | {"tool_calls": calls} if calls else message), ""
 

@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def id(self) -> str:
-        """A name that the content decides."""
+        """An id computed from the content."""
         said = json.dumps([[dict(m) for m in self.prompt], meaning(self.chosen), meaning(self.rejected)])
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -86,7 +86,7 @@ def read(path: Path) -> list[Pair]:
     try:
         table = pq.read_table(path)
     except Exception as error:
-        raise ReplayError(f"{path} is no parquet file: {error}.") from None
+        raise ReplayError(f"{path} is not a parquet file: {error}.") from None
     missing = [name for name in ("prompt", "chosen", "rejected") if name not in table.column_names]
     if missing:
         raise ReplayError(f"{path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}.")
@@ -121,12 +121,12 @@ def _pair(number: int, row: dict[str, Any]) -> Pair:
     if not made.prompt:
         raise ValueError("the prompt has no message")
     if meaning(made.chosen) == meaning(made.rejected):
-        raise ValueError("chosen and rejected are the same answer, which is no preference")
+        raise ValueError("chosen and rejected are the same answer, which is not a preference")
     return replace(made, prompt=tuple(made.prompt), tools=tuple(made.tools))
 
 
 def _messages(name: str, value: Any) -> Any:
-    """A column as messages. They may be JSON; any other text is what the user (``prompt``) or the assistant wrote.
+    """A column as messages. They may be JSON; any other text is one message of the user (``prompt``) or the assistant.
 
     ``chosen`` and ``rejected`` may also be a list of one message.
     """

@@ -1,7 +1,8 @@
 """Traces into pairs: read → plan → ask the teachers → judge → pair → clean → write.
 
-The plan, and so the order of everything that is written, is (trace, turn, teacher, sample); who answers first does not
-matter. Answers and verdicts go into a journal as they come. Calling ``replay`` again with the same settings goes on.
+The plan, and so the order of everything that is written, is (trace, turn, teacher, sample); the order of the replies
+does not matter. Answers and verdicts go into a journal as they arrive. A second call of ``replay`` with the same
+settings continues.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from earnest.replay import judges
 from earnest.replay.clean import Cleaned, backend_of, clean
 from earnest.replay.costs import CostLedger
-from earnest.replay.endpoint import Endpoint, Exhausted, Usage
+from earnest.replay.endpoint import Endpoint, RetriesExhausted, Usage
 from earnest.replay.errors import ReplayError
 from earnest.replay.journal import Journal, Kind
 from earnest.replay.leakage import Leakage, heldout_texts
@@ -25,12 +26,12 @@ from earnest.replay.settings import ReplayConfig, SpeakerConfig, TeacherEntry
 from earnest.replay.traces import AssistantTurn, Traces, meaning, parse, plain_text, read
 
 Progress = Callable[[str, int, int], None]
-SAME, TIE, FAILED = "the teacher said the same", "a tie for the judge", "the endpoint failed every time"
+SAME, TIE, FAILED = "the teacher gave the same answer", "a tie", "the endpoint failed every time"
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One answer that is wanted."""
+    """One requested answer."""
 
     turn: AssistantTurn
     teacher: TeacherEntry
@@ -54,7 +55,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of it. ``made`` are the pairs before cleaning."""
+    """The result. ``made`` are the pairs before cleaning."""
 
     path: Path
     traces: Traces
@@ -87,7 +88,7 @@ class _Job:
         return Endpoint(who.base_url, who.model, who.key, c.attempts, c.backoff, c.timeout)
 
     def requests(self, kind: Kind, name: str, asks: Sequence[Ask], one: Callable[[Ask], dict[str, Any]]) -> None:
-        """Put every ask that the journal lacks to an endpoint, ``concurrency`` at a time.
+        """Send every request that the journal lacks to an endpoint, ``concurrency`` at a time.
 
         A request that fails every time is left for another session; too many of them stop the job.
         """
@@ -109,13 +110,13 @@ class _Job:
                         try:
                             record = self.journal.add(kind, ask.key, **future.result())
                             self.ledger.count(kind, name, record["usage"])
-                        except Exhausted as error:
+                        except RetriesExhausted as error:
                             failed += 1
                             if failed > allowed:
                                 raise ReplayError(
                                     f"{failed} of {len(asks)} requests failed for good, more than the share "
-                                    f"max_errors={self.config.max_errors:g} allows. {error} What was answered is kept "
-                                    f"in {self.journal.path}: the same command goes on from there."
+                                    f"max_errors={self.config.max_errors:g} allows. {error} The answers are kept "
+                                    f"in {self.journal.path}: the same command continues from there."
                                 ) from None
                         done += 1
                         self.progress(f"{kind}s of {name}", done, len(asks))
@@ -125,7 +126,7 @@ class _Job:
 
 
 def replay(traces: Path, config: ReplayConfig, progress: Progress = lambda *_: None) -> Replayed:
-    """Make ``config.out``, or raise and keep what was answered."""
+    """Make ``config.out``, or raise and keep the answers so far."""
     found = read(traces, drop_bad=config.bad_lines == "drop")
     turns = [turn for trace in found.traces for turn in trace.turns() if config.turns == "all" or turn.last]
     asks = [
@@ -173,9 +174,9 @@ def _teach(job: _Job, teacher: TeacherEntry, asks: Sequence[Ask]) -> None:
             )
             if reply.finish == "length":
                 return {"message": None, "why": f"cut off at {teacher.max_tokens} tokens", "usage": reply.usage}
-            try:  # the same rules as for a trace: what cannot be read cannot be learned from
-                told = [*ask.turn.state, reply.message]
-                message = parse({"id": "answer", "messages": told}).messages[-1]
+            try:  # the same rules as for a trace: an answer that cannot be read cannot be trained on
+                messages = [*ask.turn.state, reply.message]
+                message = parse({"id": "answer", "messages": messages}).messages[-1]
             except ValueError as error:
                 return {"message": None, "why": f"the endpoint's answer is malformed: {error}", "usage": reply.usage}
             return {"message": dict(message), "why": "", "usage": reply.usage}
@@ -327,7 +328,7 @@ def _same(journal: Journal, ask: Ask) -> bool:
 
 
 def count(drops: Iterable[Drop]) -> dict[str, int]:
-    """How often each reason came up, the most frequent first."""
+    """The count of each reason, the most frequent first."""
     found: dict[str, int] = {}
     for drop in drops:
         found[drop.reason] = found.get(drop.reason, 0) + 1

@@ -1,4 +1,4 @@
-"""How far `earnest replay` is: a bar per stage on a terminal, a line for each tenth elsewhere."""
+"""The progress of `earnest replay`: a bar per stage on a terminal, a line for each tenth elsewhere."""
 
 from __future__ import annotations
 

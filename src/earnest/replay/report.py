@@ -1,4 +1,4 @@
-"""What became of the traces: how many pairs, what was dropped and why with examples, what it cost. JSON, and a page."""
+"""The report of a replay as JSON and as a page: the pairs, what was dropped and why with examples, and the costs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def show(data: Mapping[str, Any], out: Console) -> None:
     """The counts as tables; the examples are on the page."""
     table = Table(title=f"{data['answers_asked']} answers to {data['turns']} turns of {data['traces']} traces")
     table.title_justify = "left"
-    for name, justify in (("what became of them", "left"), ("number", "right"), ("for example", "left")):
+    for name, justify in (("result", "left"), ("number", "right"), ("for example", "left")):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows(data):
         table.add_row(*(escape(cell) for cell in row))
@@ -129,7 +129,7 @@ def render(data: Mapping[str, Any]) -> str:
     body = el(
         "main",
         el("div", el("p", str(data["pairs"]), class_="kicker"), el("h1", title), class_="headline"),
-        _section("What became of the answers", _table(("what", "number", "for example"), rows(data))),
+        _section("The answers", _table(("what", "number", "for example"), rows(data))),
         *([_section("Pairs", *[_pair(e) for e in data["examples"]])] if data["examples"] else []),
         _section("Answers that became no pair", *[_reason(d) for d in data["no_pair"]] or [el("p", "none")]),
         _section("Dropped by filters", *[_filter(f) for f in data["filters"]] or [el("p", "no filter was set")]),

@@ -1,7 +1,7 @@
 """The database of `earnest serve` as traces: every chat completion with its messages and its user's feedback.
 
 The database is opened read-only, so the server may go on meanwhile. A completion's id and version are its provenance;
-the user's words are its feedback, thumbs its reward, and an answer that the user typed instead is ``meta["better"]``.
+the user's text is its feedback, thumbs its reward, and an answer that the user typed instead is ``meta["better"]``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        raise TraceError(f"{path} is no database of `earnest serve`: {error}.") from None
+        raise TraceError(f"{path} is not a database of `earnest serve`: {error}.") from None
     if not completions:
         raise TraceError(f"{path} holds no chat completion yet; there is nothing to replay.")
     about: dict[tuple[str, int], list[sqlite3.Row]] = {}

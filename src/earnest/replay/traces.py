@@ -25,7 +25,7 @@ READ = frozenset({"id", "completion_id", "messages", "tools", "reward", "feedbac
 
 @dataclass(frozen=True)
 class Trace:
-    """One conversation. ``unread`` are keys of the line that nothing here looks at."""
+    """One conversation. ``unread`` are keys of the line that are not read."""
 
     id: str
     messages: tuple[Message, ...]
@@ -62,7 +62,7 @@ class AssistantTurn:
         return self.trace.messages[self.place]
 
     @property
-    def said(self) -> str | None:
+    def next_message(self) -> str | None:
         """The user's next message; after the last turn the feedback on the trace. None: there is neither."""
         for message in self.trace.messages[self.place + 1 :]:
             if message["role"] == "user":
@@ -75,7 +75,7 @@ class AssistantTurn:
 
 
 def plain_text(message: Message) -> str:
-    """A message as a reader sees it: its text, then its calls."""
+    """A message as text: its content, then its calls."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     return "\n".join([part for part in (message.get("content") or "", *calls) if part])
 
@@ -92,7 +92,7 @@ def _sorted(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except ValueError:
-        return arguments  # a policy may write what is not JSON: then it is compared as it is
+        return arguments  # a policy may write invalid JSON, which is compared as text
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _sorted(arguments: str) -> str:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is no trace, and why."""
+    """A line that is not a trace, and the reason."""
 
     line: int
     why: str
@@ -108,14 +108,14 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Traces:
-    """What a file held."""
+    """The content of a file."""
 
     traces: tuple[Trace, ...]
     bad: tuple[BadLine, ...] = ()
 
     @property
     def sha256(self) -> str:
-        """Of what was read, so that a database that grew is another one."""
+        """The hash of what was read, so that a database that grew has another one."""
         said = json.dumps([asdict(trace) for trace in self.traces], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
 
@@ -146,20 +146,20 @@ def read(path: Path, *, drop_bad: bool = False) -> Traces:
             why = f"it is not JSON in UTF-8 ({error})" if isinstance(error, unreadable) else str(error)
             if not drop_bad:
                 raise TraceError(
-                    f"{path}, line {number}: {why}. Mend it, or count and leave out such lines with bad_lines=drop."
+                    f"{path}, line {number}: {why}. Correct it, or leave such lines out with bad_lines=drop."
                 ) from None
             bad.append(BadLine(number, why))
             continue
         seen[trace.id] = number
         found.append(trace)
     if not found:
-        raise TraceError(f"{path} holds no trace ({len(bad)} bad lines); give one JSON object with messages a line.")
+        raise TraceError(f"{path} holds no trace ({len(bad)} bad lines); give one JSON object with messages per line.")
     return Traces(tuple(found), tuple(bad))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str | bytes]]:
     try:
-        with path.open("rb") as file:  # decoded line by line: one bad byte spoils one line
+        with path.open("rb") as file:  # decoded line by line: one bad byte affects one line
             for number, text in enumerate(file, 1):
                 if text.strip():
                     yield number, text
@@ -218,13 +218,15 @@ def _message(where: str, message: Any, asked: set[str]) -> Message:
     if calls and role != "assistant":
         raise ValueError(f"{where}: only the assistant calls tools, not {role}")
     if content is None and not calls:
-        raise ValueError(f"{where} ({role}) says nothing: it has neither content nor tool_calls")
+        raise ValueError(f"{where} ({role}) is empty: it has neither content nor tool_calls")
     kept: dict[str, Any] = {"role": role, "content": content}
     if calls:
         kept["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", call, asked) for i, call in enumerate(calls)]
     if role == "tool":
         if message.get("tool_call_id") not in asked:
-            raise ValueError(f"{where} answers the call {message.get('tool_call_id')!r}, which nobody made before it")
+            raise ValueError(
+                f"{where} answers the call {message.get('tool_call_id')!r}, which no message before it made"
+            )
         kept["tool_call_id"] = message["tool_call_id"]
     if "name" in message:
         kept["name"] = message["name"]
@@ -236,13 +238,13 @@ def _text(where: str, content: Any) -> str | None:
         return content
     if isinstance(content, Sequence) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         return "".join(str(part["text"]) for part in content)
-    raise ValueError(f"{where}.content is neither text nor a list of text parts; images and sound are not replayed")
+    raise ValueError(f"{where}.content is neither text nor a list of text parts; images and audio are not supported")
 
 
 def _call(where: str, call: Any, asked: set[str]) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where} is no call of a function: it needs id, type and function.name")
+        raise ValueError(f"{where} is not a function call: it needs id, type and function.name")
     arguments = function.get("arguments", "{}")
     if not isinstance(arguments, str):
         raise ValueError(
@@ -257,5 +259,5 @@ def _call(where: str, call: Any, asked: set[str]) -> Message:
 
 def _tool(where: str, tool: Any) -> Message:
     if not isinstance(tool, dict) or not isinstance((tool.get("function") or {}).get("name"), str):
-        raise ValueError(f"{where} is no tool: it needs type and function.name")
+        raise ValueError(f"{where} is not a tool: it needs type and function.name")
     return tool

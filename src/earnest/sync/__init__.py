@@ -1,4 +1,4 @@
-"""Versions of weights for samplers outside the training process: push, probe, refuse what is stale.
+"""Versions of weights for samplers outside the training process: push, probe, refuse stale ones.
 
-Transports: Ray actors (``ray``), HTTP servers (``servers``), processes that see only a bucket (``bucket``).
+Transports: Ray actors (``ray``), HTTP servers (``servers``), processes that reach only a bucket (``bucket``).
 """

@@ -2,7 +2,7 @@
 
     push(weights)      the sampler holds this version from now on
     score(rows)        its log-probs of fixed tokens, which the trainer compares with its own
-    sample(prompts)    completions, each with the version that gave it
+    sample(prompts)    completions, each with the version that made it
 
 A transport (Ray actors, HTTP servers, a bucket) implements ``Sampler``; ``earnest.sync.pool`` does the rest once.
 """
@@ -50,7 +50,7 @@ class Weights:
 class Sampler(Protocol):
     """One process that samples with the weights that were pushed last.
 
-    ``place`` names it in messages. Every call may raise ``SamplerLost``; then nothing that it held counts any more.
+    ``place`` names it in messages. Every call may raise ``SamplerLost``; then it holds no weights.
     """
 
     place: str
@@ -66,7 +66,7 @@ class Sampler(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start the process again where this side can; else raise ``SamplingError``."""
+        """Start the process again if the trainer can; else raise ``SamplingError``."""
         ...
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class Sampler(Protocol):
         ...
 
 
-class Held:
-    """A sampler's own side, in its process: an engine that takes pushed weights, scores rows and samples."""
+class SamplerEngine:
+    """The engine in a sampler's process: it takes pushed weights, scores rows and samples."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine

@@ -1,9 +1,9 @@
-"""Samplers that see nothing but a bucket: the trainer writes requests, `earnest sampler URL` writes the answers.
+"""Samplers that reach only a bucket: the trainer writes requests, `earnest sampler URL` writes the answers.
 
 config.yaml                      the run's settings, from which a sampler builds policy and adapter
-samplers/{i}/version/{digest}    the adapter's weights that sampler i is to hold
+samplers/{i}/version/{digest}    the adapter's weights for sampler i
 samplers/{i}/request/{n}         score rows, sample prompts, or end; names the version that it is about
-samplers/{i}/answer/{n}          written once: a sampler that is started again answers what is still open
+samplers/{i}/answer/{n}          written once: a sampler that is started again answers the open requests
 
 The trainer removes a request with its answer, and a version when the next one is pushed.
 """
@@ -26,11 +26,11 @@ from earnest.engines.local import LocalEngine
 from earnest.errors import EarnestError, SamplingError
 from earnest.models import SampleSpec
 from earnest.store import Bucket, StoreError
-from earnest.sync.base import Held, Weights
+from earnest.sync.base import SamplerEngine, Weights
 
 CONFIG = "config.yaml"
 POLL = 0.2
-"""Seconds between two looks at first; they double up to SLOWEST while nothing comes."""
+"""Seconds between two looks at first; they double up to SLOWEST while there is no request."""
 SLOWEST = 5.0
 
 
@@ -43,7 +43,7 @@ class BucketSampler:
         self.place = f"sampler {number} of {bucket.url}"
         self._command = f"`earnest sampler {bucket.url} --number {number}`"
         self._session, self._count, self._version = uuid.uuid4().hex[:8], 0, ""
-        bucket.delete(bucket.list(self.prefix))  # what an earlier trainer left
+        bucket.delete(bucket.list(self.prefix))  # left by an earlier trainer
 
     def push(self, weights: Weights) -> None:
         from safetensors.torch import save
@@ -65,7 +65,7 @@ class BucketSampler:
         raise SamplingError(f"{self.place} is gone; start {self._command} again, then resume the run.")
 
     def close(self) -> None:
-        """Let the sampler's process end. One that comes later finds nothing to do."""
+        """End the sampler's process; one that starts later finds no request."""
         with suppress(StoreError):
             self._write({"do": "end"})
 
@@ -95,8 +95,8 @@ class BucketSampler:
 
 
 def serve(bucket: Bucket, number: int, engine: LocalEngine) -> None:
-    """Be sampler ``number``: answer its requests in their order until the trainer ends it."""
-    held, holds = Held(engine), ""
+    """Run as sampler ``number``: answer its requests in their order until the trainer ends it."""
+    sampler, holds = SamplerEngine(engine), ""
     prefix, pause = f"samplers/{number:05d}/", POLL
     while True:
         requests = bucket.list(f"{prefix}request/")
@@ -112,8 +112,8 @@ def serve(bucket: Bucket, number: int, engine: LocalEngine) -> None:
                 bucket.delete([key])
                 return
             try:
-                holds = _hold(bucket, held, holds, request["at"])
-                answer = {"found": _answer(held, request)}
+                holds = _hold(bucket, sampler, holds, request["at"])
+                answer = {"found": _answer(sampler, request)}
             except EarnestError as error:
                 answer = {"error": str(error)}
             bucket.create(key.replace("/request/", "/answer/"), "answer", json.dumps(answer).encode())
@@ -124,19 +124,19 @@ def serve(bucket: Bucket, number: int, engine: LocalEngine) -> None:
 _REQUEST = re.compile(r"/request/[0-9a-f]{8}-\d{8}$")
 
 
-def _hold(bucket: Bucket, held: Held, holds: str, wanted: str) -> str:
+def _hold(bucket: Bucket, sampler: SamplerEngine, holds: str, wanted: str) -> str:
     from safetensors.torch import load
 
     if wanted != holds:
         found = bucket.get(wanted)
         if found is None:
             raise SamplingError(f"the weights {wanted} are gone from the bucket.")
-        held.push(int(found.meta["version"]), load(found.payload))
+        sampler.push(int(found.meta["version"]), load(found.payload))
     return wanted
 
 
-def _answer(held: Held, request: Mapping[str, Any]) -> Any:
+def _answer(sampler: SamplerEngine, request: Mapping[str, Any]) -> Any:
     if request["do"] == "score":
-        return held.score(request["rows"])
+        return sampler.score(request["rows"])
     spec = TypeAdapter(SampleSpec).validate_python(request["spec"])
-    return [asdict(r) for r in held.sample(request["prompts"], request["n"], spec)]
+    return [asdict(r) for r in sampler.sample(request["prompts"], request["n"], spec)]

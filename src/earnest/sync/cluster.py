@@ -32,14 +32,14 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             ray.init(address=address, log_to_driver=False)
         else:
             # Every actor takes one of Ray's CPUs; a small machine may hold more actors than it has cores.
-            # Ray's memory monitor would kill our actors because of other processes; the kernel decides better.
+            # Ray's memory monitor would kill our actors because of other processes' memory, so it is off.
             os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
             # "local": without it Ray would look for a cluster that was left running here, and refuse num_cpus.
             room = max(cpus + 1, os.cpu_count() or 1)
             ray.init("local", num_cpus=room, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # Ray raises some of its failures as bare Exceptions
         what = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
-        token = " (where it wants a token, set RAY_AUTH_TOKEN)" if address and not _has_token() else ""
+        token = " (if it needs a token, set RAY_AUTH_TOKEN)" if address and not _has_token() else ""
         raise ClusterError(f"{what} ({first_line(error)}); try again{token}.") from None
     return ray, True
 

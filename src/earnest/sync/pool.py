@@ -1,7 +1,7 @@
-"""The trainer's side of every transport: who samples what, push and probe before it, checks after it.
+"""The trainer's side of every transport: divide the prompts, push and probe before sampling, check afterwards.
 
-The first completions of every version are scored here as well, at the sampling temperature: log-probs that mean
-something else (before temperature, with a penalty) are found before they are used as the behaviour policy's.
+The trainer also scores the first completions of every version, at the sampling temperature. So log-probs of another
+meaning (before temperature, with a penalty) are found before they are used as the behaviour policy's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECKED = 16
 
 
 class SamplerPool:
-    """SamplerPool that follow one engine; ``sample`` is what ``engine.sample`` is.
+    """Samplers that follow one engine; ``sample`` has the signature of ``engine.sample``.
 
     ``rows`` are the probe's tokens. ``metrics``: the largest difference on the last probe, how far the weights had
     moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts.
@@ -78,7 +78,7 @@ class SamplerPool:
                     found[i] = [replace(r, prompt_index=i) for r in rollouts if r.prompt_index == place]
         missing = [i for i in range(len(prompts)) if i not in found]
         if missing:
-            raise SamplingError(f"samplers died {TRIES} times on {len(missing)} prompts; look at their logs.")
+            raise SamplingError(f"samplers died {TRIES} times on {len(missing)} prompts; see their logs.")
         flat = [r for i in range(len(prompts)) for r in found[i]]
         self._refuse_stale(flat)
         if fresh and spec.top_p == 1.0 and spec.top_k == 0:

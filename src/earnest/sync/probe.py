@@ -3,7 +3,7 @@
     off    = mean_t |lp_sampler(t) - lp_trainer(t)|  ≤ tolerance
     stale  : the sampler is nearer to the weights that it had before than to these, where the two differ measurably
 
-A sampler with other base weights, a stale or torn adapter, or another precision is found before its first rollout.
+A sampler with other base weights, a stale or damaged adapter, or another precision is found before its first rollout.
 The second condition also finds a lost push whose update moved the probe by less than the tolerance.
 """
 
@@ -41,16 +41,16 @@ class Target:
 
 
 class Link:
-    """One sampler, and what the trainer knows about it."""
+    """One sampler, and the weights that the trainer pushed to it."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.forget()
 
     def forget(self) -> None:
-        """Its process is new: it holds nothing."""
+        """Forget the pushed weights: its process is new."""
         self.held: str | None = None
-        self.before: Logprobs | None = None  # the trainer's probe under weights that the sampler surely held
+        self.before: Logprobs | None = None  # the trainer's probe under the last weights that passed the probe
         self.noise = 1e-6
         self.off = self.moved = 0.0
 

@@ -16,7 +16,7 @@ from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
-from earnest.sync.base import Held, SamplerLost, Weights
+from earnest.sync.base import SamplerEngine, SamplerLost, Weights
 from earnest.sync.cluster import connect
 
 START = 300.0
@@ -27,16 +27,16 @@ class Actor:
     """In the actor's process. ``make`` builds the engine there."""
 
     def __init__(self, make: Callable[[], LocalEngine]) -> None:
-        self.held = Held(make())
+        self.engine = SamplerEngine(make())
 
     def push(self, version: int, state: Mapping[str, Tensor]) -> None:
-        self.held.push(version, state)
+        self.engine.push(version, state)
 
     def score(self, rows: list[list[int]]) -> list[float]:
-        return self.held.score(rows)
+        return self.engine.score(rows)
 
     def sample(self, prompts: list[list[int]], n: int, spec: SampleSpec) -> list[Rollout]:
-        return self.held.sample(prompts, n, spec)
+        return self.engine.sample(prompts, n, spec)
 
     def process(self) -> int:
         return os.getpid()

@@ -1,7 +1,8 @@
 """Sampling on an HTTP server: `earnest serve`, vLLM or SGLang, through OpenAI's completions.
 
 Prompts go out as token ids and completions come back as token ids with the log-prob of each: text would be tokenized
-again, and a policy gradient on other tokens than those sampled is silently wrong. A server without them is refused.
+again, and a policy gradient on other tokens than those sampled is wrong without an error. A server without token ids is
+refused.
 
     POST /v1/completions   prompt=[ids], logprobs=1, return_token_ids=true      sampling
     POST /v1/completions   prompt=[ids], logprobs=1, echo=true, max_tokens=0    the log-probs of a given text
@@ -136,7 +137,8 @@ class ServerSampler:
         return [float(v) for v in values[1 : len(tokens)]]
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
-        """A request has one prompt and a seed of its own: under one seed a server would answer equal prompts alike."""
+        """A request has one prompt and a seed of its own: with one seed a server would give equal prompts equal
+        answers."""
         if spec.stop:
             raise SamplingError("sampler: stop strings end completions inside a token on a server; leave them out.")
         assert self._weights is not None, "push comes first"
@@ -213,7 +215,7 @@ class ServerSampler:
             if not done(error.status, error.text, error.tries > 1):
                 raise self._refusal(path, error) from None
         except NoAnswer as error:
-            raise self._silence(path, error) from None
+            raise self._no_answer(path, error) from None
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:
@@ -221,13 +223,13 @@ class ServerSampler:
         except Refused as error:
             raise self._refusal(path, error) from None
         except NoAnswer as error:
-            raise self._silence(path, error) from None
+            raise self._no_answer(path, error) from None
 
     def _refusal(self, path: str, error: Refused) -> SamplingError:
         hint = f" Is ${self.key} set to a key of it?" if error.status in (401, 403) else ""
         return SamplingError(f"sampler: {self.url}{path} refused with {error}{hint}")
 
-    def _silence(self, path: str, error: NoAnswer) -> SamplingError:
+    def _no_answer(self, path: str, error: NoAnswer) -> SamplingError:
         return SamplingError(
             f"sampler: {self.url}{path} failed {self.http.tries} times; the last time: {error}. Is it running?"
         )
@@ -239,7 +241,7 @@ def already_loaded(status: int, text: str, again: bool) -> bool:
 
 
 def already_gone(status: int, text: str, again: bool) -> bool:
-    """The adapter is not there, which an unload wants; SGLang answers 400 to it, and to much else."""
+    """Whether the adapter is unloaded already; SGLang answers 400 to it, and to other errors."""
     return status == 404 or (status == 400 and again and "does not exist" in text)
 
 

@@ -1,4 +1,5 @@
-"""earnest's objectives on a Tinker service; ``engine.py`` has the seam, ``samples.py`` what distillation sees."""
+"""earnest's objectives on a Tinker service; ``engine.py`` has the engine, ``samples.py`` the samples of
+distillation."""
 
 from earnest.engines.tinker.engine import TinkerEngine as TinkerEngine
 from earnest.engines.tinker.samples import RemoteSample as RemoteSample

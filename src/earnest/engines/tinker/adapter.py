@@ -1,4 +1,4 @@
-"""A LoRA whose weights are on a Tinker service: what a run describes and saves of it."""
+"""A LoRA whose weights are on a Tinker service: its description and its saved path."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     LogProb = lp of the first;   Divergence = known.exact or known.estimate on its columns
 
 The scalars are a graph on ``lp``, so the objective's derivative by ``lp`` is what goes back as weights.
-Shapes: N active tokens, M covered ones, C columns, K ids a source.
+Shapes: N active tokens, M covered ones, C columns, K ids per source.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def plan(
     estimator: Estimator,
     student_top: Callable[[int], TopK],
 ) -> Columns:
-    """Refuse what log-probs cannot answer. ``student_top(k)`` returns the student's own top K, where needed."""
+    """Plan the columns; refuse needs that log-probs cannot give. ``student_top(k)`` returns the student's own top K,
+    where needed."""
     own = batch.token_target if batch.targets.ndim == 3 else batch.token_target[:, None]
     columns, sources = [own], {}
     width = own.shape[1]
@@ -124,7 +125,7 @@ def plan(
                 width += ids.shape[1]
         else:
             raise ObjectiveError(
-                f"{need}: a remote engine answers with log-probs of named tokens, from which this cannot be had; run "
+                f"{need}: a remote engine answers with log-probs of named tokens, which do not determine this; run "
                 "the objective on a LocalEngine, or take the term out."
             )
     if sources and batch.targets.ndim == 3:
@@ -138,7 +139,7 @@ def _signal(need: Divergence | SourceEntropy, batch: Batch) -> tuple[object, Ten
         return batch.teacher.distribution, batch.teacher.at, batch.teacher.logprobs
     if need.source == "reference" and batch.reference is not None:
         return batch.reference.distribution, None, batch.reference.logprobs
-    raise SignalError(f"{need}: the batch carries no {need.source}; supply one (earnest.engines.tinker).")
+    raise SignalError(f"{need}: the batch has no {need.source}; supply one (earnest.engines.tinker).")
 
 
 def _source(

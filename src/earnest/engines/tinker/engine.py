@@ -1,4 +1,4 @@
-"""``TinkerEngine``: the seam of ``LocalEngine`` on a Tinker service (the hosted one, or ``earnest serve``).
+"""``TinkerEngine``: the ``Engine`` protocol on a Tinker service (the hosted one, or ``earnest serve``).
 
     scalars    a forward pass with the targets that the needs name               lp [N, C]
     objective  here, on those log-probs: the same code as everywhere
@@ -6,8 +6,8 @@
     update     ``optim_step``
 
 ``step`` is ``forward_backward_custom`` around the objective, then the update. A top-K divergence goes as K targets per
-position with exact weights; with ``estimator="sampled"`` it is one advantage per sampled token instead. What log-probs
-of named tokens cannot answer (entropies, whole distributions, other temperatures) is refused.
+position with exact weights; with ``estimator="sampled"`` it is one advantage per sampled token instead. Needs that
+log-probs of named tokens do not determine (entropies, whole distributions, other temperatures) are refused.
 Shapes: N active tokens, C columns.
 """
 
@@ -165,7 +165,7 @@ class TinkerEngine:
 
     batch_of = staticmethod(batch_of)
 
-    # --- the seam -----------------------------------------------------------------------------------------------------
+    # --- the steps ----------------------------------------------------------------------------------------------------
 
     def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
         """The whole batch's scalars, without a graph."""
@@ -231,7 +231,7 @@ class TinkerEngine:
         return report_of(objective, done, self.update(), self.objective_state)
 
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
-        """Refused: a service keeps its gradients."""
+        """Refused: a service does not send its gradients."""
         raise ObjectiveError("a Tinker service does not show gradients; ask for them on a LocalEngine.")
 
     def _plan(self, batch: Batch, needs: Sequence[Need]) -> Columns:
@@ -264,7 +264,7 @@ class TinkerEngine:
         if self.outer is not None:
             raise CheckpointError(
                 "an average of past weights cannot be continued: its samplers ended with the process that made them. "
-                "Start it anew, or take a live, base or frozen teacher."
+                "Start it again, or use a live, base or frozen teacher."
             )
         _, meta = checkpoint.read(folder)
         if meta["base_model"] != self.base_model:

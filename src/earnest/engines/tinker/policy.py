@@ -1,4 +1,4 @@
-"""A policy on a service, as seen from here: a name and a tokenizer."""
+"""A policy on a service: its name and its tokenizer."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``match sample.kind`` (or isinstance) distinguishes the two, also for a type checker:
 
-    scalar    exact log-probs of the sampled tokens, under whoever sampled and under the teacher
+    scalar    exact log-probs of the sampled tokens, under the sampling policy and under the teacher
     topk      the same, and both sides at K ids per token
 """
 
@@ -75,7 +75,7 @@ def batch_of(samples: Sequence[RemoteSample]) -> Batch:
 def _distribution(samples: Sequence[RemoteSample], batch: Batch, exact: Float[Tensor, " N"]) -> TopK:
     found: list[TopKSample] = []
     for sample in samples:
-        if sample.kind == "scalar":  # what is known is known at the sampled token
+        if sample.kind == "scalar":  # only the sampled token's log-prob is known
             return TopK(batch.token_target[:, None], exact[:, None], tail_of(exact[:, None]).float())
         found.append(sample)
     if len({(s.support, s.ids.shape[1]) for s in found}) != 1:

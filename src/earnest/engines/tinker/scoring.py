@@ -1,6 +1,6 @@
 """A service's scores of a batch's targets, one row per request: log-probs, the top K, given ids.
 
-A sampler scores a text; so a row must be one: its targets are its inputs one place later, wherever a token is active.
+A sampler scores a text, so a row must be one: at every active token, the target is the next input.
 Shapes: N active tokens, K ids per token.
 """
 
@@ -28,7 +28,7 @@ def score(sampler: Any, batch: Batch, want: Wanted) -> Tensor | TopK:
             f"a remote engine scores at temperature 1, not {want.temperature:g}; sample at temperature 1."
         )
     if not isinstance(want, LogProbsWanted | TopKWanted | AtIdsWanted):
-        raise ObjectiveError(f"a remote engine cannot give {type(want).__name__}; ask for log-probs or a top-K.")
+        raise ObjectiveError(f"a remote engine cannot give {type(want).__name__}; use log-probs or a top-K.")
     one = types.SamplingParams(max_tokens=1)
     asked = []
     for row in range(len(batch)):

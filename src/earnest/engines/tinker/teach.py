@@ -36,7 +36,7 @@ class Teaching:
 
     @classmethod
     def of(cls, service: TinkerEngine, teacher: AnyTeacher, objective: Objective) -> Teaching:
-        """The support that the live terms read; a batch carries one teacher, so they must agree."""
+        """The support that the live terms read; a batch has one teacher, so they must agree."""
         wanted = {
             (t.support, 0 if t.support == "full" else t.top_k or DEFAULT_TOP_K)
             for w in objective.live()
@@ -44,7 +44,7 @@ class Teaching:
         }
         if len(wanted) > 1:
             raise ConfigError(
-                f"objective: its terms compare with the teacher on {sorted(wanted)}; a remote teacher is asked once, "
+                f"objective: its terms compare with the teacher on {sorted(wanted)}; a remote teacher scores once, "
                 "so give them the same support and top_k."
             )
         return cls(service, teacher, *next(iter(wanted), ("full", 0)))

@@ -1,17 +1,17 @@
-"""Teachers elsewhere: samplers with weights that were saved before.
+"""Teachers on a service: samplers with saved weights.
 
     live      the student's weights as they are now
     base      the base model
     frozen    weights that were saved under a path
     ema       T_t = (1-r)·T_{t-1} + r·p_t over the student's weights after each update, T_0 = p_0
 
-The average of ``ema`` is one of probabilities, not of weights: no wire lets a client average weights. Each update's
-weights stay a sampler of their own, and each scores; beyond ``window`` of them the oldest hands its share to the next
-one. The share that was handed on bounds how far the average is off the recursion, in total variation:
+``ema`` averages probabilities, not weights: a service lets no client average weights. The weights of each update stay a
+sampler of their own, and each scores. Beyond ``window`` of them the share of the oldest is added to the next one. The
+share that was added bounds the distance of the average from the recursion, in total variation:
 
     ema_merged_share = (1-r)^window once the window is full,   |T̂ - T|₁/2 ≤ ema_merged_share
 
-It is reported after every update, and without a ``window`` of your own the window is as long as keeps it ≤ TOLERANCE.
+It is reported after every update; without a ``window`` setting the window is long enough to keep it ≤ TOLERANCE.
 A window above ``MOST`` is refused: `earnest serve` keeps 64 samplers of a session, this window and the newest.
 """
 
@@ -75,7 +75,7 @@ class RemoteTeacher:
 class RemoteEMA:
     """The moving average over the student's past weights: an engine's ``outer``, called after every update.
 
-    ``window``: how many past weights are kept apart, each one pass of the teacher; None: by the rate (59 for 0.05).
+    ``window``: the number of past weights that are kept, one teacher pass each; None: by the rate (59 for 0.05).
     """
 
     rate: float = 0.05
@@ -83,7 +83,7 @@ class RemoteEMA:
     kind: Literal["ema"] = "ema"
     _samplers: list[Any] = field(default_factory=list)
     _weights: list[float] = field(default_factory=list)
-    _merged: float = 0.0  # share that stands with newer weights than its own
+    _merged: float = 0.0  # share that was added to newer weights
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1 or (self.window is not None and self.window < 2):
@@ -94,8 +94,8 @@ class RemoteEMA:
             self.window = 2 if self.rate == 1 else max(2, math.ceil(math.log(TOLERANCE) / math.log1p(-self.rate)))
         if self.window > MOST:
             raise SignalError(
-                f"RemoteEMA: rate {self.rate:g} with a window of {self.window} past weights; a service is asked to "
-                f"keep {MOST} at most, so take a rate of {SLOWEST:.3f} or more, or a window of up to {MOST}, which "
+                f"RemoteEMA: rate {self.rate:g} with a window of {self.window} past weights; a service keeps "
+                f"{MOST} at most, so take a rate of {SLOWEST:.3f} or more, or a window of up to {MOST}, which "
                 f"merges (1-{self.rate:g})^{MOST} = {(1 - self.rate) ** MOST:.0%} of the average."
             )
 
@@ -119,7 +119,7 @@ class RemoteEMA:
         self._samplers.append(engine.sampler("live"))
         self._weights.append(self.rate)
         if len(self._samplers) > self.window:
-            self._merged = self._weights[0]  # its own share, and what it was handed before
+            self._merged = self._weights[0]  # its own share, and what was added to it before
             self._weights[1] += self._weights[0]
             del self._samplers[0], self._weights[0]
         return {"ema_rate": self.rate, "ema_samplers": float(len(self._samplers)), "ema_merged_share": self._merged}

@@ -37,7 +37,7 @@ class UserPreference(Strict):
     """One thing that a user wants."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-    feedback: Text = Field(description="the feedback on an answer that does not comply")
+    feedback: NonEmptyText = Field(description="the feedback on an answer that does not comply")
     verifier: Verifier
     pairs: list[MarginPair] = Field(min_length=1)
     prompts: list[NonEmptyText] = Field(min_length=1, description="asked while learning, round by round")
