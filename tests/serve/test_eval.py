@@ -51,7 +51,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ({"preferences": good["preferences"][:1] * 2}, "same name"),
         ({"preferences": [{**good["preferences"][0], "probes": good["preferences"][0]["prompts"]}]}, "held out"),
         ({"preferences": [{**good["preferences"][0], "verifier": {}}]}, "it has no rule"),
-        ({"preferences": [{**good["preferences"][0], "verifier": {"pattern": "("}}]}, "no regular expression"),
+        ({"preferences": [{**good["preferences"][0], "verifier": {"pattern": "("}}]}, "not a regular expression"),
         ({"round": 3}, "rounds"),
     ):
         with pytest.raises(ConfigError, match=words):
