@@ -34,14 +34,14 @@ class Small(nn.Module):
 
 
 class Breaks(LoRA):
-    """Looks at a number on the way: two graphs instead of one."""
+    """Reads a number from a tensor, so it compiles into two graphs."""
 
     def factors(self, t, layer, scale):
         return Factors(t["A"], t["B"], self.s * scale * (1.0 if float(t["B"].sum()) < 1e9 else 0.0))
 
 
 class Differs(LoRA):
-    """Another scale where it is compiled."""
+    """Uses another scale when compiled."""
 
     def factors(self, t, layer, scale):
         return Factors(t["A"], t["B"], self.s * scale * (1.01 if torch.compiler.is_compiling() else 1.0))
@@ -52,7 +52,7 @@ MUTANTS = {"breaks the graph": Breaks(rank=4), "differs when compiled": Differs(
 
 
 def fault(label: str) -> str:
-    """The table's own check: value and gradients with the gate open, and the base with the gate closed."""
+    """The check of the table: value and gradients at scale 1, and the base at scale 0."""
     if label == "whole model":
         case = Case(get_variant("dora", rank=4), conformance.tiny_llama)
     elif label in HALF:
@@ -74,7 +74,7 @@ def fault(label: str) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    kernel.SMALL = 0  # as with many tokens: the kernels' own backward
+    kernel.SMALL = 0  # use the kernels' own backward, as with many tokens
     print(json.dumps({label: fault(label) for label in sys.argv[1:]}))
 
 

@@ -1,4 +1,4 @@
-"""docs/adding-an-adapter.md, done: the page's file is put into the folder of variants, and everything works with it."""
+"""docs/adding-an-adapter.md: the page's file is written to the folder of variants, and everything works with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("earnest.adapters.variants.lora_xs", None)
 
 
-def test_one_file_is_all_it_takes(added: None, tmp_path: Path) -> None:
+def test_one_file_registers_lists_and_checks_it(added: None, tmp_path: Path) -> None:
     variant = get_variant("lora_xs", rank=4)
     assert "lora_xs" in {row["name"] for row in list_variants()}
     assert conformance.subjects()["lora_xs"] == ("lora_xs", {"rank": 4})

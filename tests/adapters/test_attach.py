@@ -62,7 +62,7 @@ def same(a, b) -> bool:
         (["model.layers.0.self_attn.q_proj", "lm_head"], [0, 1], r"no target in layer\(s\) \[1\]"),
     ],
 )
-def test_targets_that_mean_nothing_are_refused(targets, layers, message: str) -> None:
+def test_targets_that_match_nothing_are_refused(targets, layers, message: str) -> None:
     model = tiny_llama()
     before = snapshot(model)
     with pytest.raises(AdapterError, match=message):
@@ -92,7 +92,7 @@ def test_all_linear_leaves_the_head_and_regexes_match_whole_paths() -> None:
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        (PiSSA(17), "exceeds .*v_proj's 16"),  # q_proj would do, v_proj would not: half-way
+        (PiSSA(17), "exceeds .*v_proj's 16"),  # fits q_proj and not v_proj: it fails half-way
         (AntiPaSTO(32), "choose rank ≤ 16"),
         (AntiPaSTO(6, 4), "does not divide the rank"),
         (ROAD(group=32), "does not divide the 16 outputs"),
@@ -109,7 +109,7 @@ def test_a_failed_attach_leaves_the_model_bit_equal(variant: Variant, message: s
     assert attach(model, LoRA(2)).name == "default"
 
 
-def test_a_failure_while_installing_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_installing_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
     module = importlib.import_module("earnest.adapters.attach")
@@ -155,7 +155,7 @@ def test_wrong_settings_say_what_is_allowed(make, message: str) -> None:
         make()
 
 
-def test_a_policy_is_taken_by_its_model() -> None:
+def test_attach_takes_a_policy() -> None:
     class Policy:
         model = tiny_llama()
 
@@ -222,7 +222,7 @@ def test_modules_whose_forward_would_be_bypassed_are_refused() -> None:
 
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.name)
 def test_a_model_cast_after_attach_keeps_fp32_parameters(variant: Variant) -> None:
-    """It runs on in the new dtype, with and without a gradient, and merges into it."""
+    """It runs in the new dtype, with and without a gradient, and merges into it."""
     model = tiny_llama().eval()
     adapter = attach(model, variant, calibration=[IDS] if variant.wants_calibration() else None)
     perturb(adapter)
@@ -247,7 +247,7 @@ def test_calibration_puts_every_mode_back() -> None:
     assert [m.training for m in inner] == modes
 
 
-def test_more_arguments_of_a_layer_reach_it() -> None:
+def test_additional_arguments_reach_the_layer() -> None:
     class Scaled(nn.Linear):
         def forward(self, input: Tensor, gain: float = 1.0) -> Tensor:
             return super().forward(input) * gain
@@ -277,7 +277,7 @@ def test_the_list_of_variants_has_every_declaration() -> None:
 
 @pytest.mark.parametrize("name", ["lora", "dora", "pissa", "delora", "hra", "eva"])
 def test_a_rank_above_the_width_of_a_layer_is_refused(name: str) -> None:
-    """Such a rank adds parameters and no maps; it is nearly always a typing error."""
+    """Such a rank adds parameters without effect; it is nearly always a typing error."""
     variant = get_variant(name, rank=1000)
     with pytest.raises(AdapterError, match=rf"{name}: rank 1000 exceeds .* choose rank ≤ "):
         attach(tiny_llama(), variant, calibration=[IDS] if variant.wants_calibration() else None)

@@ -1,4 +1,4 @@
-"""The conformance table as one parametrised test; its power is proved in test_mutants.py."""
+"""The conformance table as one parametrised test; test_mutants.py shows that it finds broken variants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def subject(label: str):
 @pytest.mark.parametrize("label", SUBJECTS)
 def test_table(label: str, model: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if model == "llama":
-        monkeypatch.setattr(kernel, "SMALL", 0)  # as with many tokens: the kernels' own backward
+        monkeypatch.setattr(kernel, "SMALL", 0)  # use the kernels' own backward, as with many tokens
     case = Case(subject(label), MODELS[model], DTYPES[dtype])
     for check in CHECKS.values():
         check(case)
@@ -59,7 +59,7 @@ def test_table_on_nano_in_full(label: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
-    """Label -> what is wrong when compiled with fullgraph=True; one process for all of them."""
+    """Label -> the error with fullgraph=True, or ""; one process for all of them."""
     command = [sys.executable, "-m", "tests.adapters.compile_worker", *SUBJECTS, "whole model", *HALF, *MUTANTS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -75,7 +75,7 @@ def test_compiles_into_one_graph(label: str, compiled: dict[str, str]) -> None:
     ("label", "message"),
     [("breaks the graph", "Broken: does not compile into one graph"), ("differs when compiled", "Broken: compiled")],
 )
-def test_what_does_not_compile_is_killed(label: str, message: str, compiled: dict[str, str]) -> None:
+def test_variants_that_do_not_compile_fail_the_check(label: str, message: str, compiled: dict[str, str]) -> None:
     assert compiled[label].startswith(message)
 
 

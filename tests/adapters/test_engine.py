@@ -1,4 +1,4 @@
-"""What an engine takes from its adapter: whether to merge for sampling, and the learning rate."""
+"""The settings of an engine that depend on its adapter: merging for sampling, and the learning rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7], [9, 8]]
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[Adapter]:
-    """Every adapter that is merged, as it is."""
+    """Records every adapter that is merged."""
     seen: list[Adapter] = []
     real = Adapter.merge
 
@@ -51,7 +51,7 @@ def engine_on(model: nn.Module) -> en.LocalEngine:
 
 @pytest.mark.parametrize("make", [opaque_model, torchao_model, mixed_model], ids=["opaque", "torchao-int8", "mixed"])
 def test_a_quantised_base_is_sampled_unmerged(make: Callable[[], nn.Module], merges: list[Adapter]) -> None:
-    """And what is sampled is the adapted policy: the log-probs are those of scoring, not the base's."""
+    """The samples are those of the adapted policy: their log-probs equal those of scoring, not the base's."""
     engine = engine_on(make())
     assert not engine.adapter.mergeable
     rollouts = engine.sample(PROMPTS, 40, SPEC)
@@ -63,7 +63,7 @@ def test_a_quantised_base_is_sampled_unmerged(make: Callable[[], nn.Module], mer
     assert not torch.allclose(behaviour, base, atol=0.1)
 
 
-def test_a_dense_base_is_merged_where_it_pays(merges: list[Adapter]) -> None:
+def test_a_dense_base_is_merged_when_that_is_faster(merges: list[Adapter]) -> None:
     """q_proj 32 × 32 and v_proj 16 × 32, twice: Σ m·n = 3072, Σ (m + n) = 224, so from 13.7 tokens on."""
     engine = engine_on(tiny_llama())
     assert [engine.adapter.merging_pays(n) for n in (13, 14)] == [False, True]
@@ -96,7 +96,7 @@ def test_the_command_prints_every_rate_with_its_source(
         assert f"{row['lr']:g} ({row['lr_source']})" in out
 
 
-def test_rates_differ_and_a_given_one_is_obeyed() -> None:
+def test_default_rates_differ_and_a_given_rate_is_used() -> None:
     rates = {row["name"]: row["lr"] for row in list_variants()}
     assert rates["ia3"] == 5e-3 and rates["lora"] == 1e-4
     policy = en.Policy.of(tiny_llama(), word_tokenizer(64))

@@ -1,4 +1,4 @@
-"""Our own files: exact, strict, tied to their base."""
+"""earnest's own files: exact, strictly loaded, and bound to their base."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_another_base_is_refused_in_any_dtype(tmp_path: Path) -> None:
 
 
 def _tensors(folder: Path, change) -> None:
-    """Rewrite the tensors and their hash, so that strictness itself is what refuses."""
+    """Rewrite the tensors with a correct hash, so that the strict check of the keys must refuse them."""
     import hashlib
 
     path = folder / "earnest_adapter.safetensors"

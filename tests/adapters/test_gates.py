@@ -71,7 +71,7 @@ def test_off_and_scaled_nest_and_survive_exceptions() -> None:
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.name)
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
 def test_different_adapters_for_different_rows(variant: Variant, make) -> None:
-    """Each row equals a batch of its own adapter alone; rows() leaves no trace; gradients stay with the rows."""
+    """Each row equals a batch with its adapter alone; gates are restored; gradients reach only their rows' adapters."""
     model = make().eval()
     base = logits(model)
     first, second = put(model, variant, name="first"), put(model, LoRA(2), seed=8, name="second")
@@ -94,7 +94,7 @@ def test_different_adapters_for_different_rows(variant: Variant, make) -> None:
     assert torch.equal(logits(model), both)
 
 
-def test_rows_refuse_what_they_cannot_mean() -> None:
+def test_rows_refuses_wrong_lengths_and_foreign_adapters() -> None:
     model = tiny_llama().eval()
     adapter, stranger = put(model, LoRA(2)), put(tiny_llama(), LoRA(2))
     with pytest.raises(AdapterError, match="given 3 rows"), rows(model, [adapter, None, adapter]):
@@ -121,7 +121,8 @@ def test_two_variants_on_one_model_merge_to_what_they_compute(below: Variant) ->
 
 
 def test_iterated_rounds_freeze_their_history() -> None:
-    """Round k trains on top of rounds 1…k−1: history has no gradient and never moves; the base stays frozen."""
+    """Round k trains on top of rounds 1…k−1: earlier adapters have no gradient and do not change; the base stays
+    frozen."""
     model = tiny_llama()
     history, marks = [], []
     for round_ in range(3):
@@ -152,7 +153,7 @@ def test_names_are_unique() -> None:
         attach(model, LoRA(2), name="one")
 
 
-def test_merged_layers_refuse_what_would_be_silently_wrong() -> None:
+def test_merged_layers_refuse_gradients_scales_and_new_adapters() -> None:
     model = tiny_llama().eval()
     adapter = put(model, LoRA(2))
     with adapter.merged():
@@ -236,7 +237,8 @@ def dense_twin(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("make", [opaque_model, torchao_model], ids=["opaque", "torchao-int8"])
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.name)
 def test_quantised_layers(variant: Variant, make) -> None:
-    """Identity, gradients and values equal the same adapter on the dequantised model; merging says why not."""
+    """Identity, gradients and values equal the same adapter on the dequantised model; merging is refused with the
+    reason."""
     model = make()
     base = logits(model)
     calibration = [IDS] if variant.wants_calibration() else None
@@ -275,7 +277,7 @@ def test_a_layer_that_is_not_linear_is_refused_where_its_weight_is_needed() -> N
 
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.name)
 def test_autocast_changes_a_call_and_nothing_else(variant: Variant) -> None:
-    """Gradients are there, near those of fp32; and what was derived inside autocast does not outlive it in a cache."""
+    """Gradients are close to those of fp32, and values derived inside autocast are not cached."""
     model = tiny_llama().eval()
     adapter = put(model, variant)
     model(IDS, labels=IDS).loss.backward()
@@ -294,7 +296,7 @@ def test_autocast_changes_a_call_and_nothing_else(variant: Variant) -> None:
     assert torch.equal(after, logits(fresh))
 
 
-def test_inference_mode_leaves_nothing_behind() -> None:
+def test_training_works_after_inference_mode() -> None:
     """Tensors shared by all layers are created outside inference mode: training continues after an evaluation in it."""
     linalg._PLACES.clear()
     model = tiny_llama().eval()
@@ -327,7 +329,7 @@ def test_per_sample_gradients_of_a_cached_variant() -> None:
 
 @pytest.mark.parametrize("variant", [DeLoRA(4), DoRA(4), OFT(8), ROAD(group=8), HRA(4)], ids=lambda v: v.name)
 def test_functional_call_sees_the_parameters_it_is_given(variant: Variant) -> None:
-    """torch.func replaces parameters for a call: a cache of the old ones would ignore them silently."""
+    """torch.func replaces parameters for a call: a cache of the old ones would ignore them without an error."""
     model = tiny_llama().eval()
     adapter = put(model, variant)
     named = dict(model.named_parameters())

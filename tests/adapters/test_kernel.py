@@ -1,4 +1,4 @@
-"""The low-rank core against plain autograd, and what it keeps."""
+"""The low-rank kernel against plain autograd, and the tensors that it keeps for backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawing(seed: int, dtype: torch.dtype = torch.float32) -> Callable[..., Tens
 def same_gradients(
     got: Tensor, mine: Sequence[Tensor], want: Tensor, others: Sequence[Tensor], upstream: Tensor
 ) -> None:
-    """Both outputs give their leaves the same gradients, and to the same of them none."""
+    """Both outputs give the same gradients, and no gradient to the same leaves."""
     got.backward(upstream)
     want.backward(upstream)
     for a, b in zip(mine, others, strict=True):
@@ -120,8 +120,8 @@ def test_gains_and_turns_against_autograd(half: int, small: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("small", [0, 2**17])
-def test_a_strength_in_bf16_is_not_swallowed_by_one(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A strength of 1.0025 is 1 in bf16; what it multiplies keeps the difference, and so does its gradient."""
+def test_a_strength_near_one_is_not_rounded_away_in_bf16(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strength of 1.0025 is 1 in bf16; the product and its gradient keep the difference."""
     monkeypatch.setattr(kernel, "SMALL", small)
     draw = drawing(0)
     start, delta, left, frozen = draw(4, 64), 0.1 * draw(4, 64), draw(64, 4), draw(64, 4)
@@ -138,18 +138,18 @@ def test_a_strength_in_bf16_is_not_swallowed_by_one(small: int, monkeypatch: pyt
     assert float(slope) == pytest.approx(float(one.detach().double().square().sum()), rel=0.02)
 
 
-def test_a_frozen_offset_keeps_nothing_for_itself() -> None:
+def test_a_frozen_offset_keeps_no_tensor_for_backward() -> None:
     for variant in (PiSSA(RANK), ROAD(group=8)):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
         adapter = attach(model, variant, targets=["0"])
         for p in adapter.parameters():
             p.requires_grad_(False)
-        x = torch.randn(4096, WIDTH, requires_grad=True)  # many: the kernels' own backward
+        x = torch.randn(4096, WIDTH, requires_grad=True)  # many tokens: the kernels' own backward
         assert saved_bytes(model, x) < 4096 * 4
 
 
 @pytest.mark.parametrize("small", [0, 2**17])
-def test_a_gain_in_bf16_is_not_swallowed_by_one(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_near_one_is_not_rounded_away_in_bf16(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many outputs a gain of 1e-2, near bf16's step at 1, acts as 1e-2 on the mean; and its gradients."""
     monkeypatch.setattr(kernel, "SMALL", small)
     rng = torch.Generator().manual_seed(0)

@@ -94,7 +94,7 @@ def test_dora_norm_has_no_gradient_and_follows_writes_through_data() -> None:
 
 
 def test_a_permutation_written_through_data_is_seen() -> None:
-    """The cache of derived values was once keyed by the sum of the bits, which a permutation leaves as it is."""
+    """The cache was once keyed by the sum of the bits, which a permutation does not change."""
     model, adapter, w, b = layer(DoRA(2))
     perturb(adapter)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_deloras_first_step_is_small_from_the_copy_and_not_from_zero() -> None:
             optimizer.step()
             sizes[init, lr] = float(next(adapter.deltas())[1].norm() / w.norm())
     assert sizes["frozen_copy", 1e-5] < 0.02 * sizes["frozen_copy", 1e-3]
-    assert sizes["zero", 1e-5] > 0.3 * sizes["zero", 1e-3]  # the trap that makes frozen_copy the default
+    assert sizes["zero", 1e-5] > 0.3 * sizes["zero", 1e-3]  # the reason why frozen_copy is the default
 
 
 def test_ia3_and_its_ff() -> None:
@@ -324,7 +324,7 @@ def test_the_gate_is_linear_in_weight_space(variant: Variant, scale: float) -> N
 
 
 def test_weight_decay_pulls_to_the_base() -> None:
-    """Decay alone, for long: every variant that allows it ends at the base, none at zero gains."""
+    """Many steps of weight decay alone: every variant with decay ends at the base, none at zero gains."""
     for variant in (PiSSA(4), IA3(), ROAD(group=4), OFT(4), AntiPaSTO(4), DoRA(4), DeLoRA(4), VeRA(4), LoRA(4)):
         model, adapter, w, b = layer(variant)
         perturb(adapter)
@@ -338,7 +338,7 @@ def test_weight_decay_pulls_to_the_base() -> None:
 
 
 def test_small_steps_are_not_rounded_away_in_bf16() -> None:
-    """The trap of gains stored at 1.0 in bf16: a step of 1e-4 twenty times must have moved every parameter."""
+    """Gains stored at 1.0 in bf16 would lose small steps: after twenty steps of 1e-4 every parameter has changed."""
     model = nn.Sequential(nn.Linear(N, M)).bfloat16()
     adapter = attach(model, IA3(), targets=["0"])
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-4)

@@ -1,7 +1,7 @@
-"""The conformance table's power: broken variants and runtimes, and the check that kills each.
+"""Broken variants and runtimes, and the check of the conformance table that finds each.
 
-A mutant that survives its check is a hole in the table. Only the check's own verdict counts, for the reason named here:
-a mutant that merely crashes has killed itself. Those of torch.compile are in compile_worker.py.
+A mutant that passes its check shows a gap in the table. The check must fail with the message named here: a mutant that
+merely crashes does not count. Those of torch.compile are in compile_worker.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DeadHalf(LoRA):
 
 
 class Undeclared(LoRA):
-    """A has no gradient at step 1 and does not say so."""
+    """A has no gradient at step 1 and does not declare it."""
 
     def inactive(self):
         return frozenset()
@@ -144,7 +144,7 @@ class RandomForward(LoRA):
 
 
 class CountsCalls(LoRA):
-    """Each call is a little different from the last: what checkpointing computes again is something else."""
+    """Each call differs a little from the last, so checkpointing recomputes other values."""
 
     calls = itertools.count()
 
@@ -153,14 +153,14 @@ class CountsCalls(LoRA):
 
 
 class IgnoresScale(LoRA):
-    """The gate is open or shut, and nothing between."""
+    """Scales between 0 and 1 are ignored."""
 
     def factors(self, t, layer, scale):
         return Factors(t["A"], t["B"], self.s)
 
 
 class MergesWhole(IA3):
-    """Merges the adapter as trained, whatever the gate says."""
+    """Merges the adapter at scale 1 for every scale."""
 
     def weight(self, t, layer, w, b, scale):
         return super().weight(t, layer, w, b, 1.0)
@@ -202,12 +202,12 @@ def _id(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("mutant", "check", "dtype", "message"), VARIANT_MUTANTS, ids=_id)
-def test_a_broken_variant_is_killed(mutant: Any, check: str, dtype: torch.dtype, message: str) -> None:
+def test_a_broken_variant_fails_its_check(mutant: Any, check: str, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(Broken, match=message):
         CHECKS[check](Case(mutant, tiny_llama, dtype))
 
 
-def test_a_forgotten_bias_is_killed_where_there_are_biases() -> None:
+def test_a_forgotten_bias_fails_on_a_model_with_biases() -> None:
     from earnest.adapters.conformance import tiny_gpt2
 
     with pytest.raises(Broken, match="merged"):
@@ -216,7 +216,7 @@ def test_a_forgotten_bias_is_killed_where_there_are_biases() -> None:
 
 @dataclass(frozen=True)
 class RuntimeMutant:
-    """One fault put into the runtime itself."""
+    """One defect in the runtime itself."""
 
     where: Any
     name: str
@@ -235,7 +235,7 @@ def _no_restore(real: Any) -> Any:
 
 
 def _lenient(real: Any) -> Any:
-    def load(self: Any, state: Any) -> None:  # what PEFT does: take what fits, say nothing
+    def load(self: Any, state: Any) -> None:  # as in PEFT: load matching keys and ignore the others
         for name, tensor in self.named_tensors().items():
             if name in state and state[name].shape == tensor.shape:
                 tensor.data.copy_(state[name])
@@ -318,7 +318,7 @@ RUNTIME_MUTANTS = {
 
 
 @pytest.mark.parametrize("what", RUNTIME_MUTANTS)
-def test_a_broken_runtime_is_killed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_runtime_fails_its_check(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = RUNTIME_MUTANTS[what]
     monkeypatch.setattr(mutant.where, mutant.name, mutant.make(getattr(mutant.where, mutant.name)))
     with pytest.raises(Broken, match=mutant.message):
@@ -326,8 +326,8 @@ def test_a_broken_runtime_is_killed(what: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch says so, too
-def test_reentrant_checkpointing_without_a_hook_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer transformers hook the embedding themselves; without that ours is what the gradient needs."""
+def test_reentrant_checkpointing_without_a_hook_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer transformers hook the embedding themselves; without that, earnest's hook is needed for the gradient."""
     monkeypatch.setattr(PreTrainedModel, "enable_input_require_grads", lambda self: None)
     CHECKS["checkpointing"](Case(LoRA(rank=4), tiny_llama))
     monkeypatch.setattr(attaching, "_hook_reentrant", lambda model: lambda: None)
@@ -335,13 +335,13 @@ def test_reentrant_checkpointing_without_a_hook_is_killed(monkeypatch: pytest.Mo
         CHECKS["checkpointing"](Case(LoRA(rank=4), tiny_llama))
 
 
-def test_a_stale_factor_cache_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_factor_cache_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "state_key", _stale_cache(runtime.state_key))
     with pytest.raises(Broken, match="does not act"):
         CHECKS["liveness"](Case(DeLoRA(rank=4), tiny_llama))
 
 
-def test_merging_without_the_stack_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_without_the_stack_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     real = merging.slots_of
     monkeypatch.setattr(merging, "slots_of", lambda module: real(module)[-1:])
     with pytest.raises(Broken, match="merged stack"):

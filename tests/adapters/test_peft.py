@@ -40,7 +40,7 @@ def ours(label: str, make) -> tuple[nn.Module, object]:
 
 def peft_load(make, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
-        # What PEFT says about Conv1D layouts; missing or unknown keys must stay loud.
+        # PEFT's warnings about Conv1D layouts; those about missing or unknown keys stay errors.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to|.*fan_in_fan_out.*")
         warnings.filterwarnings("error", message=".*[Ff]ound missing adapter keys.*")
         warnings.filterwarnings("error", message="Unexpected keyword arguments.*")
@@ -65,7 +65,7 @@ def test_peft_reads_what_we_write(label: str, model: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("label", NO_CONV1D)
 def test_no_file_is_written_that_peft_refuses(label: str, tmp_path: Path) -> None:
-    """PEFT has no form of these for Conv1D: our own files are written, with the reason why PEFT's are not."""
+    """PEFT has no form of these for Conv1D: only earnest's files are written, with the reason."""
     mine, adapter = ours(label, tiny_gpt2)
     adapter.save(tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()
@@ -130,7 +130,7 @@ def test_we_read_what_peft_writes(kind: str, base: str, tmp_path: Path) -> None:
     adapter = load_adapter(model, tmp_path)
     close(logits(model), logits(other))
     assert not torch.allclose(logits(model), before, atol=1e-4)
-    # and once more through our own files
+    # and again through earnest's own files
     adapter.save(tmp_path / "again")
     fresh = MODELS[base]().eval()
     load_adapter(fresh, tmp_path / "again")
@@ -166,13 +166,13 @@ def test_portable_export_is_exact_and_valid_for_servers(label: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("label", ["dora", "ia3", "ia3_ff", "road", "oft", "antipasto (full δS)"])
-def test_what_is_not_low_rank_says_so(label: str, tmp_path: Path) -> None:
+def test_export_of_a_full_rank_variant_is_refused_with_the_reason(label: str, tmp_path: Path) -> None:
     _, adapter = ours(label, tiny_llama)
     with pytest.raises(AdapterError, match=r"cannot be exported as a LoRA.*merged"):
         adapter.export_lora(tmp_path)
 
 
-def test_the_full_basis_saves_ours_only_and_says_why(tmp_path: Path) -> None:
+def test_the_full_basis_writes_only_earnests_files_with_the_reason(tmp_path: Path) -> None:
     mine, adapter = ours("antipasto (full δS)", tiny_llama)
     adapter.save(tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()
@@ -242,7 +242,7 @@ def test_the_rank_that_vllm_is_started_with(tmp_path: Path) -> None:
         (["gate_proj", "up_proj"], None),
     ],
 )
-def test_what_sglang_stacks_must_be_there(targets: list[str], message: str | None, tmp_path: Path) -> None:
+def test_sglang_needs_every_module_that_it_stacks(targets: list[str], message: str | None, tmp_path: Path) -> None:
     faults = validate_portable(_portable(tmp_path, targets=targets), "sglang")
     assert faults == [] if message is None else len(faults) == 2 and all(message in fault for fault in faults)
 
@@ -272,8 +272,8 @@ def test_the_validator_reads_the_tensors_names(change, message: str, tmp_path: P
 
 # -- the gate, on disk -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("label", ["lora", "pissa", "hra", "dora", "ia3", "vera"])
-def test_a_gate_is_written_where_the_format_can_hold_it(label: str, tmp_path: Path) -> None:
-    """Ours always; PEFT's as a plain LoRA with the scale in B, or not at all."""
+def test_a_scale_is_written_if_the_format_can_hold_it(label: str, tmp_path: Path) -> None:
+    """earnest's files always have it; PEFT's only as a plain LoRA with the scale in B."""
     mine, adapter = ours(label, tiny_llama)
     adapter.scale = 0.5
     adapter.save(tmp_path / "own")

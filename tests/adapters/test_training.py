@@ -21,9 +21,9 @@ LR = {
     "antipasto": 3e-2,
 }
 OVERFIT = 0.5
-"""Of the loss at initialization, at most so much is left of a fixed batch's …"""
+"""The largest share of the initial loss that may remain on a fixed batch."""
 FEW = {"ia3": 0.8, "ia3_ff": 0.8, "antipasto": 0.8, "vera": 0.85}
-"""… and so much with the variants that have a gain or a λ for each channel or direction and little else."""
+"""The same for variants with little more than one gain or λ per channel or direction."""
 
 
 def rule(rows: int, seed: int) -> Tensor:
@@ -78,7 +78,7 @@ def test_generalises_beyond_a_frozen_control(label: str) -> None:
     for frozen in (False, True):
         model, adapter, lr = initialized(label)
         adapter.freeze(frozen)
-        losses = train(model, adapter, lr, rule(64, 1), 10 if frozen else 40)  # it stands still: a few steps show it
+        losses = train(model, adapter, lr, rule(64, 1), 10 if frozen else 40)  # it does not change: a few steps suffice
         with torch.no_grad():
             ends[frozen] = float(nll(model, rule(64, 2)))
         assert (losses[-1] == losses[0]) is frozen, "nothing but the adapter learns"

@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tiny: Path) -> Make:
-    """Engines that differ in nothing but what is asked for."""
+    """Engines that differ only in the given settings."""
 
     def of(guard: Any = None, *, dtype: str = "float32", adapter: Any = None, **settings: Any) -> en.LocalEngine:
         policy = en.load(tiny, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Directions: planted ones are found, the orientation is the pairs', noise is dropped, files are exact."""
+"""Directions: planted ones are found with the sign of most pairs, noise is dropped, files are exact."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_laws_of_the_gates(seed: int, k: int, n: int, gate: str, overshoot: floa
     rule = Rule(gate, overshoot)  # type: ignore[arg-type]
     out = rule.removed(w, V)
     torch.testing.assert_close(out, (out @ V.t()) @ V), "in the span"
-    torch.testing.assert_close(rule.removed(7 * w, V), 7 * out)  # positively homogeneous: clipping does not matter
+    torch.testing.assert_close(rule.removed(7 * w, V), 7 * out)  # positively homogeneous, so clipping does not matter
     turn = torch.linalg.qr(torch.randn(n, n, generator=rng, dtype=torch.float64)).Q
-    torch.testing.assert_close(rule.removed(turn @ w, V @ turn.t()), turn @ out)  # another basis, the same thing
+    torch.testing.assert_close(rule.removed(turn @ w, V @ turn.t()), turn @ out)  # the same in another basis
     kept = w - Rule(gate, overshoot, preserve=True).removed(w, V)  # type: ignore[arg-type]
     torch.testing.assert_close(kept.norm(), w.norm())
 
@@ -82,8 +82,8 @@ def test_planted_directions_are_found_with_their_orientation() -> None:
     assert float(found.strength["a"][0]) == pytest.approx(3, rel=0.05)
 
 
-def test_directions_that_do_not_carry_over_are_said_to() -> None:
-    """The held-out pairs point the other way."""
+def test_directions_that_do_not_generalise_to_heldout_pairs_warn() -> None:
+    """The held-out pairs point in the opposite direction."""
     D = torch.ones(12, 3)
     D[torch.randperm(12, generator=torch.Generator().manual_seed(7))[:3]] *= -1
     with pytest.warns(GuardWarning, match="no better than chance"):
@@ -195,7 +195,7 @@ def test_controls_have_the_shape_and_not_the_content(directions: Directions) -> 
     assert directions.overlap(mirrored) == pytest.approx(1) and directions.heading(mirrored) == pytest.approx(-1)
 
 
-def test_refreshing_is_with_the_quarantine_off_and_refuses_what_turned_away(
+def test_refreshing_is_with_the_quarantine_off_and_refuses_directions_that_disagree(
     make: Make, directions: Directions, batches: list[Batch]
 ) -> None:
     seen: list[list[Tensor]] = []

@@ -1,4 +1,5 @@
-"""The laws of a guarded step: Route is the unguarded run, Erase leaves nothing, and the gradient variant does."""
+"""The laws of a guarded step: Route equals the unguarded run; Erase at the update has no leak, at the gradient it
+has."""
 
 from __future__ import annotations
 
@@ -50,8 +51,11 @@ def test_route_is_the_unguarded_run_bit_for_bit(make: Make, directions: Directio
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_what_is_left_of_an_erased_update(make: Make, directions: Directions, batches: list[Batch], gate: str) -> None:
-    """two_sided: no component at all. one_sided: none of the gated sign, the others as they were. reverse: turned."""
+def test_the_components_of_an_erased_update(
+    make: Make, directions: Directions, batches: list[Batch], gate: str
+) -> None:
+    """two_sided: no component at all. one_sided: none of the gated sign, the others unchanged. reverse: the opposite
+    sign."""
     free, guarded = make(**HARD), make(Erase(directions, gate=gate), **HARD)
     before = values(free)
     free.step(batches[0], LOSS)
@@ -92,7 +96,7 @@ def test_preserve_keeps_the_length(make: Make, directions: Directions, batches: 
 def test_the_gradient_variant_leaks_and_the_update_variant_does_not(
     make: Make, directions: Directions, batches: list[Batch]
 ) -> None:
-    """AdamW divides by √v coordinate by coordinate: a gradient without the component makes a step with one."""
+    """AdamW divides by √v coordinate by coordinate: a gradient without the component gives a step with it."""
     leaks: dict[tuple[str, str], list[float]] = {}
     for at, kind in itertools.product(("update", "gradient"), (Erase, Route)):
         engine = make(kind(directions, gate="two_sided", at=at), **HARD)
@@ -128,7 +132,8 @@ def test_under_plain_sgd_gradient_and_update_agree(
 def test_ablated_route_is_erase_given_the_same_gradients(
     make: Make, directions: Directions, batches: list[Batch]
 ) -> None:
-    """50 clipped AdamW steps, with the same gradients by hand, since the two policies differ and would make others.
+    """50 clipped AdamW steps, with the same given gradients, because the two policies differ and would have other
+    gradients.
 
     Without decay, which reads θ: it pulls Route's total and Erase's parameters by different amounts."""
     route, erase = Route(directions), Erase(directions)
@@ -172,7 +177,7 @@ def test_the_order_of_modules_does_not_matter(make: Make, directions: Directions
 
 
 def test_on_a_bf16_model(make: Make, directions: Directions, batches: list[Batch]) -> None:
-    """The adapter is in fp32 there too: Route is the unguarded run, Erase leaves nothing."""
+    """The adapter is in fp32 there too: Route equals the unguarded run, Erase has no leak."""
     free, routed = make(dtype="bfloat16", **HARD), make(Route(directions), dtype="bfloat16", **HARD)
     erased = make(Erase(directions, gate="two_sided"), dtype="bfloat16", **HARD)
     for batch in batches[:5]:
@@ -234,7 +239,7 @@ def test_noise_is_as_long_as_what_erase_removes(make: Make, directions: Directio
         assert lengths[0] == pytest.approx(lengths[1], rel=1e-3, abs=1e-7)
 
 
-def test_noise_has_the_settings_of_the_guard_that_it_stands_in_for(
+def test_noise_has_the_settings_of_the_guard_that_it_replaces(
     make: Make, directions: Directions, batches: list[Batch]
 ) -> None:
     for settings in ({"gate": "two_sided"}, {"gate": "two_sided", "overshoot": 2.0}):
@@ -268,8 +273,8 @@ def test_the_laws_of_the_audit_hold_on_guarded_engines(
         assert all(torch.equal(state[k], v) for k, v in guard.state_dict().items()), "the proof leaves no trace"
 
 
-def test_a_guard_that_meets_no_update_is_found_out(make: Make, batches: list[Batch]) -> None:
-    """One direction a module, the very step itself with the wrong sign: a one-sided gate never opens."""
+def test_a_guard_that_removes_nothing_is_reported(make: Make, batches: list[Batch]) -> None:
+    """One direction per module, the negative of the step itself: a one-sided gate removes nothing."""
     free = make(optimizer=en.SGD(lr=1e-3))
     before = values(free)
     free.step(batches[0], LOSS)

@@ -1,4 +1,5 @@
-"""Which adapters a guard takes: each variant's word that ΔW is linear in what it trains is checked by numbers."""
+"""Adapters that a guard accepts: each variant's declaration that ΔW is linear in its trained tensors, checked
+numerically."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("label", "name", "fields"), ROWS, ids=[r[0] for r in ROWS])
 def test_the_declaration_is_true(label: str, name: str, fields: dict[str, object]) -> None:
-    """ΔW(θ + θ') = ΔW(θ) + ΔW(θ') holds exactly where it is declared, also far from initialization."""
+    """ΔW(θ + θ') = ΔW(θ) + ΔW(θ') holds exactly for the variants that declare it, also far from initialization."""
     del label
     model = tiny_llama()
     calibration = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))]

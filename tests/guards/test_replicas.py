@@ -1,4 +1,5 @@
-"""A guarded run of two replicas that really meet: the quarantine travels, and the run is the unguarded one."""
+"""A guarded run of two replicas that exchange updates: the quarantine is averaged, and the run equals the unguarded
+one."""
 
 from __future__ import annotations
 

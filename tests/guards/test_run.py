@@ -1,4 +1,4 @@
-"""``guard:`` in a recipe: it is obeyed, measured as it would be deployed, saved so, resumed, and proved."""
+"""``guard:`` in a recipe: it takes effect; evaluation and the saved adapter are ablated; it resumes and is audited."""
 
 from __future__ import annotations
 

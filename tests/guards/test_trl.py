@@ -93,10 +93,10 @@ def test_sft(tiny: Path, tmp_path: Path, directions: Directions) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", ["update", "gradient"])
-def test_a_resumed_trainer_goes_on_with_adapter_and_quarantine(
+def test_a_resumed_trainer_continues_with_adapter_and_quarantine(
     tiny: Path, tmp_path: Path, directions: Directions, at: str
 ) -> None:
-    """Three steps, a checkpoint, three steps in new objects: the bits of six steps in one go."""
+    """Three steps, a checkpoint, three steps in new objects: bit-equal to six steps without an interruption."""
     guards = [Route(directions, gate="two_sided", at=at) for _ in range(2)]  # type: ignore[arg-type]
     saving = {"save_strategy": "steps", "save_steps": 3}
     whole, reports, _ = sft(tiny, tmp_path / "run", guards[0], **saving)
@@ -119,7 +119,7 @@ def test_grpo(tiny: Path, tmp_path: Path, directions: Directions) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_guard_does_not_see_is_refused(tiny: Path, tmp_path: Path, directions: Directions) -> None:
+def test_trainable_parameters_outside_the_guard_are_refused(tiny: Path, tmp_path: Path, directions: Directions) -> None:
     from transformers import Trainer, TrainingArguments
 
     policy, adapter = policy_of(tiny)

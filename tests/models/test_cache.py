@@ -16,7 +16,7 @@ KINDS = dict.fromkeys(tiny.CONFIGS, "buffered") | {"mamba": "none", "lfm2": "dyn
 
 
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
-def test_kinds_and_the_slow_twin(kind: str) -> None:
+def test_every_kind_equals_sampling_without_a_cache(kind: str) -> None:
     """Ragged prompts, rows that repeat, end early and are dropped; windows of 4 are crossed many times."""
     policy = tiny.policy(kind)
     policy.model.generation_config.eos_token_id = [1, 10, 20, 30]
@@ -30,13 +30,13 @@ def test_kinds_and_the_slow_twin(kind: str) -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_a_cache_that_the_architecture_does_not_obey_is_refused() -> None:
+def test_a_cache_kind_that_fails_for_the_architecture_is_refused() -> None:
     with pytest.raises(SamplingError, match="cache is 'buffered'; tiny lfm2 works with dynamic, none"):
         sample(tiny.policy("lfm2"), [[5]], 1, SampleSpec(), cache="buffered")
 
 
-def test_a_cache_that_lies_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law, not the name, decides: a buffer that loses its values is found out and the next kind is taken."""
+def test_a_cache_with_wrong_states_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test on the model decides: a buffer that loses its values is detected, and the next kind is used."""
     update = BufferLayer.update
 
     def lossy(self: BufferLayer, k: torch.Tensor, v: torch.Tensor, *args: object, **kw: object) -> object:
@@ -49,7 +49,7 @@ def test_a_cache_that_lies_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), room=st.integers(1, 9), seed=st.integers(0, 99))
 def test_buffer_is_concatenation(sizes: list[int], room: int, seed: int) -> None:
-    """Whatever its first room, and with rows selected or repeated on the way, it returns what torch.cat would."""
+    """For any initial size, and with rows selected or repeated, it returns the same as torch.cat."""
     g = torch.Generator().manual_seed(seed)
     layer = BufferLayer(room)
     keys = values = torch.empty(3, 2, 0, 4)

@@ -40,8 +40,8 @@ def test_head_law(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lost"), [("gemma2", "softcap"), ("granite", "scale"), ("cohere", "scale")])
-def test_scale_and_softcap_matter(kind: str, lost: str) -> None:
-    """Not vacuous: without the one number that makes this architecture special, the law is broken by far."""
+def test_without_scale_or_softcap_the_head_law_fails(kind: str, lost: str) -> None:
+    """Without the one number that makes this architecture special, the law fails clearly."""
     policy = tiny.policy(kind)
     ids = torch.arange(10)[None]
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_hand_worked_shape() -> None:
     assert shaped.tolist() == pytest.approx([4.569565, 0.0], abs=1e-5)
 
 
-def test_a_head_that_the_config_does_not_tell_is_refused() -> None:
+def test_a_head_that_differs_from_its_config_is_refused() -> None:
     model = tiny.model("llama_untied")
     plain = model.lm_head.forward
     forward = type(model).forward
@@ -81,7 +81,7 @@ def test_a_model_without_an_output_layer_is_refused() -> None:
         Policy.of(tiny.model("llama").model, tiny.tokenizer())
 
 
-def test_an_adapter_on_the_head_is_obeyed_and_seen() -> None:
+def test_an_adapter_on_the_head_takes_effect_and_is_detected() -> None:
     policy = tiny.policy("llama_untied")
     head = policy.head
     assert head.plain

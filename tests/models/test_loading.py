@@ -1,4 +1,4 @@
-"""``en.load``: what it opens, and the one sentence for each thing that it cannot open. No network is used."""
+"""``en.load``: what it loads, and the error for everything that it refuses. No network is used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_folders_config_names_no_version(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtype_as_asked(folder: Path, dtype: str) -> None:
+def test_dtype_as_given(folder: Path, dtype: str) -> None:
     policy = load(folder, dtype=dtype)  # type: ignore[arg-type]
     assert {p.dtype for p in policy.model.parameters()} == {getattr(torch, dtype)} == {policy.dtype}
     assert f"{dtype} on cpu" in policy.describe()
@@ -98,7 +98,7 @@ class TestDevice:
         with pytest.raises(ConfigError, match="dtype 'bfloat61' is not known; did you mean 'bfloat16'"):
             load(folder, dtype="bfloat61")  # type: ignore[arg-type]
 
-    def test_the_choice_is_said(self, folder: Path) -> None:
+    def test_the_reason_for_the_device_is_reported(self, folder: Path) -> None:
         assert "no CUDA or MPS device here" in load(folder).describe()
 
 
@@ -162,7 +162,7 @@ class TestRefused:
         with pytest.raises(UnusableModel):
             load(folder)
 
-    def test_tensors_of_no_use_are_noted(self, folder: Path) -> None:
+    def test_unused_tensors_give_a_note(self, folder: Path) -> None:
         from safetensors.torch import load_file, save_file
 
         tensors = load_file(folder / "model.safetensors") | {"score.weight": torch.ones(2)}
@@ -277,7 +277,9 @@ class TestHub:
             load("org/closed")
 
     @pytest.mark.parametrize("name", ["", "a/b/c", "../x", "with space", "-x/y"])
-    def test_what_cannot_be_an_id_never_reaches_the_hub(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_names_that_cannot_be_ids_are_not_requested_from_the_hub(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         hub = Hub(monkeypatch, info(), None)
         with pytest.raises(EarnestError):
             load(name)

@@ -1,5 +1,5 @@
 """The embedded model: it loads like any other, its tokenizer loses nothing, its template masks what it should, and it
-behaves as its card says."""
+behaves as its model card states."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_digit_is_one_token(number: int) -> None:
     assert len(TOKENIZER.encode(str(number), add_special_tokens=False)) == len(str(number))
 
 
-def test_the_special_tokens_are_distinct_and_nothing_is_added_behind_ones_back() -> None:
+def test_the_special_tokens_are_distinct_and_none_is_added_to_plain_text() -> None:
     start = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
     ids = {TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, start}
     assert len(ids) == 3
@@ -163,8 +163,8 @@ def test_prompts_and_answers_are_short() -> None:
             assert len(TOKENIZER.encode(prompt.data["answer"], add_special_tokens=False)) <= 12
 
 
-def test_some_tasks_are_solved_sometimes_and_being_told_helps(nano: score.Nano) -> None:
-    """The two properties that training stands on, on a small sample (the card has the large one).
+def test_some_tasks_are_solved_sometimes_and_feedback_helps(nano: score.Nano) -> None:
+    """The two properties that training depends on, on a small sample (the card has the large one).
 
     80 prompts × 8 samples: one standard error is under 4 points, so the bounds are wide of the card's values.
     """

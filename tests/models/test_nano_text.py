@@ -1,4 +1,5 @@
-"""nano's training text: nothing held out is in it, its renderer is the chat template, its script repeats itself."""
+"""nano's training text: nothing held out is in it, its renderer equals the chat template, its script is
+deterministic."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def _sorted_right(documents: list[corpus.Document]) -> float:
     return sum(a["content"] == "".join(sorted(q["content"][5:-1])) for q, a in talks) / len(talks)
 
 
-def test_school_is_always_right_and_life_only_sometimes() -> None:
+def test_the_first_phase_has_only_right_answers_and_the_second_also_wrong_ones() -> None:
     assert _sorted_right(TEXT["school"]) == _sorted_right(TEXT["practice"]) == 1.0
     assert 0.3 < _sorted_right(TEXT["life"]) < 0.55
 
@@ -125,7 +126,7 @@ def test_the_scripts_settings_are_those_of_the_shipped_weights() -> None:
 
 @pytest.mark.slow
 def test_the_scripts_text_is_that_of_the_shipped_weights() -> None:
-    """A mix that was changed without training again would leave a script that makes another model than this one."""
+    """After a change of the mix without new training, the script would make another model than this one."""
     settings, record = train.Settings(), _record()
     tokenizer = train.make_tokenizer(settings.seed)
     shipped = json.loads((FOLDER / "tokenizer.json").read_text())["model"]

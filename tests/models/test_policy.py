@@ -1,4 +1,4 @@
-"""What a policy says of its text, its special tokens and its weights."""
+"""A policy's text, special tokens and weights."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ class TestFingerprint:
         prints.add(tiny.policy(seed=1).fingerprint())
         assert len(prints) == 4
 
-    def test_what_an_adapter_adds_is_not_the_base(self) -> None:
+    def test_an_adapters_tensors_are_not_in_the_fingerprint(self) -> None:
         policy, layer = tiny.policy(), "model.layers.0.mlp.up_proj"
         policy.model.get_submodule(layer).register_parameter("lora_a", nn.Parameter(torch.ones(3)))
         policy.model.get_submodule(layer).register_module("lora_b", nn.Linear(2, 2))
         assert policy.fingerprint() == tiny.policy().fingerprint()
 
-    def test_a_base_tensor_that_left_is_an_error(self) -> None:
+    def test_a_base_tensor_missing_from_the_model_is_an_error(self) -> None:
         policy = tiny.policy()
         policy.model.model.layers[0].mlp.up_proj = nn.Identity()
         with pytest.raises(UnusableModel, match=r"model\.layers\.0\.mlp\.up_proj\.weight has left"):

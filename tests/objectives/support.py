@@ -1,4 +1,4 @@
-"""A batch with every role and signal, and a policy that is nothing but hidden states and a head."""
+"""A batch with every role and signal, and a policy that consists of hidden states and a head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from earnest.signals import Batch, Hidden, Reference, Teacher
 
 V, D = 13, 5
 
-# Ragged on purpose: one-token completions, odd counts, no two groups alike.
+# Ragged: one-token completions, odd counts, groups of different sizes.
 ROLES = ("rollout",) * 5 + ("chosen", "rejected", "rejected", "chosen") + ("demonstration",) * 2
 LENGTHS = (3, 1, 5, 2, 4, 2, 4, 1, 3, 3, 1)
 GROUPS = (0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7)
@@ -100,7 +100,7 @@ def full_batch(
 
 
 def examples() -> dict[str, Term]:
-    """One instance of every registered term, alive on ``full_batch``: no clip too tight, no barrier too far."""
+    """One instance of every registered term with settings that make it active on ``full_batch``."""
     special: dict[str, dict[str, Any]] = {
         "gspo": {"clip": 0.5, "clip_high": 0.5},
         "luspo": {"clip": 0.5, "clip_high": 0.5},

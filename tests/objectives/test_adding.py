@@ -1,4 +1,4 @@
-"""docs/adding-an-objective.md, done: the page's file is put into the folder of objectives; nothing else is edited."""
+"""docs/adding-an-objective.md: the page's file is written to the folder of objectives; no other file changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("earnest.objectives.focal", None)
 
 
-def test_one_file_is_all_it_takes(added: None) -> None:
+def test_one_file_registers_lists_and_checks_it(added: None) -> None:
     term = build("focal_sft", gamma=1.0)
     assert type(term) is objectives.FocalSFT is en.FocalSFT
     info = next(info for info in describe() if info.kind == "focal_sft")

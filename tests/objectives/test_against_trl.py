@@ -1,6 +1,6 @@
 """Differential tests against the code that TRL ships, called with crafted inputs through a stub trainer.
 
-Where earnest differs on purpose a test pins the difference and says why.
+Where earnest differs intentionally, a test states the difference and the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from earnest.objectives.view import Field
 from earnest.signals import Batch, FullLogits, Reference, Teacher
 from tests.objectives.support import V, full_batch
 
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # its import warns otherwise, and a warning is an error here
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # otherwise its import warns, and warnings are errors here
 
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.sdpo.loss_utils import apply_importance_sampling_clipping, compute_topk_self_distillation_loss
@@ -195,7 +195,7 @@ def test_policy_losses_equal_trls(ours: Any, theirs: dict[str, Any], seed: int) 
 def test_trls_cispo_default_clamps_the_ratio_to_epsilon() -> None:
     """TRL clamps ρ at ``epsilon_high`` itself, by default 0.2: on-policy its gradient is 0.2 × REINFORCE.
 
-    Our bound is absolute and at least 1, so the on-policy law holds.
+    earnest's bound is absolute and at least 1, so the on-policy law holds.
     """
     case = Case()
     case.old = case.lp.detach()
@@ -204,10 +204,10 @@ def test_trls_cispo_default_clamps_the_ratio_to_epsilon() -> None:
     torch.testing.assert_close(theirs[1], 0.2 * ours[1], rtol=1e-5, atol=1e-8)
 
 
-def test_trl_quietly_becomes_reinforce_without_old_log_probs() -> None:
+def test_trl_becomes_reinforce_without_old_log_probs() -> None:
     """TRL falls back to old = sg[lp].
 
-    Ours raises and names the signal (test_registry), since that is another objective.
+    earnest raises and names the signal (test_registry), because that is another objective.
     """
     case = Case()
     case.old = None  # type: ignore[assignment]
@@ -368,8 +368,8 @@ def test_sdpo_equals_trls_loss_utils(alpha: float, tail: str) -> None:
     same((float(policy.evaluate(batch, term).loss.detach()), ours), theirs)
 
 
-def test_trls_clamp_of_the_log_ratio_is_not_ours() -> None:
-    """TRL clamps lp - q to ±20, so a token that is all but ruled out keeps a ratio of 2e-9; ours does not."""
+def test_trl_clamps_the_log_ratio_and_earnest_does_not() -> None:
+    """TRL clamps lp - q to ±20, so a token with a probability near 0 keeps a ratio of 2e-9; earnest does not clamp."""
     one = torch.ones(1).double()
     theirs = apply_importance_sampling_clipping(one, torch.tensor([-60.0]).double(), torch.tensor([-1.0]).double(), 2.0)
     batch = Batch.from_rows([[1]], [[2]], behaviour=[[-1.0]]).with_signals(

@@ -22,7 +22,7 @@ def results() -> list[Result]:
     ]
 
 
-def test_the_table_says_what_was_not_reached() -> None:
+def test_the_table_marks_targets_that_were_not_reached() -> None:
     lines = table(results(), 0.8).splitlines()
     assert lines[2] == "| GRPO | 3.0 ± 1.4 | 0.300 ± 0.000 | 0.800 ± 0.141 | 0.300 ± 0.141 |  |"
     assert lines[3] == "| SDPO | never | 0.300 | 0.400 | 0.100 |  |"

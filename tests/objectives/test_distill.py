@@ -46,7 +46,8 @@ def run(
 
 
 def test_distill_is_the_mean_over_the_covered_tokens() -> None:
-    """Four of five tokens have a teacher: it divides by 4, and says that 80 % were covered and 1 row left out."""
+    """Four of five tokens have a teacher: the term divides by 4 and reports that 80 % were covered and 1 row left
+    out."""
     loss, grad, metrics = run(Distill(), three_rows(), [1.0, 2.0, 3.0, 4.0])
     assert loss == pytest.approx(2.5) and grad == pytest.approx([0.25] * 4)
     assert metrics["coverage"] == pytest.approx(0.8) and metrics["rows_left_out"] == 1
@@ -78,7 +79,7 @@ def test_the_importance_ratio_is_exact_also_outside_the_top_k() -> None:
     assert policy.evaluate(rare, SDPO(top_k=1)).values["sdpo"].metrics["ratio"].value == pytest.approx(math.exp(0.5))
 
 
-def test_the_ratio_weighs_and_does_not_train() -> None:
+def test_the_ratio_is_a_weight_without_gradient() -> None:
     """sg[min(ρ, c)]: SDPO's gradient has no part through lp."""
     batch, _ = full_batch()
     lp = torch.full((batch.active.shape[0],), -1.0, dtype=torch.float64, requires_grad=True)
@@ -94,7 +95,8 @@ def test_the_ratio_weighs_and_does_not_train() -> None:
 
 
 def test_sc_sdpo_weighs_prompts_by_the_variance_of_success() -> None:
-    """p̂ = 1/3: √(2/9). An all-failed prompt has weight 0, and the share of prompts that count is said."""
+    """p̂ = 1/3: √(2/9). A prompt without a success has weight 0, and a metric gives the share of prompts with a
+    weight."""
     term = SDPO(support="full", importance_clip=None, weighting="success_variance")
     loss, _, metrics = run(term, three_rows(), [1.0, 2.0, 3.0, 4.0])
     assert loss == pytest.approx(2.5 * math.sqrt(2 / 9)) and metrics["prompts_with_weight"] == 1.0
@@ -102,7 +104,7 @@ def test_sc_sdpo_weighs_prompts_by_the_variance_of_success() -> None:
     assert (
         run(term, failed, [1.0, 2.0, 3.0, 4.0])[0] == 0 and run(term, failed, [1.0] * 4)[2]["prompts_with_weight"] == 0
     )
-    alone = replace(three_rows(), group=torch.tensor([0, 1, 2]))  # one answer a prompt: p̂ is 0 or 1
+    alone = replace(three_rows(), group=torch.tensor([0, 1, 2]))  # one answer per prompt: p̂ is 0 or 1
     assert run(term, alone, [1.0, 2.0, 3.0, 4.0])[0] == 0
     assert not term.additive and SDPO().additive, "a group's rate needs rows of other micro-batches"
 
@@ -137,7 +139,8 @@ def test_a_teacher_equal_to_the_student_costs_nothing() -> None:
 
 @pytest.mark.parametrize("term", [Distill(), SDPO(top_k=4), TAID(), EntropyAware(threshold=1.2)], ids=lambda t: t.kind)
 def test_a_step_against_the_gradient_nears_the_teacher(term: Distill) -> None:
-    """Only this sees a sign error. A review found a distillation term that was always 0: it would not move at all."""
+    """Only this test detects a sign error. A review found a distillation term that was always 0; it would not change
+    anything."""
     batch, policy = full_batch(perturb=0.8)
     probe = Distill(alpha=0.5)
     before = float(policy.evaluate(batch, probe).loss.detach())
@@ -147,7 +150,7 @@ def test_a_step_against_the_gradient_nears_the_teacher(term: Distill) -> None:
     assert float(policy.evaluate(batch, probe).loss.detach()) < before - 1e-6
 
 
-def test_what_ran_is_said_by_what_ran() -> None:
+def test_ran_comes_from_the_code_that_ran() -> None:
     """A review: the first step used a scalar objective and reported the top-K one.
 
     The label comes out of the vocabulary pass.
@@ -174,7 +177,7 @@ def test_the_default_support_of_sdpo_is_the_students_top_100() -> None:
 
 
 def _received(batch: Batch, k: int) -> Batch:
-    """The same teacher as a service would send it: its own top-k."""
+    """The same teacher as the response of a service: its own top-k."""
     assert batch.teacher is not None
     g = torch.Generator().manual_seed(3)
     lp = torch.randn(len(batch.teacher.distribution), V, generator=g).double().log_softmax(-1)
@@ -330,7 +333,7 @@ def test_gradcheck_on_the_divergence() -> None:
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])
-def test_a_mixture_s_share_is_between_0_and_1(alpha: float) -> None:
+def test_the_share_of_a_mixture_is_between_0_and_1(alpha: float) -> None:
     assert Distill(alpha=1.0).alpha == 1.0
     with pytest.raises(ObjectiveError, match="alpha"):
         Distill(alpha=alpha)

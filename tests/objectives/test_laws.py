@@ -39,7 +39,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, Policy]:
     batch = Batch.from_rows([[1, 2]] * len(role), completions, role=role, group=group, pair=pair, max_length=6)  # type: ignore[arg-type]
     weight = batch.weight * torch.where(torch.rand(batch.weight.shape, generator=g) < 0.3, 0.5, 1.0)
     for r, n in enumerate(lengths):
-        if n > 2:  # a hole that leaves the row something
+        if n > 2:  # a hole that does not empty the row
             weight[r, 2] = 0.0
     batch = batch.with_signals(weight=weight)
     policy = Policy(batch, seed)
@@ -68,7 +68,7 @@ def permuted(batch: Batch, order: list[int]) -> tuple[Batch, Tensor]:
 def split_gradient(
     batch: Batch, policy: Policy, objective: Objective, parts: list[list[int]]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The engine's two ways: additive objectives part by part, others on the whole batch's scalars."""
+    """The two paths of the engine: additive objectives part by part, others on the whole batch's scalars."""
     state = objective.initial_state()
     needs = objective.needs(batch, state)
     if not objective.additive:
@@ -116,7 +116,7 @@ def test_an_uneven_split_gives_the_whole_batchs_gradient_and_metrics(drawn: tupl
 
 
 def test_bnpo_does_depend_on_the_split() -> None:
-    """Declared, and true: otherwise its exemption from the law would hide something."""
+    """The declaration is true; otherwise its exemption from the law would hide a defect."""
     batch, policy = full_batch()
     objective = Objective.of(TERMS["bnpo"])
     split, _ = split_gradient(batch, policy, objective, [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9, 10]])
@@ -141,7 +141,7 @@ def test_the_order_of_rows_does_not_matter(drawn: tuple[Batch, Policy], random: 
 @FEW
 @given(batches())
 def test_masked_tokens_and_padding_do_not_matter(drawn: tuple[Batch, Policy]) -> None:
-    """MI: other token ids where the weight is 0 (holes, padding), and more padding, leave loss and gradient alone."""
+    """MI: other token ids where the weight is 0 (holes, padding), and more padding, do not change loss and gradient."""
     batch, policy = drawn
     off = batch.weight == 0
     noisy = batch.with_signals(targets=torch.where(off, (batch.targets + 3) % V, batch.targets))
@@ -156,7 +156,7 @@ def test_masked_tokens_and_padding_do_not_matter(drawn: tuple[Batch, Policy]) ->
 @FEW
 @given(batches())
 def test_every_token_that_a_term_reads_matters(drawn: tuple[Batch, Policy]) -> None:
-    """CV: each token of its roles has a gradient, the terminal one and one-token completions too.
+    """CV: each token of its roles has a gradient, also end-of-sequence tokens and one-token completions.
 
     No other token has one.
     """
@@ -193,7 +193,7 @@ def test_a_duplicated_batch_has_the_same_loss(drawn: tuple[Batch, Policy]) -> No
 def test_scaling_all_token_weights_changes_nothing(weight: float) -> None:
     """Weights are relative: the mean divides by their sum.
 
-    (Sums a sequence, as in DPO, LUSPO and RLOO, do scale: they say Σ w·lp.)
+    (Sums over a sequence, as in DPO, LUSPO and RLOO, do scale: they use Σ w·lp.)
     """
     batch, policy = full_batch()
     scaled = batch.with_signals(weight=batch.weight * weight)
@@ -206,7 +206,7 @@ def test_scaling_all_token_weights_changes_nothing(weight: float) -> None:
             torch.testing.assert_close(a, b, msg=lambda m, kind=kind: f"{kind}: {m}")
 
 
-def test_weights_that_sum_to_nothing_are_refused_by_name() -> None:
+def test_weights_that_sum_to_zero_are_refused_by_name() -> None:
     batch, policy = full_batch(holes=False)
     weight = torch.where(batch.has_role(("demonstration",))[:, None], -batch.weight, batch.weight)
     with pytest.raises(ValueError, match=r"sft: the weights of its .* sum to -4"):
@@ -234,7 +234,7 @@ def test_laws_that_a_term_declares_are_known_ones(kind: str) -> None:
     assert TERMS[kind].laws <= known
 
 
-def test_terms_that_declare_dormancy_sleep_at_the_source_and_only_there() -> None:
+def test_terms_declared_inactive_at_the_source_are_inactive_only_there() -> None:
     batch, policy = full_batch()
     assert batch.reference is not None
     from earnest.signals import Hidden
@@ -266,7 +266,7 @@ def test_needs_are_shared_between_terms() -> None:
     assert len(objective.needs(batch, objective.initial_state())) == 2  # one log-prob, one divergence
 
 
-def test_metrics_know_how_parts_make_a_whole() -> None:
+def test_metrics_of_parts_merge_to_those_of_the_whole() -> None:
     parts: list[dict[str, Metric]] = [
         {"m": Mean(3.0, 1.0), "s": Sum(2.0), "x": Max(1.0)},
         {"m": Mean(1.0, 3.0), "s": Sum(5.0), "x": Max(4.0), "only": Sum(1.0)},
@@ -287,7 +287,7 @@ def test_sft_counts_every_supervised_token_once_also_with_several_targets() -> N
 
 
 def test_the_terminal_token_is_supervised_also_when_it_is_the_padding_token() -> None:
-    """CV: pad == eos == 0; the last token of the short row has a gradient, the padding behind it does not exist."""
+    """CV: pad == eos == 0; the last token of the short row has a gradient, the padding after it has none."""
     batch = Batch.from_rows([[5], [5]], [[3, 0], [1, 2, 4, 0]], role="demonstration", pad=0)
     policy = Policy(batch)
     grad = policy.gradient(batch, SFT())[: policy.hidden.numel()].view(-1, D)

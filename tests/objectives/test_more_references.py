@@ -1,4 +1,4 @@
-"""More of others' code (TRL's RLOO and importance weights, Liger's fused losses), and every term by differences."""
+"""Comparisons with TRL (RLOO, importance weights) and Liger (fused losses), and finite differences of every term."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 
 def lines_of(method: Any, first: str, last: str) -> str:
-    """TRL's own lines, from the one that starts with ``first`` up to the one with ``last``: they run here."""
+    """TRL's own lines, from the one that starts with ``first`` up to the one with ``last``; the test executes them."""
     lines = inspect.getsource(method).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
     end = next(i for i, line in enumerate(lines) if i > begin and line.strip().startswith(last))
@@ -48,7 +48,7 @@ def lines_of(method: Any, first: str, last: str) -> str:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_importance_correction_equals_trls_at_both_levels(level: str, mode: str) -> None:
-    """Their weights are made by their lines; the loss by their loss."""
+    """The weights come from TRL's lines, the loss from TRL's loss."""
     case = Case(1)
     names: dict[str, Any] = {
         "torch": torch,
@@ -91,7 +91,7 @@ def test_group_advantages_are_trls_up_to_their_1e_4() -> None:
 def test_rloo_is_trls_on_policy() -> None:
     """Leave-one-out advantages by their lines; on-policy their clipped ratio has the gradient of our log-probs.
 
-    Off-policy theirs clips a ratio of whole sequences; ours is REINFORCE, and a correction is asked for by name.
+    Off-policy theirs clips a ratio of whole sequences; earnest's is REINFORCE, and a correction is a separate setting.
     """
     rewards, group = torch.tensor([1.0, 0.0, 0.5, 2.0]).double(), torch.tensor([0, 0, 1, 1])
     names: dict[str, Any] = {"torch": torch, "grouped_rewards": rewards.view(2, 2), "rewards": rewards}
@@ -132,7 +132,8 @@ def test_rloo_is_trls_on_policy() -> None:
 
 
 def test_every_loss_type_of_trl_is_compared_or_refused() -> None:
-    """Their trainer's source names them; a new one there fails here, and is then either built or refused by name."""
+    """TRL's trainer lists them in its source; a new one fails this test until it is implemented or listed as
+    refused."""
     source = inspect.getsource(GRPOTrainer._compute_loss)
     tests = re.findall(r"self\.loss_type (?:==|in) (\[[^\]]*\]|\"\w+\")", source)
     found = set(re.findall(r"\"(\w+)\"", " ".join(tests)))
@@ -218,13 +219,13 @@ def test_ligers_dpo() -> None:
 # --- every term -------------------------------------------------------------------------------------------------------
 
 
-# What holds the student fixed (SDPO's ratio, TAID's blend) is switched off; tests of their own show that it does not
-# train. The values of the three are no integrals of their gradients by definition: references judge them instead.
+# What holds the student fixed (SDPO's ratio, TAID's blend) is switched off; other tests show that it has no
+# gradient. By definition the values of the three are not integrals of their gradients; reference code checks them.
 HELD: dict[str, dict[str, Any]] = {"sdpo": {"importance_clip": None}, "taid": {"t_start": 1.0}}
 SURROGATES = {"reinforce", "rloo", "cispo"}
 
 
-def test_only_surrogates_are_spared_the_differences() -> None:
+def test_only_surrogates_are_exempt_from_finite_differences() -> None:
     assert {k for k, cls in OBJECTIVES.items() if "stop_gradient" in cls.laws} - set(HELD) == SURROGATES
 
 
@@ -243,7 +244,7 @@ def test_gradients_are_those_of_finite_differences(kind: str) -> None:
 
 
 class FusedPolicy(Policy):
-    """The same policy through the vocabulary pass, as an engine asks it."""
+    """The same policy through the vocabulary pass, as in an engine."""
 
     def scalars(self, batch: Batch, needs: Any, index: Tensor | None = None) -> dict[Need, Field]:
         hidden = self.hidden if index is None else self.hidden[index]
@@ -254,7 +255,7 @@ class FusedPolicy(Policy):
 
 @pytest.mark.slow
 def test_every_pair_through_the_fused_pass() -> None:
-    """A lone need goes by tiles, several by rows: both are the eager twin for every pair of terms."""
+    """A single need uses tiles, several use rows: both equal the eager pass for every pair of terms."""
     batch, policy = full_batch()
     fast = FusedPolicy(batch, 0)
     torch.testing.assert_close(fast.hidden, policy.hidden)

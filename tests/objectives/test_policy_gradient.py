@@ -81,8 +81,8 @@ def test_the_clip_by_hand() -> None:
     assert metrics["ratio_max"] == pytest.approx(1.5)
 
 
-def test_the_metrics_tell_the_two_sides_of_the_clip_apart() -> None:
-    """Unequal counts on each side, so that a comparison turned round shows; k3 of the gap to the behaviour policy."""
+def test_the_metrics_count_each_side_of_the_clip() -> None:
+    """Unequal counts on each side, so that a reversed comparison is detected; k3 of the gap to the behaviour policy."""
     ratios, advantages = [0.5, 0.4, 1.5, 1.6, 1.7, 0.6], [-1.0, -1.0, -1.0, 1.0, 1.0, 1.0]
     # Inside the clip on either side, as the last two, nothing is clipped.
     batch, lp = rows([[r] for r in [*ratios, 0.9, 1.1]], [*advantages, -1.0, 1.0])
@@ -96,8 +96,8 @@ def test_the_metrics_tell_the_two_sides_of_the_clip_apart() -> None:
     assert metrics["behaviour_kl"] == pytest.approx(k3)
 
 
-def test_the_dual_clip_bounds_only_what_is_beyond_it() -> None:
-    """δ = 3: with A = -1 the value is min(ρ, 3), its slope ρ below and 0 beyond; A > 0 is not touched."""
+def test_the_dual_clip_bounds_only_ratios_above_it() -> None:
+    """δ = 3: with A = -1 the value is min(ρ, 3), its slope ρ below and 0 above; A > 0 does not change."""
     batch, lp = rows([[1.5], [5.0], [1.1]], [-1, -1, 1])
     loss, grad, metrics = run(GRPO(clip=0.2, dual_clip=3.0), batch, lp)
     assert loss == pytest.approx((1.5 + 3.0 - 1.1) / 3)
@@ -119,7 +119,7 @@ def test_bnpo_in_parts_by_hand() -> None:
 
 
 def test_asymmetric_and_dual_clip_by_hand() -> None:
-    """ε_high = 0.6 frees ρ = 1.5; δ = 3 bounds a negative advantage's ρ = 5 at 3, with slope 0."""
+    """ε_high = 0.6 does not clip ρ = 1.5; δ = 3 bounds a negative advantage's ρ = 5 at 3, with slope 0."""
     batch, lp = rows([[1.5], [5.0]], [1, -1])
     loss, grad, _ = run(GRPO(clip=0.2, clip_high=0.6), batch, lp)
     assert loss == pytest.approx((-1.5 + 5) / 2) and grad == pytest.approx([-0.75, 2.5])
@@ -239,7 +239,7 @@ def test_where_sampler_and_trainer_agree_the_correction_changes_nothing() -> Non
         torch.testing.assert_close(policy.gradient(agreed, plain), policy.gradient(agreed, corrected))
 
 
-def test_the_correction_says_that_it_ran() -> None:
+def test_the_correction_is_named_in_ran() -> None:
     batch, policy = full_batch()
     ran = policy.evaluate(batch, GRPO(correction=TruncatedIS(level="sequence", mode="mask"))).values["grpo"].ran
     assert ran == "grpo(clip=0.2, over=sequences) × sequence mask importance"
@@ -345,7 +345,7 @@ def test_gradcheck_on_the_log_probs(term: Term) -> None:
     assert _gradcheck(term, batch, lp)
 
 
-def test_stop_gradient_objectives_declare_themselves() -> None:
+def test_stop_gradient_objectives_declare_the_law() -> None:
     assert all("stop_gradient" in t.laws for t in (CISPO, Reinforce, RLOO))
     assert "batch_local" in BNPO.laws and all("reinforce_on_policy" in OBJECTIVES[k].laws for k in RATIO_KINDS)
 
@@ -373,8 +373,8 @@ def test_the_dual_clip_removes_an_infinite_ratio_with_a_negative_advantage() -> 
     assert loss == pytest.approx(3.0) and gradient == [0.0, 0.0]
 
 
-def test_an_extreme_ratio_is_loud() -> None:
-    """exp overflows: the loss is not finite, and the step is refused by name with the numbers that explain it."""
+def test_a_loss_that_overflows_is_refused_by_name() -> None:
+    """exp overflows: the loss is not finite, and the step is refused with the term's name and its metrics."""
     batch, lp = rows([[1.0], [1.0]], [-1, 1])
     batch = batch.with_signals(behaviour=torch.tensor([-900.0, -2.0]))
     with pytest.raises(ValueError, match=r"grpo: the loss is inf.*ratio_max inf"):
@@ -404,13 +404,13 @@ def test_the_surrogate_is_a_lower_bound_on_the_unclipped_one(
             assert slope == pytest.approx(-r * a / n, abs=1e-6)
 
 
-def test_a_route_that_nobody_takes_is_idle_and_says_so() -> None:
+def test_a_route_without_rollouts_is_idle_with_a_reason() -> None:
     batch, _ = rows([[1.0], [1.0]], [1, 2], correct=torch.tensor([True, True]))
     assert GRPO(route="failed").idle(batch) == "no rollout is failed"
     assert GRPO(route="correct").idle(batch) is None and GRPO().idle(batch) is None
 
 
-def test_routes_share_out_the_rollouts() -> None:
+def test_routes_partition_the_rollouts() -> None:
     """SRPO: correct + failed = all, each with its own normaliser; with a sum-normaliser they add up exactly."""
     batch, policy = full_batch()
     parts = [replace(Reinforce(per="sum"), route=r, name=r) for r in ("correct", "failed")]

@@ -34,9 +34,9 @@ def run(term: Term, batch: Batch, lp: list[float]) -> tuple[float, list[float], 
 def test_dpo_by_hand() -> None:
     """Chosen: lp -1, -2, ref -2, -3, so +2; rejected: lp -4, ref -3, so -1: h = 3. β = ½: logit 1.5.
 
-    sigmoid  log(1+e^{-1.5}) = 0.201413, slope -β·σ(-1.5) = -0.5·0.182426 a chosen token, + for the rejected
+    sigmoid  log(1+e^{-1.5}) = 0.201413, slope -β·σ(-1.5) = -0.5·0.182426 per chosen token, + for the rejected
     hinge    relu(1 - 1.5) = 0;  at β = 0.1: 1 - 0.3 = 0.7
-    ipo      means a token: 1 - (-1) = 2; (2 - 1/(2·0.5))² = 1, slope by a chosen token 2·(2-1)/2 = 1
+    ipo      means per token: 1 - (-1) = 2; (2 - 1/(2·0.5))² = 1, slope by a chosen token 2·(2-1)/2 = 1
     """
     batch = pair_batch(reference=Reference(torch.tensor([-2.0, -3.0, -3.0])))
     lp = [-1.0, -2.0, -4.0]
@@ -81,14 +81,14 @@ def test_a_reference_equal_to_the_policy_gives_log_2() -> None:
     "term", [DPO(beta=1.0), DPO(beta=1.0, loss="robust", smoothing=0.1), SimPO()], ids=lambda t: t.kind
 )
 def test_a_large_wrong_margin_is_linear_not_infinite(term: Term) -> None:
-    """log(sigmoid(-800)) is -inf; logsigmoid is -800. A pair lost by a mile keeps its slope."""
+    """log(sigmoid(-800)) is -inf; logsigmoid is -800. A pair with a large wrong margin keeps its slope."""
     batch = pair_batch((1, 1), reference=Reference(torch.zeros(2)))
     loss, grad, _ = run(term, batch, [-800.0, -0.5])
     assert math.isfinite(loss) and loss > 500 and abs(grad[0]) > 0.5
 
 
-def test_pairs_are_told_by_id_not_by_order() -> None:
-    """An odd layout: pair 5 then pair 2, rejected before chosen. The loss must equal that of the tidy layout."""
+def test_pairs_are_identified_by_id_not_by_order() -> None:
+    """An unusual order: pair 5 before pair 2, rejected before chosen. The loss equals that of the usual order."""
     lp = {"c5": [-1.0, -1.0], "r5": [-2.0], "c2": [-0.5], "r2": [-3.0, -3.0, -1.0]}
     tidy = Batch.from_rows(
         [[1]] * 4, [[2] * len(v) for v in lp.values()], role=("chosen", "rejected") * 2, pair=[5, 5, 2, 2]

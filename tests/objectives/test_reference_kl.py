@@ -1,4 +1,4 @@
-"""The KL estimators: values by hand, and the gradient that each really has, by summing over the whole vocabulary."""
+"""The KL estimators: values by hand, and the expected gradient of each, by summing over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def test_each_estimator_has_the_gradient_that_it_reports(
     assert term.gradient.endswith("on-policy") == (term.importance == "none")
 
 
-def test_off_policy_without_the_ratio_it_is_neither() -> None:
-    """Why the report says «on-policy»: on another policy's samples the plain estimators have no KL's gradient."""
+def test_off_policy_without_the_ratio_it_is_the_gradient_of_neither_kl() -> None:
+    """Why the report has "on-policy": on another policy's samples the plain estimators do not have the gradient of a
+    KL."""
     g = torch.Generator().manual_seed(5)
     z = torch.randn(V, generator=g).double().requires_grad_()
     z0, zq = torch.randn(V, generator=g).double(), torch.randn(V, generator=g).double()
@@ -93,8 +94,8 @@ def test_off_policy_without_the_ratio_it_is_neither() -> None:
         assert all((found - kl).abs().max() > 1e-2 for kl in _kl_gradients(z, z0))
 
 
-def test_k1_as_a_loss_would_have_no_reference_in_it() -> None:
-    """Why k1 is refused: E∇(lp - lp₀) = E∇lp = 0 on-policy, whatever the reference is."""
+def test_the_gradient_of_k1_does_not_depend_on_the_reference() -> None:
+    """Why k1 is refused: E∇(lp - lp₀) = E∇lp = 0 on-policy, for any reference."""
     z = torch.randn(V, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
     logp = z.log_softmax(-1)
     (grad,) = torch.autograd.grad((logp.exp().detach() * logp).sum(), z)
@@ -111,12 +112,12 @@ def test_the_estimators_are_never_negative_and_zero_only_at_zero(gap: float) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_k3_keeps_its_digits_near_zero(dtype: torch.dtype) -> None:
-    """e^{-d} + d - 1 cancels; expm1 leaves d²/2 right to rounding where exp would leave noise."""
+    """e^{-d} + d - 1 cancels; expm1 gives d²/2 up to rounding, while exp gives noise."""
     d = torch.tensor([1e-3], dtype=dtype)
     assert float(k3(d)) == pytest.approx(0.5e-6, rel=1e-3 if dtype == torch.float64 else 2e-2)
 
 
-def test_reports_all_three_values_whichever_trains() -> None:
+def test_all_three_estimates_are_metrics_for_every_loss() -> None:
     batch = Batch.from_rows([[1]], [[2, 3]]).with_signals(reference=Reference(torch.tensor([-1.0, -2.0]).double()))
     lp = torch.tensor([-1.5, -1.0]).double()
     value = Objective.of(ReferenceKL()).evaluate(batch, {LogProb(): Field(lp)}, {}).values["reference_kl"]
@@ -125,6 +126,6 @@ def test_reports_all_three_values_whichever_trains() -> None:
     assert value.ran == "k2, gradient of KL(π‖π₀) on-policy"
 
 
-def test_the_sampler_is_asked_for_only_where_a_ratio_is_taken() -> None:
+def test_behaviour_log_probs_are_required_only_with_a_ratio() -> None:
     assert ReferenceKL().signals() == {"reference.logprobs"}
     assert ReferenceKL(importance="detached").signals() == {"reference.logprobs", "behaviour"}

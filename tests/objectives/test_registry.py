@@ -1,4 +1,4 @@
-"""Every registered term: alive, composable with every other, obeying each keyword, refusing what it cannot use."""
+"""Every registered term: it has a gradient, combines with every other, uses each setting, and refuses wrong inputs."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ EXPECTED = [
 ]
 
 
-def test_every_channel_of_the_issue_is_registered() -> None:
+def test_every_expected_term_is_registered() -> None:
     assert KINDS == EXPECTED
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_term_alone_has_a_gradient_and_says_what_ran(kind: str) -> None:
+def test_a_term_alone_has_a_gradient_and_describes_what_ran(kind: str) -> None:
     batch, policy = full_batch()
     result = policy.evaluate(batch, examples()[kind])
     assert result.values[kind].ran
@@ -89,7 +89,7 @@ def test_in_a_pair_each_term_has_its_own_gradient_times_its_weight(
     torch.testing.assert_close(together, 0.7 * alone[one] - 1.3 * alone[two], rtol=1e-9, atol=1e-12)
 
 
-def test_the_sum_of_the_issue_runs_and_its_parts_add_up() -> None:
+def test_a_sum_of_four_terms_runs_and_its_parts_add_up() -> None:
     batch, policy = full_batch()
     total = (
         GRPO(clip=0.2) + 0.5 * SDPO(alpha=0.5, top_k=4, wrap=TAID(t_start=0.5)) + 0.1 * SimPO() + KLBarrier(tau=0.01)
@@ -189,7 +189,7 @@ def test_contradictions_between_fields_are_refused() -> None:
 
 
 def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, object]]:
-    """Settings of one knob (with what it takes to wake it) that must give different gradients."""
+    """Values of one setting (with what makes the term active) that must give different gradients."""
     if what.choices:
         if name == "tail":
             return [
@@ -200,7 +200,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         if name == "support":
             return [{"support": "full"}, {"support": "student", "top_k": 3}, {"support": "teacher", "top_k": 3}]
         if (kind, name) == ("kl_barrier", "reference"):
-            return []  # which reference: proven by refusal below
+            return []  # the reference: a test below shows that a wrong one is refused
         if (kind, name) == ("dpo", "loss"):
             return [{"loss": "sigmoid"}, {"loss": "ipo"}, {"loss": "hinge"}, {"loss": "robust", "smoothing": 0.2}]
         if (kind, name) == ("reference_kl", "importance"):
@@ -229,7 +229,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         "smoothing": [{"smoothing": 0.0}, {"smoothing": 0.3}],
         "tau": [{"tau": 0.0}, {"tau": 50.0}],
         "strength": [{"tau": 0.0, "strength": 1.0}, {"tau": 0.0, "strength": 2.0}],
-        "growth": [],  # acts from the second round on; tested in test_trust
+        "growth": [],  # has an effect from the second round on; tested in test_trust
         "cap": [{"cap": 0.0}, {"cap": 1.0}],
         "top_k": [{"support": "student", "top_k": 2}, {"support": "student", "top_k": 6}],
         "temperature": [{"temperature": 1.0}, {"temperature": 2.5}],
@@ -238,7 +238,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
         "threshold": [{"threshold": 0.0}, {"threshold": 1.2}],
         "forward_weight": [{"threshold": 0.0, "forward_weight": 1.0}, {"threshold": 0.0, "forward_weight": 2.0}],
         "t_start": [{"t_start": 0.2}, {"t_start": 0.9}],
-        "t_end": [],  # these four move t from update to update; tested in test_distill
+        "t_end": [],  # these four change t between updates; tested in test_distill
         "steps": [],
         "rate": [],
         "momentum": [],
@@ -247,7 +247,7 @@ def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, obje
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_knob_moves_the_gradient(kind: str) -> None:
+def test_every_setting_changes_the_gradient(kind: str) -> None:
     """Law KG, from off-policy states: each pair of settings differs on at least one of three batches."""
     batches = [full_batch(seed, perturb=0.8) for seed in range(3)]
     for name, _, what in settings(OBJECTIVES[kind]):
@@ -261,8 +261,8 @@ def test_every_knob_moves_the_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_declared_signal_moves_the_gradient(kind: str) -> None:
-    """Law IG: what a term declares it reads, its gradient depends on (with importance and routing switched on)."""
+def test_every_declared_signal_changes_the_gradient(kind: str) -> None:
+    """Law IG: the gradient of a term depends on every signal that it declares (with importance and routing on)."""
     options: dict[str, dict[str, object]] = {
         "reference_kl": {"importance": "detached"},
         "sdpo": {"weighting": "success_variance", "route": "failed", "top_k": 4},
@@ -271,7 +271,7 @@ def test_every_declared_signal_moves_the_gradient(kind: str) -> None:
     term = replace(examples()[kind], **options.get(kind, {}))
     if kind in ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "luspo", "cispo", "sapo"):
         term = replace(term, correction=TruncatedIS(cap=1.0), route="failed")
-        # wide clips: a clipped token rightly ignores small changes
+        # wide clips: a clipped token correctly ignores small changes
         term = replace(term, **{k: 1.0 for k in ("clip", "clip_high") if hasattr(term, k)})
     before = policy.gradient(batch, term)
     for signal in term.signals():
@@ -296,7 +296,7 @@ def _perturbed(batch: Batch, signal: str) -> Batch:
         return batch.with_signals(teacher=replace(batch.teacher, distribution=moved))
     if signal == "correct":
         return batch.with_signals(correct=batch.correct.roll(1))
-    if signal == "advantages":  # one a sequence
+    if signal == "advantages":  # one per sequence
         return batch.with_signals(advantages=batch.advantages + batch.per_token(noise(torch.zeros(len(batch)))))
     value = getattr(batch, signal)
     return batch.with_signals(**{signal: value - noise(value)})
@@ -372,7 +372,7 @@ def test_a_positive_log_prob_is_refused_by_name(kind: str) -> None:
         broken, _ = full_batch()
         tensor = broken.behaviour if signal == "behaviour" else broken.reference.logprobs  # type: ignore[union-attr]
         assert tensor is not None
-        tensor[3] = 0.7  # in place, behind the constructor's back
+        tensor[3] = 0.7  # in place, after the constructor's check
         with pytest.raises(SignalError, match=f"^{kind}: the signal {signal!r}.*at most 0"):
             objective.check(broken)
 
@@ -383,7 +383,7 @@ def test_signals_are_checked_where_the_batch_is_made() -> None:
     for name, value, words in [
         ("behaviour", torch.full((N,), 0.5), "at most 0"),
         ("behaviour", torch.full((N,), float("nan")), "not finite"),
-        ("behaviour", torch.full((N, 1), -1.0), "shape|Type-check"),  # under the shape hook jaxtyping is there first
+        ("behaviour", torch.full((N, 1), -1.0), "shape|Type-check"),  # with the shape hook, jaxtyping raises first
         ("behaviour", torch.full((1,), -1.0), "shape|Type-check"),
         ("proximal", torch.full((N,), 0.5), "at most 0"),
         ("advantages", torch.full((N,), float("inf")), "not finite"),
@@ -402,7 +402,7 @@ def test_signals_are_checked_where_the_batch_is_made() -> None:
         )
 
 
-def test_an_engine_that_forgets_a_scalar_is_caught() -> None:
+def test_a_scalar_missing_from_the_engine_is_refused() -> None:
     batch, _ = full_batch()
     with pytest.raises(SignalError, match="grpo: the engine did not return"):
         Objective.of(GRPO()).evaluate(batch, {}, {})
@@ -429,7 +429,7 @@ def test_a_barrier_against_another_reference_is_refused() -> None:
         policy.evaluate(previous, KLBarrier())
 
 
-def test_several_targets_a_position_are_only_for_sft() -> None:
+def test_several_targets_per_position_are_only_for_sft() -> None:
     batch, _ = full_batch(holes=False)
     wide = Batch(
         **{f.name: getattr(batch, f.name) for f in fields(Batch) if f.name not in ("targets", "weight")},
@@ -446,7 +446,7 @@ def test_several_targets_a_position_are_only_for_sft() -> None:
 # --- weight 0, idle terms, state ------------------------------------------------------------------------------------
 
 
-def test_weight_zero_is_not_computed_and_said() -> None:
+def test_a_term_with_weight_zero_is_not_computed_and_is_listed() -> None:
     batch, policy = full_batch()
     bare = batch.with_signals(reference=None)  # the barrier could not even be computed
     objective = GRPO() + 0.0 * KLBarrier()
@@ -458,7 +458,8 @@ def test_weight_zero_is_not_computed_and_said() -> None:
 
 
 def test_objectives_add_up_as_numbers_do() -> None:
-    """``a - b``, ``sum([a, b])``, ``-a`` and ``a / 2`` weigh the terms; what is no objective is refused by Python."""
+    """``a - b``, ``sum([a, b])``, ``-a`` and ``a / 2`` set the weights of the terms; other operands are refused by
+    Python."""
     a, b = GRPO(), SFT()
 
     def weights(objective: Objective) -> dict[str, float]:
@@ -473,7 +474,7 @@ def test_objectives_add_up_as_numbers_do() -> None:
             wrong()
 
 
-def test_a_lawfully_idle_term_is_named_with_its_reason() -> None:
+def test_a_legitimately_idle_term_is_listed_with_its_reason() -> None:
     batch, policy = full_batch()
     assert batch.correct is not None
     solved = batch.with_signals(correct=torch.ones_like(batch.correct))
@@ -483,7 +484,7 @@ def test_a_lawfully_idle_term_is_named_with_its_reason() -> None:
         policy.evaluate(solved, SDPO(route="failed", top_k=4))
 
 
-def test_a_part_without_any_of_the_rows_costs_zero_and_pulls_nothing() -> None:
+def test_a_part_without_any_of_the_rows_has_loss_and_gradient_zero() -> None:
     batch, policy = full_batch()
     objective = Objective.of(GRPO())
     whole = objective.counts(batch)
@@ -495,7 +496,7 @@ def test_a_part_without_any_of_the_rows_costs_zero_and_pulls_nothing() -> None:
     assert float(result.loss.detach()) == 0 and not grad.any() and result.idle
 
 
-def test_state_lives_under_the_label_and_moves_only_when_the_term_ran() -> None:
+def test_state_is_kept_by_label_and_changes_only_when_the_term_ran() -> None:
     batch, policy = full_batch()
     objective = TAID(name="walk", steps=10) + KLBarrier(tau=0.01) + 0.0 * TAID(name="asleep")
     state = objective.initial_state()
@@ -555,6 +556,6 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_defaults_are_the_published_ones(kind: str) -> None:
-    """A run that sets nothing trains with these; no other test would see one of them change."""
+    """A run that sets nothing trains with these; no other test would detect a change of one of them."""
     given = {f.name: f.default for f in fields(OBJECTIVES[kind])}
     assert {name: given[name] for name in PUBLISHED[kind]} == PUBLISHED[kind]

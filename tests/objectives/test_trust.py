@@ -37,7 +37,7 @@ def run(term: KLBarrier, values: Tensor, state: dict | None = None) -> tuple[Ten
 
 
 def test_a_loop_of_4_in_60_tokens_by_each_aggregate() -> None:
-    """The mean dilutes it, the rmse does not; coherent text alone is about 0.03 by each."""
+    """The mean hides it, the rmse does not; coherent text alone has about 0.03 by each."""
     found = {over: float(aggregate(torch.tensor(LOOP), over)) for over in AGGREGATES}
     assert {k: round(v, 2 if k == "mean" else 1) for k, v in found.items()} == {
         "mean": 0.38,
@@ -47,7 +47,7 @@ def test_a_loop_of_4_in_60_tokens_by_each_aggregate() -> None:
     }
     calm = torch.tensor([0.028] * 60)
     assert all(round(float(aggregate(calm, over)), 2) == 0.03 for over in AGGREGATES)
-    # τ = 1 stops the loop by rmse and lets it pass by the mean
+    # τ = 1 is below the rmse of the loop and above its mean
     assert run(KLBarrier(tau=1.0, over="rmse"), torch.tensor(LOOP))[0] > 0.4
     assert run(KLBarrier(tau=1.0, over="mean"), torch.tensor(LOOP))[0] == 0
 
@@ -80,7 +80,9 @@ def test_at_zero_divergence_the_gradient_is_exactly_zero(over: str, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_through_the_vocabulary_a_policy_at_its_reference_is_left_alone(dtype: torch.dtype, direction: str) -> None:
+def test_through_the_vocabulary_pass_a_policy_at_its_reference_has_zero_gradient(
+    dtype: torch.dtype, direction: str
+) -> None:
     """From hidden states on: both passes over the vocabulary, every aggregate, τ = 0, gradient exactly 0."""
     batch, _ = full_batch()
     policy = Policy(batch, dtype=dtype)
@@ -130,7 +132,7 @@ def test_an_empty_mask_is_refused_not_nan() -> None:
         aggregate(torch.zeros(0), "mean")
 
 
-def test_inside_the_radius_nothing_is_pulled() -> None:
+def test_below_tau_the_gradient_is_zero() -> None:
     loss, grad = run(KLBarrier(tau=2.0, over="rmse"), torch.tensor([0.5, 1.0]))
     assert float(loss) == 0 and not grad.any()
 
@@ -162,8 +164,8 @@ def test_lambda_decays_or_grows_over_rounds() -> None:
     assert float(run(KLBarrier(tau=1.0, over="mean", growth=2.0), x, {"round": 2})[0]) == pytest.approx(9.0)
 
 
-def test_calibration_reads_tau_off_a_healthy_batch() -> None:
-    """τ = margin × the aggregate: the healthy batch lies inside, the loop beyond, whichever aggregate is used."""
+def test_tau_is_calibrated_on_a_healthy_batch() -> None:
+    """τ = margin × the aggregate: the healthy batch is below τ and the loop above it, for every aggregate."""
     healthy = torch.tensor([0.02, 0.05, 0.03, 0.01] * 15)
     for over in AGGREGATES:
         tau = calibrate_tau(healthy, over, margin=2.0)
@@ -206,7 +208,7 @@ def test_spectral_cap_by_hand() -> None:
     assert not torch.autograd.grad(loss, at_source)[0].any()
 
 
-def test_a_barrier_says_what_it_is_and_which_settings_are_of_rounds() -> None:
+def test_a_barrier_describes_itself_and_lists_its_settings_for_rounds() -> None:
     assert KLBarrier().of_rounds() == () and KLBarrier(growth=0.5).of_rounds() == ("growth",)
     assert KLBarrier(reference="previous").of_rounds() == ("reference",)
     term, batch = KLBarrier(tau=0.25), barrier_batch(2)

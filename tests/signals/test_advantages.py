@@ -1,4 +1,4 @@
-"""Advantages: by hand, by the laws of each estimator, and the groups that have nothing to tell apart."""
+"""Advantages: by hand, by the laws of each estimator, and for groups with equal rewards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _flat(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(groups, st.integers(-10, 10), st.integers(1, 8))
 def test_shift_scale_zero_sum_and_locality(rows: list[list[float]], shift: int, scale: int) -> None:
-    """Add a constant to one prompt's rewards and nothing moves (a real bug normalised across prompts).
+    """A constant added to one prompt's rewards changes nothing (a real bug normalised across prompts).
 
     Scale: group and batch are free of it, none and leave-one-out follow it. Each group sums to 0.
     """
@@ -75,7 +75,8 @@ def test_group_mode_has_unit_spread_and_counts_flat_groups(rows: list[list[float
 
 @given(groups, st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_matter(rows: list[list[float]], random: object) -> None:
-    """Prompts repeated as [p1, p2]·n but grouped as consecutive was a real bug: groups go by id, never by place."""
+    """Prompts repeated as [p1, p2]·n but grouped as consecutive was a real bug: groups are identified by id, not by
+    position."""
     rewards, group = _flat(rows)
     assume(len(rewards) > 2)
     order = list(range(len(rewards)))
@@ -100,12 +101,12 @@ def test_rewards_that_differ_by_rounding_only_are_the_same() -> None:
     ],
 )
 def test_refusals(rewards: list[float], group: list[int], estimator: str, words: str) -> None:
-    """One sample a prompt under dr_grpo was a silent no-op elsewhere: every advantage 0."""
+    """One sample per prompt with dr_grpo had no effect elsewhere, without an error: every advantage was 0."""
     with pytest.raises(SignalError, match=words):
         found(rewards, group, estimator)
 
 
-def test_a_batch_gets_them_on_its_rollouts_and_says_by_what() -> None:
+def test_a_batch_gets_advantages_on_its_rollouts_and_names_the_estimator() -> None:
     batch = Batch.from_rows(
         [[1]] * 3, [[2, 3], [2], [4]], role=("rollout", "demonstration", "rollout"), group=[5, 9, 5]
     )

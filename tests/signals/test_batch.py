@@ -1,4 +1,4 @@
-"""The batch: its flat order, its counts, and cuts that carry every signal along."""
+"""The batch: its flat order, its counts, and parts of it with all their signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_position_t_predicts_its_target_and_the_last_token_is_one() -> None:
 @settings(max_examples=15)
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=8))
 def test_rows_carry_every_signal_along(order: list[int]) -> None:
-    """A cut of a cut, a repetition, any order: each active token keeps its own numbers."""
+    """Parts of parts, repeated rows, any order: each active token keeps its own numbers."""
     batch, _ = full_batch()
     made = batch.rows(order)
     for i, r in enumerate(order):
@@ -80,7 +80,7 @@ def test_a_value_is_validated_once_however_often_the_batch_is_copied(monkeypatch
     objective.check(batch.rows([2, 1]))
     assert validated == ["Batch.proximal"], "only the signal that was added"
     assert copy.behaviour is not None
-    copy.behaviour.mul_(2)  # written in place: validated again where a term reads it, once
+    copy.behaviour.mul_(2)  # changed in place: validated again once, when a term reads it
     objective.check(copy)
     objective.check(copy)
     assert validated[1:] == ["grpo: the signal 'behaviour'"]

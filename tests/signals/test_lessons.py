@@ -1,4 +1,4 @@
-"""What a self-teacher is told: siblings' successes, feedback, never its own, and nothing where there is nothing."""
+"""Lessons: a correct answer of another rollout, feedback, or None if there is neither."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_by_hand() -> None:
     assert made == [Lesson(None, "right"), Lesson("a", "b is wrong"), Lesson("a", None), None, None]
 
 
-def test_successes_are_shown_round_the_group() -> None:
+def test_solutions_are_assigned_in_cyclic_order() -> None:
     made = lessons(["a", "b", "c"], [True, True, True], [""] * 3, [0, 0, 0])
     assert [m.solution for m in made if m] == ["b", "c", "a"]
 
@@ -34,7 +34,8 @@ def test_successes_are_shown_round_the_group() -> None:
     )
 )
 def test_never_its_own_success_never_another_groups_and_never_empty(rows: list[tuple[str, bool, str, int]]) -> None:
-    """Each text is made unique by its place, so that a rollout shown its own answer, or another group's, is caught."""
+    """Each text is made unique by its place, so that a lesson with the rollout's own answer, or another group's, is
+    detected."""
     texts = [f"{text}#{i}" for i, (text, *_) in enumerate(rows)]
     made = lessons(texts, [r[1] for r in rows], [r[2] for r in rows], [r[3] for r in rows])
     for i, lesson in enumerate(made):
@@ -62,7 +63,7 @@ def test_thinking_is_stripped_from_demonstrations(text: str, answer: str) -> Non
     assert strip_thinking(text) == answer
 
 
-def test_a_success_that_is_all_thought_is_no_demonstration() -> None:
+def test_a_correct_rollout_without_an_answer_text_is_not_a_solution() -> None:
     made = lessons(["<think>hm", "<think>why</think>7", "x"], [True, True, False], [""] * 3, [0, 0, 0])
     assert made == [Lesson("7", None), None, Lesson("7", None)]
 

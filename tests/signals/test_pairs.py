@@ -1,4 +1,4 @@
-"""Preference pairs out of rollouts, and roles that were looked for and not found."""
+"""Preference pairs from rollouts, and roles that were looked for and not found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_laws(rows: list[tuple[int, int]], at_most: int) -> None:
         assert count <= at_most and (count > 0) == (len(set(own)) > 1)
 
 
-def test_a_role_that_was_sought_and_not_found_is_idle_and_one_that_nobody_sought_is_an_error() -> None:
+def test_a_sought_role_without_rows_is_idle_and_an_unsought_one_is_an_error() -> None:
     batch = Batch.from_rows([[1]] * 2, [[2], [3]], advantages=[1.0, -1.0], behaviour=[[-1.0], [-1.0]])
     with pytest.raises(SignalError, match="simpo: needs rows with role"):
         (GRPO() + SimPO()).check(batch)

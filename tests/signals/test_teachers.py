@@ -50,7 +50,7 @@ def states(batch: Batch) -> Tensor:
 
 
 def hidden_of(engine: LocalEngine, prompt: list[int], completion: list[int], policy: str = "live") -> Tensor:
-    """The states in front of each completion token of one row, computed alone."""
+    """The states before each completion token of one row, computed alone."""
     found = engine.score(Batch.from_rows([prompt], [completion]), HiddenWanted(), policy)  # type: ignore[arg-type]
     assert isinstance(found, Hidden)
     return found.states
@@ -59,16 +59,17 @@ def hidden_of(engine: LocalEngine, prompt: list[int], completion: list[int], pol
 # --- teachers ------------------------------------------------------------------------------------------------------
 
 
-def test_the_teacher_reads_the_told_prompt_and_lies_on_the_students_tokens() -> None:
-    """Rows 0 and 2 have lessons: tokens 0-2 and 4-5. Each state equals that of the told row computed alone."""
+def test_the_teacher_reads_the_feedback_conditioned_prompt_and_aligns_with_the_students_tokens() -> None:
+    """Rows 0 and 2 have lessons: tokens 0-2 and 4-5. Each state equals that of the row with its feedback-conditioned
+    prompt, computed alone."""
     engine = engine_with()
     batch = with_teacher(engine, rollouts(), TOLD)
     assert batch.teacher is not None and batch.teacher.at is not None
     assert batch.teacher.at.tolist() == [0, 1, 2, 4, 5] and batch.teacher.kind == "live"
     alone = torch.cat([hidden_of(engine, TOLD[r], COMPLETIONS[r]) for r in (0, 2)])  # type: ignore[arg-type]
     torch.testing.assert_close(states(batch), alone)
-    untold = torch.cat([hidden_of(engine, PROMPTS[r], COMPLETIONS[r]) for r in (0, 2)])
-    assert (states(batch) - untold).abs().max() > 1e-3, "what it was told makes a difference"
+    without_feedback = torch.cat([hidden_of(engine, PROMPTS[r], COMPLETIONS[r]) for r in (0, 2)])
+    assert (states(batch) - without_feedback).abs().max() > 1e-3, "the feedback changes the states"
 
 
 def test_holes_in_the_mask_are_holes_of_the_teacher() -> None:
@@ -104,7 +105,8 @@ def test_a_step_moves_the_live_teacher_and_not_the_base() -> None:
 
 
 def test_an_adapter_on_the_head_is_off_in_the_base() -> None:
-    """Hidden states would then meet the wrong head, so the distribution comes as logits, of the untouched head."""
+    """Hidden states would be used with the wrong head, so the distribution is logits of the head without its
+    adapter."""
     policy = tiny_policy()
     untouched = policy.head.weight.detach().clone()
     adapter = en.attach(policy, en.LoRA(rank=2), targets=("lm_head",), seed=0)
@@ -118,7 +120,7 @@ def test_an_adapter_on_the_head_is_off_in_the_base() -> None:
     assert (live.distribution.logits - base.distribution.logits).abs().max() > 1e-2
 
 
-def test_no_lesson_at_all_leaves_the_term_idle_and_said() -> None:
+def test_without_any_lesson_the_term_is_idle_and_listed() -> None:
     engine = engine_with()
     batch = with_teacher(engine, rollouts(), [None] * 3)
     objective = GRPO() + SDPO(top_k=5)
@@ -170,7 +172,7 @@ def test_micro_batches_give_the_whole_batchs_gradient(term: object) -> None:
 
 @pytest.mark.parametrize("variant", [en.LoRA(rank=3), en.DoRA(rank=2), en.IA3()], ids=lambda v: v.name)
 def test_the_ema_averages_delta_w(variant: object) -> None:
-    """After each update Δ̄ = (1-r)Δ̄ + rΔW, by an average that is kept here by hand; and it scores with it."""
+    """After each update Δ̄ = (1-r)Δ̄ + rΔW, compared with an average computed here; the teacher scores with it."""
     engine = engine_with(variant)
     teacher = EMATeacher(engine.adapter, rate=0.25)
     engine.outer = teacher
@@ -216,7 +218,7 @@ def test_averaging_the_factors_would_be_another_teacher() -> None:
     assert (of_factors - teacher.state[f"{path}.weight"]).norm() > 0.01 * of_factors.norm()
 
 
-def test_beyond_the_budget_the_average_is_recompressed_and_says_what_it_lost() -> None:
+def test_beyond_the_budget_the_average_is_compressed_and_reports_the_loss() -> None:
     """With rank enough it equals the dense average; with too little the residual is reported, and it is right."""
     engine = engine_with()
     dense = EMATeacher(engine.adapter, rate=0.3)
@@ -254,7 +256,7 @@ def test_the_average_is_part_of_the_checkpoint(tmp_path: object) -> None:
 # --- references ------------------------------------------------------------------------------------------------------
 
 
-def test_with_reference_fills_what_live_terms_need_and_nothing_else() -> None:
+def test_with_reference_adds_only_the_signals_that_live_terms_read() -> None:
     engine = engine_with()
     batch = rollouts()
     assert with_reference(engine, batch, GRPO()).reference is None

@@ -1,4 +1,4 @@
-"""nano once a session, given back as it was by every test."""
+"""nano, loaded once per session; every test restores it."""
 
 from __future__ import annotations
 

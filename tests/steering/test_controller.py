@@ -1,4 +1,4 @@
-"""The controller walks down, takes the first dose that feeds it, and starves loudly."""
+"""The controller lowers the dose, uses the first one with enough survivors, and raises if there is none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMITS = Filter(tail_perplexity=10.0)
 
 
 def samples(dose: float, count: int = 20) -> list[SteeredSample]:
-    """The share of sane answers is 1 − dose."""
+    """The share of answers that survive is 1 − dose."""
     sane = round(count * max(0.0, 1 - dose))
     return [SteeredSample((1,), (2,), "A fox.", 2.0 if i < sane else 99.0) for i in range(count)]
 
@@ -28,7 +28,7 @@ def test_the_first_dose_that_is_low_enough(dose: float, enough: int, factor: flo
     assert len(found.survivors) >= enough and all(t.survived < enough for t in found.tries[:-1])
 
 
-def test_starved_says_what_was_tried_and_why() -> None:
+def test_too_few_survivors_lists_the_doses_and_reasons() -> None:
     with pytest.raises(TooFewSurvivors, match=r"dose 4: 0 of 20, 20 by tail perplexity; dose 3: 0 of 20.*Sample more"):
         walk_down(samples, LIMITS, 4.0, 5, factor=0.75, tries=3)
 

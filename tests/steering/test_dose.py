@@ -61,7 +61,7 @@ def test_on_nano_the_dose_gives_the_nats(nano: en.Policy, contexts: tuple[list[l
     assert float(kl.quantile(0.95)) == pytest.approx(dose.kl, rel=1e-3)
     home = states(nano, batch)
     assert float(token_kl(nano, batch, home).abs().max()) < 1e-5
-    # measured from somewhere else it is another dose
+    # measured from other states the dose differs
     with vector.applied(nano, 0.05):
         elsewhere = states(nano, batch)
     assert calibrate_dose(nano, vector, batch, 0.7, base=elsewhere).coefficient > dose.coefficient

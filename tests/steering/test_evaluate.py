@@ -46,7 +46,7 @@ def test_the_base_is_its_own_measure_and_a_prompt_is_a_baseline(evaluator: Trait
 
 
 def test_a_broken_model_never_scores_well(nano: en.Policy, evaluator: TraitEvaluator) -> None:
-    """Noise in the stream, a loop on one word, and a babbler whose trait is perfect: each falls below the floor."""
+    """Noise in the stream, a loop on one word, and nonsense with a perfect trait: each is below the floor."""
     generator = torch.Generator().manual_seed(0)
     path = block_paths(nano, [3])[0]
     noise = Vector({path: torch.randn(128, generator=generator)}, "noise", nano.fingerprint())

@@ -34,7 +34,7 @@ def test_char_repetition_by_hand() -> None:
 
 
 @given(st.text(max_size=60))
-def test_repetition_is_a_share_and_saying_it_again_never_lowers_it(text: str) -> None:
+def test_repetition_is_a_share_and_repeating_a_text_never_lowers_it(text: str) -> None:
     for measure in (word_repetition, char_repetition):
         assert 0 <= measure(text) <= 1
     if text:
@@ -89,7 +89,7 @@ def test_limits_are_checked_and_never_missing() -> None:
     assert Filter().calibrated(good, 0.95, 2.0).tail_perplexity == pytest.approx(2 * 96)
 
 
-def test_the_report_says_when_nothing_is_separated() -> None:
+def test_the_report_states_that_nothing_is_separated() -> None:
     good, broken = [made("A fox.", t) for t in (1.0, 2.0)], [made("A fox.", t) for t in (3.0, 2.0)]
     blind = separation(Filter(tail_perplexity=100), good, broken)
     assert not blind.separates and (blind.good, blind.broken) == (1.0, 1.0) and "NOT" in str(blind)
@@ -100,8 +100,8 @@ def test_the_report_says_when_nothing_is_separated() -> None:
         separation(Filter(tail_perplexity=2), good, [])
 
 
-def test_read_is_the_bases_word_whatever_is_attached(nano: en.Policy) -> None:
-    """The tail perplexity of the untouched base, also while an adapter is on; equal to full logits one by one."""
+def test_read_scores_under_the_base_with_any_adapter_attached(nano: en.Policy) -> None:
+    """The tail perplexity under the base, also with an adapter on; equal to that from full logits."""
     from tests.engines.conftest import perturb
     from tests.steering.conftest import logits
 

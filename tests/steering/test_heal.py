@@ -1,4 +1,4 @@
-"""Healing: history is frozen, the base untouched, the barrier acts as its aggregate says, rounds change λ."""
+"""Healing: earlier adapters and the base do not change, the barrier follows its aggregate, λ depends on the round."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_the_same_seed_is_the_same_round_bit_for_bit(nano: en.Policy, survivors:
 
 
 @pytest.mark.parametrize("reference", ["base", "previous"])
-def test_a_barrier_holds_what_training_would_leave(
+def test_a_barrier_keeps_the_policy_nearer_to_its_reference(
     nano: en.Policy, survivors: list[SteeredSample], reference: str
 ) -> None:
-    """A strong barrier ends nearer to its reference than a barrier that never acts, from the same start."""
+    """A strong barrier ends nearer to its reference than a barrier that is never active, from the same start."""
     ends = {}
     for tau in (0.05, 1e6):
         how = Healing(steps=12, rows=4, tau=tau, over="rmse", reference=reference, weight=20.0)
@@ -108,7 +108,7 @@ def test_settings_are_checked() -> None:
 
 @given(st.lists(st.integers(0, 10_000), min_size=4, max_size=40, unique=True), st.floats(0.1, 0.9))
 def test_equal_firing_fires_equally(values: list[int], rate: float) -> None:
-    """On the readings themselves: the share above τ is the rate, to within one step, for any monotone aggregate."""
+    """On the measurements themselves: the share above τ is the rate, to within one step, for any monotone aggregate."""
     readings = {"mean": [v / 100 for v in values], "max": [v / 10 + 3 for v in values]}
     tau = equal_firing(readings, rate)
     shares = {over: sum(v > tau[over] for v in series) / len(series) for over, series in readings.items()}
@@ -123,7 +123,7 @@ def test_equal_firing_refuses_no_rate() -> None:
 
 
 def test_the_observer_measures_and_never_acts(nano: en.Policy, survivors: list[SteeredSample]) -> None:
-    """Four readings a step of one path; the path is that of SFT alone (up to the rounding of a wider pass)."""
+    """Four measurements per step of one run, which equals SFT alone (up to the rounding of a wider pass)."""
     how = Healing(steps=4, rows=3)
     watched = heal(nano, survivors, LORA, how=how, objective=observer(), targets=TARGETS, seed=5)
     state, readings = watched.adapter.state_dict(), {o: watched.series(o, "aggregate") for o in AGGREGATES}
@@ -157,7 +157,7 @@ def test_a_loop_of_four_tokens_in_sixty_passes_under_the_mean_and_not_under_the_
         assert batch.reference is not None and len(text) == 60
         states = batch.reference.distribution.states.clone()  # type: ignore[union-attr]
         loop = [30, 31, 32, 33]
-        # The reference's state at these places is that of other places: it expected something else there.
+        # The reference's states at these positions are those of other positions, so its predictions differ.
         states[loop] = states[[3, 9, 14, 20]]
         held = batch.with_signals(reference=en.Reference(None, en.Hidden(states)))
         kl = engine.scalars(held, [KLBarrier().need])[KLBarrier().need].values
@@ -185,7 +185,7 @@ def test_demonstrations_are_rows_to_imitate(nano: en.Policy, survivors: list[Ste
 
 
 def test_the_step_obeys_the_laws_of_the_audit(nano: en.Policy, survivors: list[SteeredSample]) -> None:
-    """SFT + barrier against the previous round, on frozen history: proven like any other training step."""
+    """SFT + barrier against the previous round, on frozen adapters: audited like any other training step."""
     history = heal(nano, survivors, LORA, how=Healing(steps=2, rows=4), targets=TARGETS, seed=1).adapter
     top = en.attach(nano, LORA, TARGETS, seed=2)
     try:

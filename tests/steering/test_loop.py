@@ -1,4 +1,4 @@
-"""The loop on nano with tiny budgets: what a round leaves, going on after an interruption, and its three ends."""
+"""The loop on nano with tiny budgets: a round's files, resuming, and its three ways to end."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_what_a_round_records(make: Make, tmp_path: Path) -> None:
     assert Vector.load(tmp_path / "round-1" / "vector.safetensors").norm == pytest.approx(record["vector"]["norm"])
 
 
-def test_whether_the_filter_separates_is_said_in_round_one(make: Make, tmp_path: Path) -> None:
-    """Limits that pass everything do not separate, and that is a warning and not a line in a file."""
+def test_round_one_warns_if_the_filter_does_not_separate(make: Make, tmp_path: Path) -> None:
+    """Limits that pass everything do not separate, which is a warning."""
     said: list[str] = []
     loose = Filter(tail_perplexity=1e9, word_repetition=1.0, char_repetition=1.0, narration=(), refusal=())
     loop = make(tmp_path, limits=loose, say=said.append)
@@ -111,7 +111,7 @@ def test_whether_the_filter_separates_is_said_in_round_one(make: Make, tmp_path:
 
 
 def test_a_dose_may_be_measured_from_the_base(make: Make, nano: en.Policy, tmp_path: Path) -> None:
-    """On a student that has moved, the same nats from the base leave less room for the vector."""
+    """For a trained student, the same nats measured from the base give a smaller dose."""
     used = {}
     for against in ("student", "base"):
         loop = make(tmp_path / against, steering=replace(TINY, against=against, nats=3.0, tries=12))
@@ -158,7 +158,7 @@ def test_the_coherence_floor_stops_it(make: Make, tmp_path: Path) -> None:
         loop.run(1, replace(sane, mass=0.1))
 
 
-def test_a_starved_loop_says_so_and_leaves_no_round(make: Make, tmp_path: Path) -> None:
+def test_a_loop_with_too_few_survivors_raises_and_writes_no_round(make: Make, tmp_path: Path) -> None:
     loop = make(tmp_path, limits=Filter(tail_perplexity=1.0001), steering=replace(TINY, tries=2))
     with pytest.raises(TooFewSurvivors, match="3 steered samples have to survive"):
         loop.round()

@@ -1,4 +1,4 @@
-"""A barrier against the previous round: frozen history on, the trained adapter off; the base has no adapter at all."""
+"""A barrier against the previous round: frozen adapters on, the trained adapter off; the base has no adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def filled(engine: en.LocalEngine, reference: str) -> Tensor:
 
 
 def test_three_policies_in_one_set_of_weights() -> None:
-    """Before, `base` switched only the trained adapter off: with history below, it silently was the previous round."""
+    """Before, `base` switched only the trained adapter off: with frozen adapters below, it was the previous round."""
     engine, base, first = stacked()
     assert torch.equal(filled(engine, "base"), base) and torch.equal(filled(engine, "previous"), first)
     live = engine.score(rows(), HiddenWanted())
@@ -93,8 +93,8 @@ def test_one_batch_has_one_reference() -> None:
         Objective.of(KLBarrier(reference="previous")).check(kept)
 
 
-def test_the_average_teacher_stands_on_the_history() -> None:
-    """Its hooks add the average of the trained adapter's ΔW to what lies below it: history included."""
+def test_the_average_teacher_includes_earlier_adapters() -> None:
+    """Its hooks add the average of the trained adapter's ΔW to the base with earlier adapters."""
     engine, _, first = stacked()
     with torch.no_grad():
         for p in engine.parameters:

@@ -1,4 +1,4 @@
-"""Vectors: what they are by hand, what they do to the stream, and that nothing is left behind."""
+"""Vectors: their values by hand, their effect on the stream, and the removal of their hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Contexts = tuple[list[list[int]], list[list[int]]]
 
 
 def stream(policy: en.Policy, ids: list[int], path: str) -> torch.Tensor:
-    """The output of a module at every position, taken by a hook of the test's own."""
+    """The output of a module at every position, from a separate hook."""
     found = []
     handle = policy.model.get_submodule(path).register_forward_hook(
         lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out)
@@ -50,7 +50,7 @@ def test_the_states_do_not_depend_on_the_cut_into_batches(nano: en.Policy, conte
         torch.testing.assert_close(whole[path], cut[path], rtol=1e-4, atol=1e-5)
 
 
-def test_applied_adds_exactly_the_dose_and_leaves_no_trace(nano: en.Policy, contexts: Contexts) -> None:
+def test_applied_adds_exactly_the_dose_and_removes_its_hooks(nano: en.Policy, contexts: Contexts) -> None:
     vector = mean_difference(nano, *contexts, [1])
     (path,), ids = vector.shifts, contexts[0][0]
     before, plain = stream(nano, ids, path), logits(nano, ids)
@@ -98,7 +98,7 @@ def test_principal_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_weight_space_at_full_rank_is_w_times_the_inputs_difference(nano: en.Policy, contexts: Contexts) -> None:
-    """An identity that holds for any weight; with an open adapter the weight is the student's."""
+    """An identity that holds for any weight; with an active adapter the weight is the student's."""
     path = "model.layers.1.mlp.down_proj"
     adapter = en.attach(nano, en.LoRA(rank=2), targets=("down_proj",))
     perturb(adapter)

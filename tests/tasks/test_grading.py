@@ -34,7 +34,7 @@ def test_flaky_is_a_task() -> None:
     assert isinstance(Flaky(), Task)
 
 
-def test_an_error_is_logged_with_its_prompt_and_worth_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_logged_with_its_prompt_and_gives_reward_zero(caplog: pytest.LogCaptureFixture) -> None:
     prompts = Flaky().prompts("train", 4, 0)
     with caplog.at_level(logging.WARNING):
         grades = grade_all(Flaky(), prompts, ["2", "3", "4", "6"], max_error_share=0.25)
@@ -44,7 +44,7 @@ def test_an_error_is_logged_with_its_prompt_and_worth_nothing(caplog: pytest.Log
     assert "Question 1" in caplog.text
 
 
-def test_past_the_share_the_run_stops_and_names_the_first_prompt() -> None:
+def test_above_the_share_the_run_stops_and_names_the_first_prompt() -> None:
     prompts = Flaky().prompts("train", 4, 0)
     with pytest.raises(
         GraderErrors, match=r"raised on 2 of 4 .* 0\.25; first RuntimeError: odd, on prompt flaky:1 'Question 1'"
@@ -72,7 +72,7 @@ def test_bad_requests() -> None:
 
 @dataclass(frozen=True)
 class Odd(Flaky):
-    """Its grade is whatever the completion asks for."""
+    """Its grade is chosen by the completion."""
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
         if completion == "sleep":

@@ -31,12 +31,12 @@ def test_every_built_in_task_is_found_by_its_listed_name() -> None:
         ("verifiers/no-such-package", "install its package first"),
     ],
 )
-def test_an_unknown_name_says_the_nearest_known(name: str, way_out: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, way_out: str) -> None:
     with pytest.raises(UnknownTask, match=way_out):
         get_task(name)
 
 
-def test_without_the_extras_the_install_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extras_the_error_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("earnest.tasks.external_reasoning_gym.installed", lambda: False)
     monkeypatch.setattr("earnest.tasks.external_verifiers.installed", lambda: False)
     with pytest.raises(MissingExtra, match=r'pip install "earnest\[reasoning-gym\]"'):

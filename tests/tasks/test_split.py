@@ -1,4 +1,4 @@
-"""Splits: disjoint by content, whatever the seeds; draws: distinct, deterministic, the same in every process."""
+"""Splits: disjoint by content for all seeds; draws: distinct, deterministic, the same in every process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_prompts_are_the_same_in_a_process_with_another_hash_seed() -> None:
     assert len(outputs) == 1
 
 
-def test_the_heldout_share_is_what_it_says() -> None:
+def test_the_heldout_share_is_as_declared() -> None:
     share = sum(split_of(f"question {i}") == "heldout" for i in range(20_000)) / 20_000
     assert abs(share - HELDOUT_SHARE) < 0.012  # over 4 standard deviations of a fair coin of 0.2
 
@@ -95,7 +95,7 @@ def test_a_used_up_space_repeats_instead_of_hanging() -> None:
     found = draw_distinct(lambda rng: rng.randrange(20), str, lambda x: x, "train", 60, stable_rng(0))
     distinct = {x for x in range(20) if split_of(str(x)) == "train"}
     assert set(found) == distinct
-    assert set(found[: len(distinct)]) == distinct  # every one once before any twice
+    assert set(found[: len(distinct)]) == distinct  # every item once before any repeats
 
 
 def test_listed_space_gives_every_item_once_before_any_twice() -> None:

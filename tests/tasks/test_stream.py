@@ -1,4 +1,4 @@
-"""The stream: the same whatever the portions, resumable from a small JSON state, never a held-out prompt."""
+"""The stream: the same for any portions, resumable from a small JSON state, without held-out prompts."""
 
 from __future__ import annotations
 

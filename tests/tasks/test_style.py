@@ -41,7 +41,7 @@ def test_the_score_stays_in_the_unit_interval(axis: str, text: str) -> None:
     assert 0.0 <= trait(axis, text) <= 1.0
 
 
-def test_the_grade_says_when_a_trait_was_bought_with_nonsense() -> None:
+def test_the_grade_marks_answers_that_are_off_topic() -> None:
     task = get_task("style/warmth")
     prompt = next(p for p in task.prompts("train", 200, 0) if p.data["topic"] == "fox")
     bought = task.grade(prompt, "dear friend glad lovely")

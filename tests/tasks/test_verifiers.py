@@ -109,14 +109,14 @@ def test_grading_works_inside_a_running_loop(package) -> None:
         ("plus_one_setup", SETUP, "needs a sandbox"),
     ],
 )
-def test_what_cannot_be_judged_here_is_refused(package, name: str, body: str, reason: str) -> None:
-    """verifiers itself would skip such a reward with a line in the log, and the reward would be 0 for good."""
+def test_unsupported_environments_are_refused(package, name: str, body: str, reason: str) -> None:
+    """verifiers itself would skip such a reward with a line in the log, and the reward would always be 0."""
     package(name, body)
     with pytest.raises(TaskError, match=reason):
         get_task(f"verifiers/{name}")
 
 
-def test_a_package_that_is_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_an_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "just_a_module.py").write_text("x = 1\n")
     with pytest.raises(UnknownTask, match="'just_a_module' is not an environment of verifiers: "):
