@@ -182,13 +182,13 @@ VARIANT_MUTANTS: list[tuple[Any, str, torch.dtype, str]] = [
     (Undeclared(rank=4), "gradients", torch.float32, "differ from the declaration"),
     (Overdeclared(), "gradients", torch.float32, "differ from the declaration"),
     (DeadParameter(rank=4), "gradients", torch.float32, "unused"),
-    (DeadParameter(rank=4), "liveness", torch.float32, "unused does not act"),
+    (DeadParameter(rank=4), "liveness", torch.float32, "unused does not change the output"),
     (MergesTwice(rank=4), "merging", torch.float32, "merged: differs"),
     (RescalesBase(rank=4), "detaching", torch.float32, "detached: not bit-equal"),
     (CancelsLarge(rank=4), "identity", torch.float32, "logits at initialization"),
     (NoInitialTerm(rank=4), "identity", torch.float32, "logits at initialization"),
     (RoundedMagnitude(rank=4), "identity", torch.bfloat16, "logits at initialization"),
-    (Bf16Parameters(), "liveness", torch.bfloat16, "does not act|gives the base's output"),
+    (Bf16Parameters(), "liveness", torch.bfloat16, "does not change the output|gives the base's output"),
     (RandomForward(rank=4), "liveness", torch.float32, "after putting every parameter back"),
     (CountsCalls(rank=4), "checkpointing", torch.float32, "gradient under checkpointing"),
     (IgnoresScale(rank=4), "scaling", torch.float32, "the output of scale 1"),
@@ -306,8 +306,8 @@ RUNTIME_MUTANTS = {
         adapter_module, "unmerge_layer", _no_restore, "merging", "after unmerging|restore the"
     ),
     "a lenient load": M(adapter_module.Adapter, "load_state_dict", _lenient, "strictness", "was loaded"),
-    "detach leaves the slot": M(adapter_module, "uninstall", _leaky_uninstall, "detaching", "leaves modules"),
-    "detach replaces another's hook": M(adapter_module, "uninstall", _steals_hooks, "detaching", "takes another's"),
+    "detach leaves the slot": M(adapter_module, "uninstall", _leaky_uninstall, "detaching", "does not restore modules"),
+    "detach replaces another's hook": M(adapter_module, "uninstall", _steals_hooks, "detaching", "removes another's"),
     "off() is ignored": M(runtime, "run_slots", _drop_gate, "training", r"off\(\)"),
     "only the first adapter runs": M(runtime, "run_slots", _first_slot_only, "stacking", "top adapter does nothing"),
     "the base is not checked": M(files, "check_fingerprint", _no_fingerprint, "saving", "other base weights"),
@@ -337,7 +337,7 @@ def test_reentrant_checkpointing_without_a_hook_fails_its_check(monkeypatch: pyt
 
 def test_a_stale_factor_cache_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "state_key", _stale_cache(runtime.state_key))
-    with pytest.raises(Broken, match="does not act"):
+    with pytest.raises(Broken, match="does not change the output"):
         CHECKS["liveness"](Case(DeLoRA(rank=4), tiny_llama))
 
 

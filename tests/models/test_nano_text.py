@@ -84,7 +84,7 @@ def _sorted_right(documents: list[corpus.Document]) -> float:
     return sum(a["content"] == "".join(sorted(q["content"][5:-1])) for q, a in talks) / len(talks)
 
 
-def test_the_first_phase_has_only_right_answers_and_the_second_also_wrong_ones() -> None:
+def test_school_and_practice_have_only_right_answers_and_life_also_wrong_ones() -> None:
     assert _sorted_right(TEXT["school"]) == _sorted_right(TEXT["practice"]) == 1.0
     assert 0.3 < _sorted_right(TEXT["life"]) < 0.55
 
