@@ -1,12 +1,12 @@
-"""Adapters here against PEFT on the same layers: time, bytes kept for backward, per-call overhead, attach time.
+"""earnest's adapters against PEFT's on the same layers: time, bytes kept for backward, overhead per call, attach time.
 
     python benchmarks/adapters.py [--quick] [--only lora dora] [--clock cpu] [--out benchmarks/results/adapters.json]
     python benchmarks/adapters.py --table benchmarks/results/adapters.json        the table of an earlier run
 
 Both sides run in one process, alternating, and the smallest of several times counts; the ratio is PEFT ÷ earnest, so
 above 1 is in earnest's favour. A layer is 2048², 512 tokens, r = 32, fp32, forward + backward with a gradient for the
-input as in the middle of a model. What PEFT has no method for is compared with the one named. "Adapter alone" is the
-time over the bare layer, which both sides pay. It is a CPU: ratios near 1 are noise.
+input as in the middle of a model. If PEFT has no such method, the table names the method that is compared. "Adapter
+alone" is the time minus that of the bare layer. On a CPU, ratios near 1 are noise.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def attach_times(layers: int, width: int, repeats: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One row a variant; × is PEFT ÷ earnest."""
+    """One row per variant; × is PEFT ÷ earnest."""
     models = {r["variant"]: r for r in result["model"]}
     calls = {r["variant"]: r for r in result["call"]}
     lines = [
@@ -301,7 +301,7 @@ def table(result: dict[str, Any]) -> str:
         name, added = row["variant"], row["ratio_of_adapter_cost"]
         call = calls[name]
         both = [f"{call[f'earnest_us_{m}']:.0f} / {call[f'peft_us_{m}']:.0f}" for m in ("sampling", "training")]
-        # A few ms of a hundred: where either side is below the noise, its quotient says nothing.
+        # A few ms of a hundred: if either side is below the noise, the ratio means nothing.
         added = f"{added:.1f}" if min(row["earnest_ms"], row["peft_ms"]) > 1.06 * row["base_ms"] else "–"
         lines.append(
             f"| {name} | {row['peft']} | {row['ratio']:.2f} | {added} | {row['ratio_saved']:.2f} | "
@@ -317,10 +317,12 @@ def say(text: str) -> None:
 def main() -> None:
     every = list(methods(32))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: that it runs, not what it shows")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: checks that it runs; the numbers mean nothing"
+    )
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="these variants")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is not quiet")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine with other jobs")
     parser.add_argument("--tables", nargs="+", choices=("layer", "model", "call", "attach"), default=None)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this earlier result, and run nothing")

@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def tune(model: nn.Module, variant: Variant, steps: int, fit: Any, valid: Any) -> dict[float, float]:
-    """Validation NLL by learning rate; the grid goes on, up or down, while its last is the best."""
+    """Validation NLL by learning rate; the grid is extended up or down while its last value is the best."""
     grid: dict[float, float] = {}
 
     def ask(factor: float) -> None:

@@ -1,12 +1,12 @@
-"""How many blind mutants of correct training steps does the audit see?
+"""How many mutants of correct training steps does the audit detect?
 
     python -m benchmarks.audit_mutants [--out benchmarks/results/audit_mutants.json] [--table]
 
-Every single-node change (a sign, a reduction, a mask, a detach, a swapped argument, an ignored knob, …) of the
+Every single-node change (a sign, a reduction, a mask, a detach, a swapped argument, an ignored setting, …) of the
 losses of four correct steps (policy gradient, SFT, divergence, preference) is run through the audit. A mutant that
-raises when it is trained on is loud by itself. One that leaves every metric equal and the gradient within 1e-6 of the
-right one, as it is and on two kicked, off-policy batches, is equivalent and not counted. The rest is seen or missed,
-and the misses are listed; an audit that itself ends in an error has seen nothing.
+raises in training needs no audit. A mutant is equivalent, and not counted, if every metric is equal and the gradient is
+within 1e-6 of the correct one, both unperturbed and on two perturbed, off-policy batches. The others are detected or
+missed, and the missed ones are listed; an audit that ends in an error counts as missed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def judge(family: str, mutant: Mutant) -> tuple[str, list[str]]:
 
 
 def equivalent(right: Step, wrong: Step) -> bool:
-    """Whether both have the same gradient, as they are and in two kicked states, and the same metrics."""
+    """Whether both have the same gradient, unperturbed and in two perturbed states, and the same metrics."""
     right_probe, wrong_probe = Probe(right), Probe(wrong)
     equal = True
     for size in (0.0, 0.05, 0.5):
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def misses(found: list[dict[str, Any]]) -> str:
-    """Every mutant that runs, differs, and breaks no law (or the audit); with the statement that it changes."""
+    """Every mutant that runs, differs, and breaks no law (or stops the audit), with the statement that it changes."""
     lines = ["| family | statement | what no law saw |", "|---|---|---|"]
     for f in found:
         if f["outcome"] in ("missed", "error"):

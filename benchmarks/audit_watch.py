@@ -2,10 +2,10 @@
 
     python -m benchmarks.audit_watch [--width 512] [--rows 12] [--steps 120] [--out benchmarks/results/audit_watch.json]
 
-Steps take half a second or more at the default size on one thread, as real ones do. Both sides are in one run: the time
-inside the watch's own calls (all of it synchronous) against the rest of the loop; once without terms and once with two
-terms, each of whose own gradients is taken now and then. The first four updates are looked at as well as every tenth,
-and two terms are measured once in 200 updates, so a longer run pays less.
+At the default size a step takes half a second or more on one thread, like a real step. Both sides are in one run: the
+time inside the watch's calls (all synchronous) against the rest of the loop, once without terms and once with two.
+The watch measures the first four updates and every tenth, and the gradient of each term once in 200 updates, so its
+share is smaller in a longer run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SPENT = [0.0]
 
 
 def _timed(w: Watch) -> None:
-    """Count what is spent in the watch's own calls: what it does is synchronous, so this is its whole cost."""
+    """Count the time inside the watch's calls. They are synchronous, so this is the whole cost."""
     SPENT[0] = 0.0
     for name in ("terms", "step", "before_update", "after_update"):
         own = getattr(w, name)

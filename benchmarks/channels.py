@@ -1,14 +1,14 @@
-"""What each channel is worth, end to end: GRPO, SDPO, GRPO+SDPO, GRPO+SDPO+SimPO, each with and without the KL barrier.
+"""What each term contributes, end to end: GRPO, SDPO, GRPO+SDPO, GRPO+SDPO+SimPO, each with and without a KL barrier.
 
     python -m benchmarks.channels                           5 seeds on nano, 30 steps; prints a table, writes JSON
     python -m benchmarks.channels --seeds 1 --steps 4       a look
     python -m benchmarks.channels --from benchmarks/results/channels.json    the table of an earlier run
 
 All arms start from the same adapter, see the same prompts in the same order and are measured on the same held-out
-questions with the same random numbers. "steps to" is the first evaluation at or above the target; an arm that never
-gets there says so. The drift is the mean over held-out completions' tokens of KL(policy‖base) over the whole
-vocabulary, at the end. ± is the standard deviation over seeds. A small model on a CPU: it shows that the channels
-work together, not which is best elsewhere.
+questions with the same random numbers. "steps to" is the first evaluation at or above the target; the table also shows
+how many seeds reach it. The drift is KL(policy‖base) over the whole vocabulary at the end, averaged over the tokens of
+held-out completions. ± is the standard deviation over seeds. With a small model on a CPU, it shows that the terms work
+together, not which is best for other models.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ HEADER = "| objective | steps to {target:g} | held-out reward before | after | d
 class Result:
     """One arm with one seed.
 
-    ``curve`` is (step, held-out reward); ``beyond`` the share of steps on which the barrier pulled.
+    ``curve`` is (step, held-out reward); ``beyond`` the share of steps on which the barrier had a gradient.
     """
 
     arm: str
@@ -160,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", default="sort")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--every", type=int, default=2, help="evaluate every so many steps")
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts of an evaluation, 4 completions each")
+    parser.add_argument("--every", type=int, default=2, help="steps between evaluations")
+    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts per evaluation, 4 completions each")
     parser.add_argument("--max-new-tokens", type=int, default=12)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--target", type=float, default=0.8, help="the held-out reward that counts as reached")

@@ -1,10 +1,10 @@
-"""Three unmodified tinker-cookbook recipes against `earnest serve`, with nano as the model; keeps what they print.
+"""Three unmodified tinker-cookbook recipes against `earnest serve`, with nano as the model; stores their output.
 
     python benchmarks/cookbook.py [--small] [--out benchmarks/results/cookbook]
 
-The server is this environment's, the recipes run in .venv-cookbook (made from envs/cookbook.txt by `make test`). They
-know nothing of earnest: TINKER_BASE_URL points to the server, and the tokenizer of ``earnest/nano`` is registered
-through the cookbook's own function. Supervised chat learns to sort digits from a local .jsonl, RL adds numbers in the
+The server runs in this environment, the recipes in .venv-cookbook (made from envs/cookbook.txt by `make test`). They do
+not import earnest: TINKER_BASE_URL points to the server, and the tokenizer of ``earnest/nano`` is registered through
+the cookbook's own function. Supervised chat learns to sort digits from a local .jsonl, RL adds numbers in the
 cookbook's arithmetic environment, prompt distillation writes numbers backwards, from a local file.
 """
 

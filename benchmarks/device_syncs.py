@@ -2,7 +2,7 @@
 
     python benchmarks/device_syncs.py [--before SRC]
 
-A step is: the signals that the objective reads, then ``engine.step``. Counted are the operators whose result Python
+A step is: the signals that the objective reads, then ``engine.step``. The count includes operators whose result Python
 reads (``item``, ``bool``, ``tolist``) or whose shape depends on values (``nonzero``, ``unique``, ``bincount``, a mask
 as an index): on a GPU each of them waits until everything queued before it is done. The count does not depend on the
 device, so it is made on the CPU. ``--before`` is the ``src`` folder of another version of earnest, counted in a
@@ -71,7 +71,7 @@ class Waits(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[Waits]:
-    """Inside the block every wait is counted; ``tolist`` is no operator, so it is patched."""
+    """Inside the block every wait is counted; ``tolist`` is not an operator, so it is patched."""
     plain = torch.Tensor.tolist
     with Waits() as waits:
 

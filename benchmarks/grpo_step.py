@@ -3,8 +3,8 @@
     python benchmarks/grpo_step.py [--steps 20] [--out benchmarks/results/grpo_step.json]
 
 Same model (nano), same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both
-sides), LoRA r = 8 on q_proj and v_proj, AdamW at one learning rate, one update a batch, clip 0.2, no reference model,
-fp32, the same number of threads. It is what it is: a small model on a CPU, where overhead is most of the time.
+sides), LoRA r = 8 on q_proj and v_proj, AdamW at one learning rate, one update per batch, clip 0.2, no reference model,
+fp32, the same number of threads. With a small model on a CPU, overhead is most of the time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What importing costs: `import earnest` over `import torch`, and how soon `earnest --help` answers.
+"""The time of `import earnest` beyond `import torch`, and of `earnest --help`.
 
     python benchmarks/import_time.py [--repeats 7]
 
-Each is a fresh process; the best of the repeats is the cost, the median shows the noise, the CPU seconds are what it
-would take on a machine that does nothing else. The bounds are the project's:
-0.3 s over torch, 0.5 s for the help. Nothing fails here; tests/meta/test_import_cost.py tests the cause, not the time.
+Each is a new process. The best of the repeats is the cost, the median shows the noise, and the CPU seconds are the cost
+on an otherwise idle machine. The project's bounds are 0.3 s beyond torch and 0.5 s for the help. This script does not
+fail above them; tests/meta/test_import_cost.py tests which modules are imported.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ losses.
     python benchmarks/objectives.py [--tokens 1024 --width 1024 --vocabulary 151936] [--growth] [--smoke]
     python benchmarks/objectives.py --table          the markdown tables of the last run
 
-Every measurement is a process of its own: peak memory is the kernel's (VmHWM, reset before the first run), over what
-was there when the inputs were; time is the best of the repeats, and in the same process, between them, the bare
-matrix products that the maths needs. The head is frozen and fp32. All sides get the same hidden states and compute
-the same loss; where a peer cannot, the nearest that it has runs, and the note says so.
+Every measurement is a separate process. Peak memory is the kernel's (VmHWM, reset before the first run) minus the
+memory of the inputs. Time is the best of the repeats; the bare matrix products that the maths needs are timed between them, in
+the same process. The head is frozen and fp32. All sides get the same hidden states and compute the same loss; if a
+library does not have it, the nearest loss that it has runs, and the note names it.
 
     grpo_kl   clipped ratio + k3 to given reference log-probs      1 log-prob                              2 products
     full_gjs  GJS_½ to a teacher's hidden states, all tokens       1 divergence, 1 source                  3
@@ -114,7 +114,7 @@ def total(x: Inputs, lp: Any, sdpo: Any, kl: Any) -> Any:
 
 
 def from_scalars(case: str, x: Inputs, module: Any) -> Callable[[Any], Any]:
-    """earnest's pass, or its eager twin: one call for all scalars."""
+    """earnest's pass, or its eager version: one call for all scalars."""
     import torch
 
     from earnest.models.head import HeadSpec

@@ -1,10 +1,10 @@
-"""The quickstart on five seeds: held-out reward before and after, with standard errors, and how sure the gain is.
+"""The quickstart on five seeds: held-out reward before and after, and the gain, with standard errors.
 
     python benchmarks/quickstart_seeds.py [--seeds 5] [--out benchmarks/results] [key=value …]
 
-Each seed is a process of its own (`earnest run quickstart seed=S`), one after the other, measured on the same
-held-out prompts with the same sampling seeds. Writes quickstart_seeds.json and .md; exits 1 where a seed
-does not rise by at least 5 standard errors of its paired gain.
+Each seed is a separate process (`earnest run quickstart seed=S`), one after the other, measured on the same held-out
+prompts with the same sampling seeds. Writes quickstart_seeds.json and .md; exits with 1 if the gain of a seed is below
+5 of its standard errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from earnest.runs.evaluate import gain
 
 SURE = 5.0
-"""A gain counts from so many of its standard errors on: by chance less than one time in a million."""
+"""The smallest gain in standard errors; by chance it occurs less than once in a million."""
 
 
 def run(seed: int, overrides: list[str], place: Path) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
     python benchmarks/sampling.py [--threads 1] [--repeats 5]
 
-Random Llamas of 1.3 M and 3.0 M parameters on a CPU. "full" has no end-of-turn token: completions have all their
-tokens; "ending" ends each with 5 % at every token, so that dropping finished rows counts. Only the completions' tokens
-are counted, and both sides return the behaviour log-probs. The two sides alternate; CPU seconds of the process are what
-is compared, because they suffer less from a busy machine than the clock.
+Random Llamas of 1.3 M and 3.0 M parameters on a CPU. In "full" there is no end-of-turn token, so completions have the
+full length; in "ending" a completion ends with probability 5 % at every token, so that dropping finished rows matters.
+Only the completions' tokens are counted, and both sides return the behaviour log-probs. The two sides alternate. CPU
+seconds of the process are compared, because other jobs on the machine affect them less than the clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes that are more than one run: arms, seeds, controls, rounds; one folder, one table, one figure.
+"""Experiments: recipes of several runs (arms, seeds, controls, rounds) with one folder, one table and one figure.
 
 A recipe's YAML names its experiment (``experiment: hacking``). Each is a module here with
 
@@ -28,7 +28,7 @@ EXPERIMENTS: dict[str, str] = {"hacking": "experiments.hacking", "heal": "experi
 
 
 class Experiment(Protocol):
-    """What a module of this package offers."""
+    """The members of a module of this package."""
 
     Config: Any
 
@@ -56,7 +56,7 @@ def check(data: dict[str, Any], overrides: list[str], *, quick: bool, console: C
 
 
 def run(name: str, data: dict[str, Any], overrides: list[str], *, full: bool, resume: bool, console: Console) -> Path:
-    """Check the config, keep it in the folder, and do what is left to do there."""
+    """Check the config, write it to the folder, and do what is left to do there."""
     from earnest.config import text
     from earnest.config.load import check_mapping
     from earnest.runs.folder import default_place, require_free
@@ -70,7 +70,7 @@ def run(name: str, data: dict[str, Any], overrides: list[str], *, full: bool, re
         before = text.parse_file(written)
         if changed := [k for k in {**before, **kept} if before.get(k) != kept.get(k)]:
             raise ConfigError(
-                f"{', '.join(sorted(changed))}: {folder} was begun with other values; repeat them, or take a new out=."
+                f"{', '.join(sorted(changed))}: {folder} was started with other values; repeat them, or give another out=."
             )
     elif resume:
         raise ConfigError(f"{folder} has no experiment to resume; leave out --resume, or give its folder as out=DIR.")

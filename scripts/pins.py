@@ -1,10 +1,10 @@
-"""Write constraints.txt: the version of everything that `earnest[dev]` stands on, as installed here.
+"""Write constraints.txt: the installed version of every dependency of `earnest[dev]`.
 
     python -m scripts.pins            print what would be written
     python -m scripts.pins --write    write it
 
-Only the closure of our own requirements is pinned, so what a developer happens to have besides does not leak in. The
-local part of a version (`2.13.0+cpu`) is dropped: an index without that build must still be able to answer.
+Only the closure of our own requirements is pinned, so a developer's other packages are not in the file. The local part
+of a version (`2.13.0+cpu`) is dropped, because an index may not have that build.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`earnest run hacking`: does a guard keep a policy from learning to cheat, and would anything else do as well?
 
-Jobs are trained one after the other, each into a file of its own under ``jobs/``; called again, what is there is kept.
+Jobs are trained one after the other, each into its own file under ``jobs/``. A second call keeps finished jobs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _train(config: Config, job: Job, folder: Path, tell: Any) -> None:
 
 
 def _pool(config: Config, folder: Path) -> Any:
-    """The teacher pool, sampled once and kept."""
+    """The teacher pool, which is sampled once and stored."""
     from safetensors.torch import load_file
 
     from experiments.hacking.pool import Pool, fill

@@ -18,8 +18,8 @@ TRIES = 8
 
 
 def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
-    """Every arm of the short plan. Their loss is one and the same, so its laws are proved once; what lives and moves,
-    and what a guard takes out, for each."""
+    """The verdict on every arm of the short plan. All arms have the same loss, so its laws are checked once; law GL and
+    the guard's effect are checked for each arm."""
     verdict = Verdict(())
     for number, job in enumerate(plan(config, full=False)):
         progress(f"extracting directions for {job.name}")

@@ -11,7 +11,7 @@ from earnest.guards.gates import Gate
 
 
 class Config(Strict):
-    """What every arm shares, and how large the experiment is."""
+    """The settings that all arms share, and the size of the experiment."""
 
     experiment: Literal["hacking"]
     description: str = ""
@@ -26,11 +26,11 @@ class Config(Strict):
     completions_per_prompt: int = Field(8, ge=2)
     max_new_tokens: Whole = 8
     triples: int = Field(48, ge=8, description="contrastive triples for the directions; a quarter validates")
-    top: Whole = Field(4, description="directions of a module")
+    top: Whole = Field(4, description="directions per module")
     floor: float = Field(0.25, ge=0, lt=1, description="share of the weakest directions to drop, over all modules")
     gate: Gate = "one_sided"
     overshoot: float = Field(1.0, gt=0)
-    refresh: int = Field(30, ge=0, description="extract the directions anew after every so many steps; 0: never")
+    refresh: int = Field(30, ge=0, description="steps between two extractions of the directions; 0: only the first")
     eval_every: Whole = 12
     eval_prompts: Whole = 96
     eval_samples: Whole = 2

@@ -20,7 +20,7 @@ def hacking_triples(count: int, seed: int, without: str | None = None) -> list[T
 
 
 def clean_triples(count: int, seed: int) -> list[Triple]:
-    """Two replies that use no hole, the honest one and another number; a fair coin says which is "unwanted"."""
+    """Two replies that use no hole, the honest one and another number; one of them, at random, is "unwanted"."""
     rng = random.Random(derive(seed, "clean triples"))
     found = []
     for p in get_task("holes").prompts("train", count, derive(seed, "triples") % 2**31):

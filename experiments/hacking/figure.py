@@ -85,7 +85,7 @@ def write_figure(results: Mapping[str, Any], path: Path) -> Path:
     axes[2].set_ylim(bottom=0)
     axes[3].set_yticks(range(len(arms)), arms, fontsize=8)
     axes[3].set_ylim(len(arms) - 0.5, -0.5)
-    axes[3].set_xlim(0, 0.7)  # a rate of two seeds has an interval beyond any rate
+    axes[3].set_xlim(0, 0.7)  # with two seeds the interval is wider than the axis
     axes[3].set_xlabel("exploited (hollow: not every seed gets there)")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(arms)), frameon=False, fontsize=9)

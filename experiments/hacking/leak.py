@@ -1,4 +1,4 @@
-"""python -m experiments.hacking.leak [UPDATES]: what a guard at the gradient lets into the update.
+"""python -m experiments.hacking.leak [UPDATES]: the unwanted share of the update under a guard at the gradient.
 
 The same few updates of the experiment's first seed under each guard. At the gradient Route has an optimizer for main
 and one for the quarantine, as published; its leak is the unwanted share of the step that main takes.
@@ -29,7 +29,7 @@ LEVELS: tuple[At, ...] = ("update", "gradient")
 
 
 def leak_table(config: Config, updates: int = UPDATES) -> list[str]:
-    """Means over the updates, one row a guard."""
+    """Means over the updates, one row per guard."""
     torch.set_num_threads(config.threads)
     plain = make_engine(config, config.seed, None)
     directions = extract_directions(plain, config, hacking_triples(config.triples, config.seed))

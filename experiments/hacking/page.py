@@ -52,7 +52,7 @@ def write_page(folder: Path, config: Config, jobs: Sequence[Job], full: bool) ->
 
 
 def _clock(results: Mapping[str, Any]) -> str:
-    """How long the jobs took; those of an earlier version did not say."""
+    """How long the jobs took; jobs of an earlier version did not record it."""
     seconds = [job["seconds"] for job in results["jobs"] if job.get("seconds") is not None]
     return f"{len(seconds)} training runs took {sum(seconds):.0f}&nbsp;s." if seconds else ""
 

@@ -1,4 +1,4 @@
-"""Several quarantines beside one training run: Route changes nothing in it, so any number of them may watch it."""
+"""Several quarantines on one training run. Route does not change the run, so it can have any number of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Panel:
-    """Routes by name; the first one is the guard's own face."""
+    """Routes by name; the first one is the engine's guard."""
 
     def __init__(self, routes: Mapping[str, DirectionGuard]) -> None:
         if not routes or any(r.at != "update" or not r.quarantines for r in routes.values()):

@@ -1,8 +1,8 @@
-"""Which training runs there are, and which arms each of them serves.
+"""The training runs of the experiment, and the arms that each of them provides.
 
 Route at the update trains the unguarded run bit for bit (a law, tests/guards/test_laws.py). So ``none``, ``route`` and
-the leave-one-out routes of a seed are one training run with several quarantines beside it, each ablated for its own
-evaluations. Every other arm is a run of its own.
+the leave-one-out routes of a seed are one training run with several quarantines, each ablated for its own evaluations.
+Every other arm is a separate run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARMS: dict[str, str] = {
     "erase": "Erase at the update",
     "erase:random": "Erase with random directions, as many in the same modules",
     "erase:shuffled": "Erase with the true directions' numbers at random places",
-    "erase:clean": "Erase with directions from two clean replies, a coin saying which is unwanted",
+    "erase:clean": 'Erase with directions from two clean replies, one of them "unwanted" at random',
     "erase:noise": "update noise: a random vector as long as what Erase removes, in every module's update",
     "erase@gradient": "Erase at the gradient, as published",
     "route": "Route at the update; measured ablated",
@@ -51,7 +51,7 @@ class Job:
 
 
 def plan(config: Config, full: bool) -> list[Job]:
-    """In the order in which a table is of use earliest."""
+    """Every job, in an order that fills the main table first."""
     if not full:
         return [Job("none", config.seed, routes=("route",)), Job("erase", config.seed)]
     seeds = [config.seed + i for i in range(config.seeds)]

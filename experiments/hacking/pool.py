@@ -1,7 +1,7 @@
 """The teacher pool: stored exploiting rollouts with the log-probs that they were sampled with.
 
-They are sampled from the policy that the unguarded arm of the first seed became, and chosen by what training sees: the
-checker passed them, and they show the trace of an exploit. In each group a fixed share of the completions is replaced.
+They are sampled from the trained policy of the unguarded arm of the first seed. The pool has those that the
+checker passed and that contain an exploit. In each group a fixed share of the completions is replaced.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pool:
         return [self.asked[key] for key in rng.sample(sorted(self.asked), config.prompts_per_step)]
 
     def replace(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt], config: Config) -> list[Rollout]:
-        """The first completions of each group give way to stored ones, as many as the share says."""
+        """Replace the first completions of each group by stored ones; the share decides how many."""
         count = max(1, round(config.pool_share * config.completions_per_prompt))
         out = []
         for r in rollouts:

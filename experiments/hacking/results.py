@@ -1,4 +1,4 @@
-"""What the jobs measured, in one file: ``results.json``, from which the tables and the figure are made."""
+"""The measurements of all jobs in one file, ``results.json``; the tables and the figure are made from it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def arm_series(results: Mapping[str, Any], arm: str, *, pool: bool = False) -> d
 
 
 def left_out(results: Mapping[str, Any], arm: str, hole: str) -> dict[int, list[Point]]:
-    """The same with directions that know nothing of ``hole``; an arm without true directions has no other."""
+    """The same with directions made without ``hole``; an arm without true directions has no such version."""
     name = f"{arm}-without-{hole}"
     found = {j["seed"]: j["series"][name] for j in results["jobs"] if name in j["series"]}
     found |= {j["seed"]: j["series"][arm] for j in results["jobs"] if j["without"] == hole and arm in j["series"]}
@@ -101,7 +101,7 @@ def left_out(results: Mapping[str, Any], arm: str, hole: str) -> dict[int, list[
 def leaks(results: Mapping[str, Any], arm: str) -> dict[str, Estimate | None]:
     """Share of the unwanted component in what enters the optimizer, and in the step that the deployed policy takes.
 
-    Without a guard the second is what Route would have set aside.
+    Without a guard the second is the share that Route would have quarantined.
     """
     out: dict[str, Estimate | None] = {}
     for level in ("gradient", "update"):
@@ -120,7 +120,7 @@ def leaks(results: Mapping[str, Any], arm: str) -> dict[str, Estimate | None]:
 
 
 def refreshes(results: Mapping[str, Any], arm: str) -> dict[str, Estimate] | None:
-    """What came of extracting an arm's directions anew: overlap and heading, and the share that was adopted."""
+    """Later extractions of an arm's directions: overlap and heading, and the share that was adopted."""
     found: dict[str, list[float]] = {"overlap": [], "heading": [], "adopted": []}
     for job in results["jobs"]:
         if job["without"] or job["pool"] or arm not in job["series"]:
@@ -133,7 +133,7 @@ def refreshes(results: Mapping[str, Any], arm: str) -> dict[str, Estimate] | Non
 
 
 def over_seeds(values: Sequence[float], alone: float | None = None) -> Estimate:
-    """Mean and interval; ``alone`` is the standard error to use where there is one seed."""
+    """Mean and interval; ``alone`` is the standard error for a single seed."""
     n = len(values)
     if n == 1:
         return Estimate(values[0], None if alone is None else 1.96 * alone)
@@ -148,7 +148,7 @@ def at_end(series: Mapping[int, Sequence[Point]], rate: str) -> Estimate:
 
 
 COMPARED = ("none", "erase", "route")
-"""The arms that set the matched level: one that learns less of everything would drag it down for all."""
+"""The arms that set the matched level. An arm that learns less of everything would lower it for all."""
 
 
 def matched_level(by_arm: Mapping[str, Mapping[int, Sequence[Point]]], seed: int) -> float | None:
@@ -164,7 +164,7 @@ def at_level(points: Sequence[Point], level: float) -> Point | None:
 
 @dataclass(frozen=True)
 class Matched:
-    """The exploited rate where an arm first solves as much as the compared ones, over the seeds that get there."""
+    """The exploited rate when an arm first reaches the matched solve rate, over the seeds that reach it."""
 
     rate: Estimate | None
     step: float | None

@@ -1,4 +1,4 @@
-"""The tables, in markdown. Arms are rows by name: one without results says so."""
+"""The tables, in markdown. Every arm has a row, also one without results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = "missing"
 
 
 def arms_of(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arms that this experiment was to have."""
+    """The arms of this experiment's plan."""
     return tuple(ARMS) if results["config"].get("full") else SHORT
 
 
@@ -44,7 +44,7 @@ def main_table(results: Mapping[str, Any]) -> list[str]:
     there = {arm: series for arm, series in by_arm.items() if series}
     rows = []
     if "none" in there:
-        # Every arm is born as the base model, so this is where all of them begin.
+        # Every arm is the base model at initialization, so all of them begin here.
         start = {seed: points[:1] for seed, points in there["none"].items()}
         rates = [str(at_end(start, r)) for r in ("solved", "exploited", "exploited_of_attempted")]
         rows.append(["every arm at step 0", str(len(start)), *rates[:2], "", "", rates[2], "", ""])
@@ -94,7 +94,7 @@ def kept_table(results: Mapping[str, Any]) -> list[str]:
 
 
 def refresh_table(results: Mapping[str, Any]) -> list[str]:
-    """How far extracted-anew directions lay from those in force, and how often they took their place."""
+    """How far later directions are from the current ones, and how often they replace them."""
     rows = []
     for arm in arms_of(results):
         if (found := refreshes(results, arm)) is not None:
@@ -110,7 +110,7 @@ def left_out_table(results: Mapping[str, Any]) -> list[str]:
         cells = []
         seeds = set(left_out(results, "route", hole))
         for arm in ("none", "erase", "route", "erase:random", "route:random"):
-            # Only the guards with true directions know holes; the others have no version without one.
+            # Only guards with true directions depend on holes; the others have no version without one.
             found = left_out(results, arm, hole) if arm in ("erase", "route") else arm_series(results, arm)
             values = [points[-1]["by_hole"][hole] for seed, points in found.items() if seed in seeds]
             few = "" if len(values) == len(seeds) else f" ({len(values)} of {len(seeds)} seeds)"

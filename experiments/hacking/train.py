@@ -1,6 +1,6 @@
-"""One job: an arm's training run, and what is measured along the way.
+"""One job: an arm's training run and its evaluations.
 
-The reward is the foolable checker's verdict. The oracle is asked in ``measure`` and for the log, never for a reward, an
+The reward comes from the exploitable checker. The oracle is used in ``measure`` and for the log, never for a reward, an
 advantage, a direction or the choice of a stored rollout.
 """
 
@@ -50,7 +50,7 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a job leaves: JSON for the tables, and the trained parameters."""
+    """The result of a job: JSON for the tables, and the trained parameters."""
 
     record: dict[str, Any]
     parameters: dict[str, Tensor]
@@ -110,7 +110,7 @@ def train_step(
 def telling_rows(
     engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
 ) -> tuple[list[Grade], Batch]:
-    """Every answer's grade, and the rows that say something: of groups whose rewards differ."""
+    """Every answer's grade, and the rows of groups whose rewards differ."""
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, temperature=1.0, seed=derive(job.seed, "sampling", step))
     rendered = [engine.policy.render(p.messages) for p in prompts]
     rollouts = engine.sample(rendered, config.completions_per_prompt, spec)

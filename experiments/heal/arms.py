@@ -1,4 +1,4 @@
-"""The arms: which barrier, against which policy, at which τ; each a loop a seed, kept in a folder of its own."""
+"""The arms: which barrier, against which policy, at which τ. Each arm has one loop per seed, in its own folder."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Bench:
         return record
 
     def calibrate(self, folder: Path, rate: float) -> dict[str, float]:
-        """τ of every aggregate from one unguarded round: the same path, the same batches, four readings."""
+        """τ of every aggregate, measured in one round without a barrier: the same weights and batches for all four."""
         kept = folder / "calibration.json"
         if not kept.exists():
             loop = self.loop(folder / "calibration", self.config.seed)

@@ -15,7 +15,7 @@ from experiments.heal.config import HealConfig
 
 
 def prove(config: HealConfig, *, quick: bool, progress: Callable[[str], None]) -> Verdict:
-    """Steer, keep what is sane, and prove what would train on it; nothing is written."""
+    """Steer, keep the coherent answers, and prove the step that would train on them; nothing is written."""
     progress("loading the model")
     bench = Bench(config, progress)
     with tempfile.TemporaryDirectory() as nowhere:

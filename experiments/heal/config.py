@@ -12,10 +12,10 @@ from earnest.settings import FieldProblem, make, plain
 
 
 class ContrastConfig(Strict):
-    """Instructions for both poles, where the axis' own do not suit the model."""
+    """Instructions for both poles, if the axis' own do not suit the model."""
 
-    high: list[str] = Field(min_length=1, description="system prompts that ask for the trait")
-    low: list[str] = Field(min_length=1, description="system prompts that ask for its opposite")
+    high: list[str] = Field(min_length=1, description="system prompts that request the trait")
+    low: list[str] = Field(min_length=1, description="system prompts that request its opposite")
 
 
 class EvalConfig(Strict):

@@ -1,4 +1,4 @@
-"""The figure: how far a loop gets, and what it costs."""
+"""The figure: trait and coherence of every loop, round by round."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw(results: dict[str, Any], path: Path) -> Path:
 
 
 def _path(arm: dict[str, Any], key: str, who: str = "healed") -> list[float]:
-    """The mean over seeds, round by round; a loop that stopped stays where it stopped."""
+    """The mean over seeds, round by round; a loop that stopped keeps its last value."""
     runs = [run["rounds"] for run in arm["runs"] if run["rounds"]]
     return [fmean(run[min(i, len(run) - 1)][who][key] for run in runs) for i in range(max(map(len, runs)))]
 

@@ -1,4 +1,4 @@
-"""One self-contained page: figure, table, and what the policy says round by round."""
+"""One self-contained page: figure, table, and the policy's answers round by round."""
 
 from __future__ import annotations
 

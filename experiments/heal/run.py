@@ -1,4 +1,4 @@
-"""Doing what is left to do in a folder."""
+"""Run what is left of the experiment in a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = "results.json"
 
 
 def start(config: HealConfig, *, full: bool, folder: Path, console: Console) -> Path:
-    """One loop; or every arm of every seed. The page with table, figure and samples."""
+    """One loop, or every arm of every seed. Returns the page with table, figure and samples."""
     from experiments.heal.page import write_page
 
     total = config.full.rounds * len(config.full.seeds) * ARMS if full else config.rounds

@@ -15,7 +15,7 @@ COLUMNS = (
 def tables(results: dict[str, Any]) -> str:
     """The two baselines; then the arms, those of one choice of τ together. ± is the standard deviation over seeds.
 
-    "coherence, least" is the lowest coherence of any round, where a loop's end need not be."""
+    "coherence, least" is the lowest coherence of any round, which need not be the last."""
     return "\n".join([*_baselines(results), "", *_arms(results)]) + "\n"
 
 

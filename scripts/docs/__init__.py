@@ -1,1 +1,1 @@
-"""README and docs as programs: `pages` reads, `check` judges, `run` executes them, `tables` writes their tables."""
+"""Tests of README and docs: `pages` reads them, `check` checks them, `run` runs them, `tables` writes their tables."""

@@ -1,4 +1,4 @@
-"""What can be judged about a page without running it. `problems(page)` lists sentences that name file and line."""
+"""Checks of a page without running it. `problems(page)` lists sentences with file and line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Read a markdown page into what a reader could run or follow: fenced blocks, tables, links, inline code.
 
-How an author steers what is run stands in docs/writing-docs.md; this file is its grammar.
+docs/writing-docs.md explains how an author controls what is run; this file parses it.
 """
 
 from __future__ import annotations

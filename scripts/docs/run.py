@@ -1,10 +1,10 @@
-"""Run every block of a page, from top to bottom, as a reader would who types along.
+"""Run every block of a page, from top to bottom, as a reader would.
 
     python -m scripts.docs.run README.md
 
 Blocks of Python share one interpreter and its names; shell blocks run between them, all in one temporary folder in
 which the repository's own files are linked, so nothing is written into the repository. A plain `earnest …` command runs
-in a process forked from one that has torch loaded already: the command as typed, minus five seconds of import.
+in a process forked from one that has already imported torch, which saves five seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scripts.docs.pages import ROOT, Block, Command, Page, commands, read
 LINKED = ("src", "docs", "benchmarks", "scripts", "tests", "pyproject.toml", "constraints.txt", "Makefile", ".ci")
 PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "earnest.cli"]
 FORKS = multiprocessing.get_context("forkserver")
-# A block that hangs must not hang the machine; no block comes near.
+# A time limit for blocks that hang; normal blocks are far below it.
 LIMIT_SECONDS = 600
 
 

@@ -1,8 +1,8 @@
-"""Write the generated ones of the fixed data files: held-out plain text, probes, example traces.
+"""Write the generated data files: held-out plain text, probes, example traces.
 
     python -m scripts.nano.fixed
 
-They are part of nano's version; a test checks that this command would write the very same files.
+They are part of nano's version; a test checks that this command writes the same files.
 """
 
 from __future__ import annotations

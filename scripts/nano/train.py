@@ -1,11 +1,11 @@
-"""Train nano from nothing: text, tokenizer, weights. One command, bit-equal on one machine at a fixed thread count.
+"""Train nano from scratch: text, tokenizer, weights. Bit-equal on one machine with a fixed number of threads.
 
     python -m scripts.nano.train                                  # the shipped model, about half an hour on one core
     python -m scripts.nano.train --tokens 200000 --out /tmp/tiny   # a look
 
 AdamW with warm-up and cosine decay; a batch holds whole documents of similar length, padded on the right, so that
-positions start at 0 as they do in use. The loss counts what the model must produce fully, and the prompt's
-tokens a little.
+positions start at 0 as in sampling. Tokens that the model must produce have weight 1 in the loss, tokens of the prompt
+a small weight.
 """
 
 from __future__ import annotations

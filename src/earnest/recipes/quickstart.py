@@ -1,5 +1,5 @@
-"""The quickstart in Python: the line from prompts to an adapter, drawn once. `earnest run quickstart` is the same job
-with a run folder, checkpoints, evaluations and a report.
+"""The quickstart in Python, from prompts to an adapter. `earnest run quickstart` is the same job with a run folder,
+checkpoints, evaluations and a report.
 
     python -m earnest.recipes.quickstart [steps] [seed]
 """
