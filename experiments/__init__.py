@@ -70,7 +70,7 @@ def run(name: str, data: dict[str, Any], overrides: list[str], *, full: bool, re
         before = text.parse_file(written)
         if changed := [k for k in {**before, **kept} if before.get(k) != kept.get(k)]:
             raise ConfigError(
-                f"{', '.join(sorted(changed))}: {folder} was started with other values; repeat them, or give another out=."
+                f"{', '.join(sorted(changed))}: {folder} was started with other values; repeat them, or change out=."
             )
     elif resume:
         raise ConfigError(f"{folder} has no experiment to resume; leave out --resume, or give its folder as out=DIR.")

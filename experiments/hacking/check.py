@@ -31,7 +31,7 @@ def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Ve
                 break
         else:
             raise ObjectiveError(
-                f"{job.name}: in {TRIES} batches all answers to a prompt were worth the same, so there is no step to "
+                f"{job.name}: in {TRIES} batches all answers to a prompt had the same reward, so there is no step to "
                 "prove; raise prompts_per_step or completions_per_prompt."
             )
         found = prove_step(engine, OBJECTIVE, batch, quick=quick or number > 0, progress=progress)

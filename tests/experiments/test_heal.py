@@ -51,7 +51,7 @@ def test_a_small_loop_leaves_a_page_that_asks_nobody(tmp_path: Path) -> None:
     assert results["prompted"]["system"] == "Be warm." and results["prompted"]["trait"] > results["base"]["trait"]
     shown = tables(results)
     assert "prompted “Be warm.”" in shown and shown.count("\n| rmse | previous | 0.3 |") == 1
-    with pytest.raises(ConfigError, match=r"healing: .* begun with other values"):
+    with pytest.raises(ConfigError, match=r"healing: .* started with other values"):
         go(tmp_path / "a", "healing.tau=0.2", resume=True)
 
 
