@@ -6,8 +6,8 @@ losses.
 
 Every measurement is a separate process. Peak memory is the kernel's (VmHWM, reset before the first run) minus the
 memory of the inputs. Time is the best of the repeats; the bare matrix products that the maths needs are timed between
-them, in the same process. The head is frozen and fp32. All sides get the same hidden states and compute the same loss; if a
-library does not have it, the nearest loss that it has runs, and the note names it.
+them, in the same process. The head is frozen and fp32. All sides get the same hidden states and compute the same
+loss; if a library does not have it, the nearest loss that it has runs, and the note names it.
 
     grpo_kl   clipped ratio + k3 to given reference log-probs      1 log-prob                              2 products
     full_gjs  GJS_½ to a teacher's hidden states, all tokens       1 divergence, 1 source                  3
