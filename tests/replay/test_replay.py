@@ -192,7 +192,7 @@ def test_a_budget_is_refused_where_replies_do_not_say_what_they_cost(
 def test_another_question_is_another_journal(traces: Path, tmp_path: Path) -> None:
     with serving(good) as server:
         replay(traces, settings(server.url, tmp_path))
-        with pytest.raises(ReplayError, match="belongs to other asking; repeat those settings"):
+        with pytest.raises(ReplayError, match="belongs to other asking; use those settings"):
             replay(traces, settings(server.url, tmp_path, turns="last"))
         write_traces(traces, talks(3))
         with pytest.raises(ReplayError, match="belongs to other traces"):
