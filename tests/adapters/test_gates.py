@@ -270,7 +270,7 @@ class Clipped(Opaque):
 
 def test_a_layer_that_is_not_linear_is_refused_where_its_weight_is_needed() -> None:
     model = nn.Sequential(Clipped(nn.Linear(8, 8)))
-    with pytest.raises(AdapterError, match=r"no linear map.*lora"):
+    with pytest.raises(AdapterError, match=r"not a linear map.*lora"):
         attach(model, PiSSA(2), targets=["0"])
     assert attach(model, LoRA(2), targets=["0"]).report.kinds == ("opaque",)
 

@@ -34,7 +34,7 @@ def test_a_guarded_run(data: dict[str, object], tmp_path: Path) -> None:
         lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
         return [x["reward"]["mean"] for x in lines if x["kind"] == "step"]
 
-    assert rewards(routed.folder) == rewards(free.folder), "Route trains the unguarded run"
+    assert rewards(routed.folder) == rewards(free.folder), "Route has the rewards of the unguarded run"
     steps = [json.loads(x) for x in (routed.folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [x["metrics"] for x in steps if x["kind"] == "step"]
     assert metrics[-1]["guard/quarantine"] > 0 and metrics[-1]["guard/leak_update"] < 1e-6

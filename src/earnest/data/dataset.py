@@ -1,4 +1,4 @@
-"""The user's rows, read, checked, split and rendered; kept on disk and read again when they are needed.
+"""The user's rows: read, checked, split and rendered. They stay on disk and are read again when needed.
 
     every row is read once before training: its layout, its roles, its template, its length, its hash
     held out: a share of the conversations by the hash of how they open, or a file of its own
@@ -58,7 +58,7 @@ Side = Literal["train", "heldout"]
 
 @dataclass
 class DatasetCounts:
-    """What reading found; all of it is in the report."""
+    """The counts from reading; the report has all of them."""
 
     rows: int = 0
     bad: int = 0

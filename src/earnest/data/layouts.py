@@ -1,4 +1,4 @@
-"""From the columns of a row to what is trained on.
+"""Layouts: the columns of a row and the kind of training example that they give.
 
     columns                                layout           kind of example
     prompt, chosen, rejected               preferences      pair            (the prompt may be part of both answers)
@@ -9,8 +9,8 @@
     prompt, answer                         questions        question        (for graders)
     text                                   text             text
 
-A prompt, a completion and an answer may be a text or a list of messages. Roles are checked to be in order; system
-messages, tools and tool calls stay as they are.
+A prompt, a completion and an answer may be a text or a list of messages. The order of roles is checked; system
+messages, tools and tool calls do not change.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _SHAREGPT = {
 
 
 class RowError(ValueError):
-    """The row does not fit its layout; the sentence says how."""
+    """The row does not fit its layout; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Example:
     """A row in one form for all layouts.
 
-    ``prompt`` are the messages before what is trained; ``reply`` the messages that are learned (of a pair the better
-    ones) and ``rejected`` the worse ones. ``text`` stands alone. ``row`` is the whole row, for graders.
+    ``prompt`` are the messages before the trained ones; ``reply`` the trained messages (for a pair the better ones) and
+    ``rejected`` the worse ones. ``text`` is a plain text without messages. ``row`` is the whole row, for graders.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ class Layout:
 
 
 def recognise(columns: Iterable[str]) -> Layout:
-    """The most specific layout whose columns are all there."""
+    """The most specific layout whose columns the row has."""
     there = set(columns)
     for layout in LAYOUTS:
         if set(layout.columns) <= there:

@@ -1,4 +1,4 @@
-"""Rows of a data file, one at a time, each with the place where it stands.
+"""Rows of a data file, one at a time, each with its place in the file.
 
     .jsonl .ndjson    one JSON object per line
     .json             a list of objects
@@ -8,7 +8,7 @@
     hf:ID[:SPLIT]     a data set of the Hugging Face hub, through `datasets`
 
 No reader holds a whole file, except .json, whose list is one JSON value. A row that cannot be read becomes a `Problem`
-and reading goes on with the next one.
+and reading continues with the next one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HUB = "hf:"
 
 
 class DataError(EarnestError):
-    """A data source cannot be used as it is; the sentence names the file and the way out."""
+    """A data source cannot be used; the message names the file and the way out."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands: a file, and the number of the line or row in it, counted from 1."""
+    """The place of a row: a file, and the number of the line or row in it, counted from 1."""
 
     file: str
     number: int
@@ -71,7 +71,7 @@ def rows(source: str) -> Iterator[DatasetRow | Problem]:
 
 
 def files(source: str) -> list[Path]:
-    """The data files that a path stands for."""
+    """The data files of a path."""
     path = Path(source).expanduser()
     if path.is_file():
         if _ending(path) not in _READERS:

@@ -1,6 +1,6 @@
 """Messages to tokens, with a mark on every token that is trained.
 
-A row is made of pieces, tokenized one by one, as a conversation grows when the policy is asked turn by turn:
+A row is made of pieces, tokenized one by one, as a conversation grows when the policy answers turn by turn:
 
     render(messages before the turn, with the generation prompt)   not trained
     the rest of render(messages up to the turn)                    trained, up to and with the token that ends the turn
@@ -23,7 +23,7 @@ LossOn = Literal["assistant", "last", "all"]
 
 
 class Renderer(Protocol):
-    """What rendering needs of a policy."""
+    """The part of a policy that rendering needs."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class Rendered:
 
 
 def demonstration(policy: Renderer, example: Example, loss_on: LossOn = "assistant") -> list[Rendered]:
-    """The rows of a conversation or a text; more than one where the template rewrites history."""
+    """The rows of a conversation or a text; more than one if the template rewrites earlier turns."""
     if example.kind == "text":
         return [_plain(policy, "", example.text)]
     rows = list(_rows(policy, example.prompt, example.reply, example.tools))
@@ -102,7 +102,7 @@ def _template_text(template: object) -> str:
 def _marked(
     policy: Renderer, prompt: Sequence[Message], reply: Sequence[Message], tools: Sequence[Any]
 ) -> Rendered | None:
-    """The row with the template's mark; None where the marked runs are not one for each assistant message."""
+    """The row with the template's mark; None unless there is one marked run for each assistant message."""
     found = _applied(
         policy, (*prompt, *reply), tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
