@@ -92,17 +92,17 @@ def ours(model: nn.Module, variant: Variant, targets: list[str]) -> nn.Module:
     adapter = attach(
         model, variant, targets=targets, calibration=calibration() if variant.wants_calibration() else None
     )
-    shake(adapter.parameters())
+    perturb(adapter.parameters())
     return model
 
 
 def theirs(model: nn.Module, config: Any) -> nn.Module:
     wrapped = peft.get_peft_model(model, config)
-    shake([p for p in wrapped.parameters() if p.requires_grad])
+    perturb([p for p in wrapped.parameters() if p.requires_grad])
     return wrapped
 
 
-def shake(parameters: list[nn.Parameter]) -> None:
+def perturb(parameters: list[nn.Parameter]) -> None:
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in parameters:

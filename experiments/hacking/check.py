@@ -12,7 +12,7 @@ from earnest.seeds import derive
 from earnest.tasks import PromptStream, get_task
 from experiments.hacking.config import Config
 from experiments.hacking.plan import plan
-from experiments.hacking.train import OBJECTIVE, build, telling_rows
+from experiments.hacking.train import OBJECTIVE, build, rows_with_spread
 
 TRIES = 8
 
@@ -26,7 +26,7 @@ def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Ve
         engine, _, _ = build(config, job)
         stream = PromptStream(get_task("holes"), derive(job.seed, "check") % 2**31)
         for attempt in range(TRIES):
-            _, batch = telling_rows(engine, config, job, stream.next(config.prompts_per_step), None, attempt)
+            _, batch = rows_with_spread(engine, config, job, stream.next(config.prompts_per_step), None, attempt)
             if len(batch):
                 break
         else:

@@ -99,7 +99,7 @@ def train_step(
     engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
 ) -> dict[str, float]:
     """Sample, grade, one update on the groups whose rewards differ."""
-    grades, batch = telling_rows(engine, config, job, prompts, pool, step)
+    grades, batch = rows_with_spread(engine, config, job, prompts, pool, step)
     line = {"step": float(step), **_rates(grades)}
     if len(batch):
         report = engine.step(batch, OBJECTIVE)
@@ -107,7 +107,7 @@ def train_step(
     return line
 
 
-def telling_rows(
+def rows_with_spread(
     engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
 ) -> tuple[list[Grade], Batch]:
     """Every answer's grade, and the rows of groups whose rewards differ."""

@@ -54,7 +54,7 @@ def main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return int(left.value.code or 0), captured.out, captured.err
 
 
-def test_run_trains_and_says_what_to_do_next(trained: subprocess.CompletedProcess[str]) -> None:
+def test_run_trains_and_prints_the_next_commands(trained: subprocess.CompletedProcess[str]) -> None:
     assert trained.returncode == 0, trained.stderr
     folder = run_folder(trained)
     assert folder.name.startswith("r-")

@@ -90,7 +90,7 @@ def test_a_recipe_survives_its_own_dump(recipe: str) -> None:
     assert again == config and changed_keys(config, again) == []
 
 
-def test_the_dump_spells_every_default_out() -> None:
+def test_the_dump_has_every_default() -> None:
     """Whoever changes a default later does not change what an old folder says."""
     data = text.parse(dump(load("quickstart")[1]), "dump")
     assert data["adapter"] == {"kind": "lora", "rank": data["adapter"]["rank"], "alpha": data["adapter"]["alpha"],
@@ -174,7 +174,7 @@ def test_a_recipe_that_is_not_there(recipe: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_has_a_meaning() -> None:
     assert [key for key, _, meaning in keys() if not meaning] == []
 
 

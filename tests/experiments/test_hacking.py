@@ -205,7 +205,7 @@ def test_intervals_by_hand() -> None:
     assert over_seeds([0.1]).half is None
 
 
-def test_an_arm_without_results_is_a_row_that_says_so() -> None:
+def test_an_arm_without_results_has_a_row() -> None:
     job = {"job": "x", "arm": "none", "seed": 0, "without": None, "pool": False, "directions": {}, "guard": {}}
     full = points((0, 0.2, 0.0), (10, 0.4, 0.5))
     series = {"none": full, "erase": full, "route-without-error": points((10, 0.4, 0.2))}

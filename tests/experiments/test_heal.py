@@ -39,7 +39,7 @@ def go(tmp_path: Path, *more: str, full: bool = False, resume: bool = False) -> 
     )
 
 
-def test_a_small_loop_leaves_a_page_that_asks_nobody(tmp_path: Path) -> None:
+def test_a_small_loop_leaves_a_page_without_network_requests(tmp_path: Path) -> None:
     page = go(tmp_path / "a")
     text = page.read_text()
     assert "In round 1 the filter" in text and "of the good answers and" in text

@@ -177,7 +177,7 @@ def test_a_wrong_field_is_named_with_its_file_and_line(tmp_path, name, line, mes
         load(folder)
 
 
-def test_a_torn_last_line_is_left_out_and_said_but_no_other(tmp_path):
+def test_only_an_incomplete_last_line_is_left_out_and_it_is_reported(tmp_path):
     folder = folders.make(tmp_path, steps=3)
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_text()
@@ -190,7 +190,7 @@ def test_a_torn_last_line_is_left_out_and_said_but_no_other(tmp_path):
         load(folder)
 
 
-def test_repairs_are_said(tmp_path):
+def test_repairs_are_reported(tmp_path):
     folder = folders.make(tmp_path, steps=2)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     twice = {**rows[1], "grad_norm": math.nan, "loss": 7.0}
@@ -205,7 +205,7 @@ def test_repairs_are_said(tmp_path):
     assert "verdict.json has holds = True, but 5 of its checks hold and 1 fail" in text
 
 
-def test_what_an_unfinished_run_lacks_is_said(tmp_path):
+def test_what_an_unfinished_run_lacks_is_listed(tmp_path):
     folders.write_json(
         tmp_path / "run.json", folders.header(40, status="interrupted", reason="SIGINT after step 0", steps_done=0)
     )

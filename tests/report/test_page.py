@@ -146,7 +146,7 @@ def test_links_inside_the_page_lead_somewhere(tmp_path):
             assert value in ids
 
 
-def test_the_headline_says_what_was_measured(tmp_path):
+def test_the_headline_shows_what_was_measured(tmp_path):
     text = Tree(render(load(folders.make(tmp_path)))).text
     for words in (
         "sort on nano 1.0",
@@ -174,7 +174,7 @@ def test_a_broken_law_stands_at_the_top_and_in_the_verdict(tmp_path):
     assert page.index('class="notices"') < page.index('id="reward"')
 
 
-def test_the_reason_of_a_failure_is_told_once(tmp_path):
+def test_the_reason_of_a_failure_is_shown_once(tmp_path):
     """A failed check stands in run.json, events.log and the verdict: the top of the page says it once, in full."""
     detail = "The term sdpo adds nothing to the gradient: it trains nothing."
     reason = f"the training step breaks a law:\n  GL on term sdpo: 0, expected above 0. {detail}"
@@ -204,7 +204,7 @@ def test_idle_steps_are_counted(tmp_path):
     assert "sdpo had nothing to do on 1 of 3 steps: no failed row" in Tree(render(load(folder))).text
 
 
-def test_samples_are_all_there_in_order_and_a_cut_is_said(tmp_path):
+def test_samples_are_complete_and_in_order_and_a_cut_is_reported(tmp_path):
     folder = folders.make(tmp_path, steps=2)
     one = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
     rows = [

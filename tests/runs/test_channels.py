@@ -50,7 +50,7 @@ def test_all_channels_run_with_every_teacher(tmp_path: Path, model: Path, teache
     assert ("outer/ema_residual" in last["metrics"]) == (teacher["kind"] == "ema")
 
 
-def test_a_teacher_is_told_what_the_grader_said_of_this_very_attempt() -> None:
+def test_a_teacher_prompt_has_the_feedback_on_its_own_attempt() -> None:
     """On nano, from grader to loss: where no sibling succeeded the feedback alone teaches, each row its own."""
     settings = {
         "model": "nano",

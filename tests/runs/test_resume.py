@@ -157,7 +157,7 @@ def length_at(checkpoint: Path, step: int) -> int:
 
 
 @pytest.mark.parametrize("tear", TEARS)
-def test_a_torn_checkpoint_is_said_and_the_previous_one_used(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
     tear: str, tmp_path: Path, whole: Path, quiet: Console
 ) -> None:
     torn = shutil.copytree(whole, tmp_path / "torn")

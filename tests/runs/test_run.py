@@ -102,7 +102,7 @@ def test_micro_batches_change_no_result(folder: Path, tmp_path: Path, make_confi
             assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3, abs=1e-6)
 
 
-def test_two_terms_have_shares_and_a_zero_weight_is_said(tmp_path: Path, make_config: Make, quiet: Console) -> None:
+def test_two_terms_have_shares_and_a_zero_weight_is_reported(tmp_path: Path, make_config: Make, quiet: Console) -> None:
     objective = "objective=[{kind: grpo}, {kind: dapo, weight: 0.5}, {kind: bnpo, weight: 0}]"
     folder = start("test", make_config(objective, "shares_every=2", f"out={tmp_path / 'run'}"), quiet).folder
     steps = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "step"]

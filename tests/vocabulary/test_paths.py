@@ -66,7 +66,7 @@ HIDDEN = with_sources(make_batch(N, V), teacher=source("hidden", N, V, d), refer
     ],
     ids=lambda x: str(len(x)) if isinstance(x, list) else str(x),
 )
-def test_the_count_decides_and_is_said(needs: list[Need], path: str, products: int) -> None:
+def test_the_count_decides_and_is_reported(needs: list[Need], path: str, products: int) -> None:
     watch, fields = run(needs, head=make_head(V, d), batch=HIDDEN)
     assert {f.ran.rsplit("[")[-1] for f in fields.values()} == {f"{path}]"}
     assert watch.rows == products * N

@@ -189,7 +189,7 @@ def test_a_received_tail_reports_its_error_bound() -> None:
     assert "tail_error_bound" not in fields["renormalise"].metrics
 
 
-def test_the_entropy_of_a_received_top_k_is_a_lower_bound_and_says_so() -> None:
+def test_the_entropy_of_a_received_top_k_is_named_a_lower_bound() -> None:
     got = field(S, top_k(torch.tensor([T], dtype=torch.float64).log(), 2), SourceEntropy("teacher"))
     assert value(got) == pytest.approx(-sum(p * math.log(p) for p in (0.6, 0.2, 0.2)), abs=1e-14)
     assert "lower bound" in got.ran

@@ -181,7 +181,7 @@ def test_what_goes_by_rows(ways: list[Divergence]) -> None:
 
 
 @pytest.mark.parametrize("need", NEEDS, ids=str)
-def test_a_teacher_of_no_row_costs_nothing_and_says_what_ran(need: Divergence, ways: list[Divergence]) -> None:
+def test_a_teacher_of_no_row_costs_nothing_and_ran_is_set(need: Divergence, ways: list[Divergence]) -> None:
     """A micro-batch may have none of the taught rows."""
     nobody = torch.zeros(0, dtype=torch.long)
     batch = make_batch(N, V).with_signals(teacher=Teacher(Hidden(normal(2, 0, d)), nobody))

@@ -258,12 +258,12 @@ def metric_points(run: Run) -> list[Named]:
     return list(found.values())
 
 
-STILL = 1e-4
+UNCHANGED_BELOW = 1e-4
 """A number that changes by less than this fraction of its size gets no chart, which would magnify rounding."""
 
 
 @dataclass(frozen=True)
-class Still:
+class Unchanged:
     """A number that did not change (``exact``), or only by rounding."""
 
     title: str
@@ -271,18 +271,18 @@ class Still:
     exact: bool
 
 
-def metric_charts(run: Run) -> tuple[list[Chart], list[Still]]:
+def metric_charts(run: Run) -> tuple[list[Chart], list[Unchanged]]:
     """Charts of the numbers that change, and the values of those that do not."""
     charts: list[Chart] = []
-    still: list[Still] = []
+    unchanged: list[Unchanged] = []
     for index, one in enumerate(metric_points(run)):
         values = [value for _, value in one.pairs]
         low, high = min(values), max(values)
-        if len(values) > 1 and high - low <= STILL * max(abs(low), abs(high)):
-            still.append(Still(one.title, values[-1], low == high))
+        if len(values) > 1 and high - low <= UNCHANGED_BELOW * max(abs(low), abs(high)):
+            unchanged.append(Unchanged(one.title, values[-1], low == high))
         elif chart := small(f"metric.{index}", one.title, one.pairs, one.colour):
             charts.append(chart)
-    return charts, still
+    return charts, unchanged
 
 
 def small(key: str, title: str, pairs: Points, colour: int) -> Chart | None:

@@ -101,11 +101,11 @@ def notices(run: Run) -> Html | None:
     """Laws that fail, what is missing, and every warning and error."""
     broken = [check for check in run.verdict.checks if check.outcome == "fails"] if run.verdict else []
     shown = _reason_shown(run, bool(broken))
-    loud = [event for event in run.events if event.level != "info" and not (shown and shown in event.text)]
+    important = [event for event in run.events if event.level != "info" and not (shown and shown in event.text)]
     items = [
         *(el("li", el("b", "broken"), f": {c.law} on {c.subject}. {c.detail}", class_="bad") for c in broken),
         *(el("li", gap) for gap in run.gaps),
-        *(el("li", el("b", event.level), f": {event.text}") for event in loud),
+        *(el("li", el("b", event.level), f": {event.text}") for event in important),
     ]
     if not items:
         return None

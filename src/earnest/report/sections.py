@@ -107,7 +107,7 @@ def update(run: Run) -> tuple[Html | None, list[Chart]]:
     hardly = ", ".join(f"{one.title} {number(one.value)}" for one in still if not one.exact)
     notes = [
         note(f"Never changed: {never}." if never else ""),
-        note(f"Changed by less than {number(curves.STILL)} of their size: {hardly}." if hardly else ""),
+        note(f"Changed by less than {number(curves.UNCHANGED_BELOW)} of their size: {hardly}." if hardly else ""),
     ]
     return section("update", "The update", _grid(charts), *notes), charts
 
