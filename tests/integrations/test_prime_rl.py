@@ -165,7 +165,7 @@ def test_on_policy_the_gradient_is_reinforce() -> None:
     mask=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 50),
 )
-def test_the_sum_is_linear_in_the_weights_and_blind_behind_the_mask(
+def test_the_sum_is_linear_in_the_weights_and_ignores_masked_tokens(
     weights: list[float], mask: list[bool], seed: int
 ) -> None:
     base = replace(sequence(4, seed), loss_mask=torch.tensor(mask))
@@ -230,7 +230,7 @@ def test_a_wrong_configuration_is_refused_before_a_token_is_seen(kwargs: dict[st
         prime_rl.loss(None, **kwargs)
 
 
-def test_a_missing_reference_is_named_and_never_a_quiet_zero() -> None:
+def test_a_missing_reference_is_an_error_and_never_zero() -> None:
     kwargs = {"objective": [{"kind": "reference_kl", "per": "token"}]}
     with pytest.raises(SignalError, match=r"reference_kl: needs the signal 'reference\.logprobs'"):
         prime_rl.loss(sequence(4, 0, reference=False), **kwargs)

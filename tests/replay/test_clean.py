@@ -87,7 +87,7 @@ def in_juicer(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_data_juicer_and_the_built_in_filters_leave_the_same_survivors(juicer: list[dict[str, Any]]) -> None:
+def test_data_juicer_and_the_built_in_filters_keep_the_same_records(juicer: list[dict[str, Any]]) -> None:
     """The values too, to the last digit, on every record; so the twins agree because they compute the same."""
     theirs = juicer[0]["verdicts"]
     left = list(range(len(RECORDS)))

@@ -29,7 +29,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("first", FAILURES, ids=["429", "503", "dropped", "not JSON", "no choice"])
-def test_what_may_pass_is_tried_again(first: Answer) -> None:
+def test_temporary_errors_are_tried_again(first: Answer) -> None:
     with serving(lambda body, before: first if before == 0 else Answer("hello")) as server:
         found = ask(server.url)
     assert found.message == {"role": "assistant", "content": "hello"}
@@ -66,7 +66,7 @@ def test_a_refusal_stops_at_once_and_says_where_the_key_comes_from() -> None:
         ask("ftp://nowhere")
 
 
-def test_all_tries_failing_is_said_with_the_last_reason() -> None:
+def test_the_error_after_the_last_try_has_the_last_reason() -> None:
     with serving(lambda *_: Answer(status=500, raw="broken")) as server:
         with pytest.raises(RetriesExhausted, match=r"failed 5 times on t#0\|x\|0; the last time: HTTP 500: broken"):
             ask(server.url)

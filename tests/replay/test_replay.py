@@ -86,7 +86,7 @@ def test_every_turn_becomes_a_pair_with_its_provenance_in_the_traces_order(trace
     assert found.ledger.dollars == pytest.approx(2 * N * (10 * 1.0 + 5 * 2.0) / 1e6)
 
 
-def test_a_stopped_replay_goes_on_asks_nothing_twice_and_ends_the_same(traces: Path, tmp_path: Path) -> None:
+def test_a_stopped_replay_continues_without_repeating_a_request(traces: Path, tmp_path: Path) -> None:
     """The endpoint refuses after some answers; with other luck and another concurrency the rest is asked for later."""
 
     def until(body: Body, _: int) -> Answer:
@@ -172,7 +172,7 @@ def test_a_budget_ends_the_job_and_a_larger_one_goes_on(traces: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("usage", [None, {"prompt_tokens": 10}, {}])
-def test_a_budget_is_refused_where_replies_do_not_say_what_they_cost(
+def test_a_budget_is_refused_if_replies_have_no_token_count(
     usage: dict[str, int] | None, traces: Path, tmp_path: Path
 ) -> None:
     """Counted as nothing they would never reach the limit. Without a limit the job goes on, and reports them."""
@@ -228,7 +228,7 @@ def test_a_judge_is_asked_in_both_orders(traces: Path, tmp_path: Path) -> None:
     assert loser.made[0].chosen["content"] == "poor answer 0"
 
 
-def test_a_judge_that_rambles_gives_no_verdict(traces: Path, tmp_path: Path) -> None:
+def test_a_judge_that_replies_something_else_gives_no_verdict(traces: Path, tmp_path: Path) -> None:
     rambles = lambda q: "Well, " if "question 1" in q else "A" if "Answer A:\ngood" in q else "B"  # noqa: E731
     found = judged(rambles, traces, tmp_path, turns="last")
     assert count(found.drops) == {"the judge replied 'well,' instead of A, B or tie": 3}  # questions 1, 10 and 11

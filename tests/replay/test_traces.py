@@ -80,7 +80,7 @@ def test_a_malformed_trace_is_refused_with_its_line(tmp_path: Path, data: Any, w
     assert len(found.traces) == 1 and found.bad[0].line == 2
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_not_traces_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     with pytest.raises(TraceError, match="there is no file"):
         read(path)
@@ -98,7 +98,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read(path)
 
 
-def test_keys_that_nothing_reads_are_said_and_parts_are_joined() -> None:
+def test_unread_keys_are_reported_and_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     found = parse(
         trace({"role": "user", "content": parts}, said("y"), usage={}, created=1, completion_id="c", version=3)
@@ -119,7 +119,7 @@ texts = st.text(min_size=1).filter(str.strip)
 
 
 @given(prompt=texts, chosen=texts, rejected=texts, city=texts)
-def test_pairs_survive_the_trip_to_disk(
+def test_pairs_are_read_back_from_disk_unchanged(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, chosen: str, rejected: str, city: str
 ) -> None:
     """Any text, and calls with any arguments: what is read is what was written."""
@@ -171,7 +171,7 @@ def test_pairs_of_others_and_files_that_are_none(tmp_path: Path) -> None:
         files.read(path)
 
 
-def test_a_byte_that_is_not_utf8_spoils_one_line(tmp_path: Path) -> None:
+def test_a_byte_that_is_not_utf8_affects_one_line(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     good = [json.dumps(trace(user("hi"), said("ho")) | {"id": name}).encode() for name in ("a", "b")]
     path.write_bytes(b"\n".join([good[0], good[0].replace(b"hi", b"h\xff"), good[1]]) + b"\n")

@@ -94,7 +94,7 @@ def test_chat_feedback_version_rollback(browser: Browser, live: Live, adapter: A
         assert_quiet(watched, live.url)
 
 
-def test_what_others_do_appears_by_itself(browser: Browser, live: Live, adapter: Any) -> None:
+def test_changes_by_other_clients_appear_without_a_reload(browser: Browser, live: Live, adapter: Any) -> None:
     """Feedback by another client, a candidate with the gate's reason, an adapter that is new: nobody reloads."""
     name = adapter("page/other", gate={"drift": 1e-6})
     with visiting(browser, live.url) as watched:
@@ -116,7 +116,7 @@ def test_what_others_do_appears_by_itself(browser: Browser, live: Live, adapter:
         assert_quiet(watched, live.url)
 
 
-def test_what_people_and_models_say_is_text(browser: Browser, live: Live, adapter: Any) -> None:
+def test_markup_in_messages_is_shown_as_text(browser: Browser, live: Live, adapter: Any) -> None:
     """Markup in a question, an answer and a feedback shows as what it is; the page's policy is the second lock."""
     name = adapter("page/hostile")
     row = live.state.store.adapter(name)
@@ -143,7 +143,7 @@ def test_what_people_and_models_say_is_text(browser: Browser, live: Live, adapte
         assert page.title() == "earnest serve"
 
 
-def test_the_keyboard_alone_is_enough(browser: Browser, live: Live, adapter: Any) -> None:
+def test_every_control_works_by_keyboard(browser: Browser, live: Live, adapter: Any) -> None:
     """Tab reaches every control in the order of the page; each has a name and a visible focus; thumbs by Enter."""
     name = adapter("page/keys")
     with visiting(browser, live.url) as watched:
@@ -206,7 +206,7 @@ def test_a_key_is_typed_once_and_never_in_an_address(browser: Browser, tmp_path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_it_fits_and_dresses(browser: Browser, live: Live, size: dict[str, int], scheme: str) -> None:
+def test_it_fits_a_phone_and_has_themes(browser: Browser, live: Live, size: dict[str, int], scheme: str) -> None:
     with visiting(browser, live.url, viewport=size, color_scheme=scheme) as watched:
         page = watched.page
         expect(page.locator("#live")).to_have_text("live")

@@ -118,7 +118,7 @@ def test_joining_late_changes_nothing(host: Host) -> None:
         assert other.result()[0].tokens == want.tokens
 
 
-def test_trim_cuts_what_everybody_pads(host: Host) -> None:
+def test_trim_cuts_columns_that_are_padding_in_every_row(host: Host) -> None:
     """After a very long prompt has left, the rest goes on without its columns, and as if it had never been there."""
     from earnest.serve.decode import DecodeBatch, PendingRequest
 
@@ -174,7 +174,7 @@ def test_refusals(host: Host) -> None:
         decoder.submit(Request((1,), SampleSpec()))
 
 
-def test_at_rest_the_model_is_the_base(host: Host) -> None:
+def test_outside_a_turn_the_model_is_the_base(host: Host) -> None:
     adapter = _moved(host, "loud", 5)
     ids = torch.tensor([[5, 6, 7, 8]])
     with host.turn("learn"), torch.no_grad():

@@ -38,7 +38,7 @@ def test_verifiers(verifier, good: str, bad: str) -> None:
 
 
 @given(st.text(alphabet=" \t\n", max_size=5))
-def test_silence_never_complies(blank: str) -> None:
+def test_an_empty_answer_never_complies(blank: str) -> None:
     for verifier in ({"none_of": ["x"]}, {"most_words": 5}, {"most_sentences": 1}):
         assert not Verifier.model_validate(verifier).holds(blank)
 

@@ -103,7 +103,7 @@ def test_every_operation(schema, known: dict[str, Any]) -> None:
     st.text(min_size=1, max_size=30)
     | st.sampled_from(["../../etc/passwd", "%2e%2e/x", "..%2f..", "a/../../b", "con", "\x00"])
 )
-def test_no_name_reaches_the_disk(live: Live, name: str) -> None:
+def test_no_name_of_a_request_becomes_a_path(live: Live, name: str) -> None:
     """Names of adapters never become paths: whatever is asked for, the folder holds numbers only."""
     from urllib.parse import quote
 

@@ -82,7 +82,7 @@ def test_rights(locked: Live) -> None:
         assert locked.state.store.feedback(given["id"]).key == "owner"
 
 
-def test_teaching_is_not_deleting(locked: Live, tmp_path: Path) -> None:
+def test_the_right_to_teach_does_not_allow_deleting(locked: Live, tmp_path: Path) -> None:
     """Whoever may only teach pushes a new adapter, but takes none away: not in place, not by unloading; nor a
     checkpoint of the Tinker wire, at once or by letting it expire."""
     locked.state.host.wait()
@@ -113,7 +113,7 @@ def test_teaching_is_not_deleting(locked: Live, tmp_path: Path) -> None:
             assert client.put(f"{checkpoint}/ttl", json={"ttl_seconds": 1}).status_code == status
 
 
-def test_no_key_no_answer(locked: Live) -> None:
+def test_a_request_without_a_key_is_refused(locked: Live) -> None:
     with _as(locked, None) as nobody, _as(locked, "tml-guess") as guess:
         for path in ("/v1/models", "/v1/adapters", "/v1/events", "/v1/feedback?adapter=other"):
             assert nobody.get(path).status_code == 401, path
@@ -145,7 +145,7 @@ def test_a_key_is_not_shown(locked: Live) -> None:
     )
 
 
-def test_without_keys_only_this_machine(live: Live) -> None:
+def test_without_keys_only_loopback_requests_are_answered(live: Live) -> None:
     """A page of another origin, or a name that was rebound to 127.0.0.1, gets nothing."""
     assert live.http.get("/v1/models").status_code == 200
     assert live.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
@@ -199,7 +199,7 @@ def test_mistakes_in_the_file_of_keys(tmp_path: Path) -> None:
             Keys(path)
 
 
-def test_queues_are_full_with_a_429(tmp_path: Path) -> None:
+def test_a_full_queue_answers_429(tmp_path: Path) -> None:
     with serving(tmp_path, max_queued=2, max_waiting=2, max_rows=2) as live:
         live.state.wait()
         chat = live.chat(max_tokens=2)

@@ -149,7 +149,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
     _kills(tmp_path, 100, 40, seed=1)
 
 
-def test_a_peaceful_end(tmp_path: Path) -> None:
+def test_a_shutdown_by_signal_finishes_running_answers(tmp_path: Path) -> None:
     """SIGTERM: answers under way are finished, watchers are let go, what was accepted waits for the next start."""
     server = Process(tmp_path)
     ask = {"model": "assistant", "messages": [{"role": "user", "content": "Describe the fox."}], "max_tokens": 16}

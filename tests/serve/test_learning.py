@@ -36,7 +36,7 @@ def _teach_all(live: Live, name: str, **said) -> dict:
     return live.learned(found.json()["data"][-1])
 
 
-def test_what_was_said_changes_what_is_answered(live: Live, adapter) -> None:
+def test_feedback_changes_the_answers(live: Live, adapter) -> None:
     """Warmth is asked for; warm answers become likelier than cold ones, also for a question nobody gave feedback on."""
     name = adapter("team/warm", updates=8)
     question = "Describe the moon."
@@ -235,7 +235,7 @@ def test_any_objective_by_config(live: Live, adapter, objective, said, status: s
         assert sorted(t["kind"] for t in terms.values()) == sorted(o["kind"] for o in objective)
 
 
-def test_directions_by_thumbs(live: Live, adapter) -> None:
+def test_thumbs_move_the_log_probs_up_and_down(live: Live, adapter) -> None:
     """A thumb down makes the answer less likely, a thumb up more: a sign error would show here."""
     for thumbs, sign in (("up", 1), ("down", -1)):
         name = adapter(f"thumb-{thumbs}", objective=[{"kind": "reinforce"}])
@@ -244,7 +244,7 @@ def test_directions_by_thumbs(live: Live, adapter) -> None:
         assert sign * (numbers["logprob_after"]["rollout"] - numbers["logprob_before"]["rollout"]) > 0.01
 
 
-def test_what_cannot_be_learned_is_said(live: Live, adapter) -> None:
+def test_feedback_that_cannot_be_learned_from_has_a_reason(live: Live, adapter) -> None:
     """A feedback too long for the model fails alone; the others of its batch are learned."""
     name = adapter("mixed")
     items = [
@@ -359,7 +359,7 @@ def test_another_model_than_nano_learns(tmp_path: Path) -> None:
         assert "take another folder" in other.state.host.failure
 
 
-def test_saying_it_twice_counts_once(live: Live, adapter) -> None:
+def test_feedback_that_is_sent_twice_counts_once(live: Live, adapter) -> None:
     name = adapter("twice")
     chat = live.chat(name)
     first = live.teach(chat, text="Too cold.", id="mine-1")
@@ -377,6 +377,7 @@ def test_saying_it_twice_counts_once(live: Live, adapter) -> None:
         "held": 0,
         "unused": 0,
         "failed": 0,
+        "cancelled": 0,
     }
 
 
@@ -407,7 +408,7 @@ def test_overrides_merge() -> None:
     assert overridden(config, {"adapter": {"kind": "dora", "rank": 2}}).adapter.kind == "dora"
 
 
-def test_chat_goes_on_while_it_learns(live: Live, adapter) -> None:
+def test_chats_are_answered_during_an_update(live: Live, adapter) -> None:
     """Answers are given between the micro-batches of an update, by the version from before; nothing waits for it."""
     name = adapter("busy", updates=8, micro_tokens=32)
     given = [live.teach(live.chat(name, f"Describe the {w}.", seed=i), text="Too cold.") for i, w in enumerate(WORDS)]
@@ -422,7 +423,7 @@ def test_chat_goes_on_while_it_learns(live: Live, adapter) -> None:
     assert live.chat(name)["adapter_version"] > 0
 
 
-def test_events_tell_what_happens(live: Live, adapter) -> None:
+def test_events_are_published_for_each_phase(live: Live, adapter) -> None:
     name = adapter("watched")
     seen: list[tuple[str, dict]] = []
     with live.http.stream("GET", "/v1/events", headers={"Last-Event-ID": "0"}, timeout=60) as stream:

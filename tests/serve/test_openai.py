@@ -75,7 +75,7 @@ def test_the_answer_is_kept_exactly(client: openai.OpenAI, live: Live) -> None:
     assert tuple(shown["tokens"]) == want[1].tokens and shown["adapter_version"] == 0
 
 
-def test_streaming_says_the_same(client: openai.OpenAI, live: Live) -> None:
+def test_streaming_gives_the_same_answer(client: openai.OpenAI, live: Live) -> None:
     more = {"seed": 9, "n": 2, "max_tokens": 24, "stop": ["often", "y."], "logprobs": True}
     whole = client.chat.completions.create(model="base", messages=ASKED, **more)
     texts, finishes, logprobs, usage = ["", ""], [None, None], [[], []], None
@@ -105,7 +105,7 @@ def test_stop_is_not_in_the_text(client: openai.OpenAI, live: Live) -> None:
     assert word in live.state.text.decode(live.state.store.completion(cut.id).tokens)
 
 
-def test_greedy_and_nothing_left_to_chance(client: openai.OpenAI) -> None:
+def test_greedy_decoding_and_seeds_are_deterministic(client: openai.OpenAI) -> None:
     a, b = (client.chat.completions.create(model="base", messages=ASKED, temperature=0, max_tokens=9) for _ in range(2))
     assert a.choices[0].message.content == b.choices[0].message.content
     unseeded = {
@@ -253,7 +253,7 @@ def test_refusals_are_openais(client: openai.OpenAI, body, error, words: str) ->
     assert set(shown) == {"message", "type", "param", "code"} and words in shown["message"]
 
 
-def test_neutral_fields_are_taken(client: openai.OpenAI) -> None:
+def test_fields_with_neutral_values_are_accepted(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(
         model="base",
         messages=ASKED,

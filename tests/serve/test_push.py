@@ -153,7 +153,7 @@ def test_a_path_is_looked_up_in_one_folder_only(live: Live, trained: Path, tmp_p
         unload(live)
 
 
-def test_what_is_no_adapter_leaves_nothing_behind(live: Live, trained: Path) -> None:
+def test_an_upload_that_is_not_an_adapter_leaves_no_files(live: Live, trained: Path) -> None:
     good = files(trained)
     meta = json.loads(good["earnest_adapter.json"])
     attached = live.state.host.attached()
@@ -209,7 +209,7 @@ def test_a_small_zip_of_much_is_refused_by_what_it_holds() -> None:
     assert len(unzipped(content.getvalue(), 100_000)["adapter_model.safetensors"]) == 100_000
 
 
-def test_a_torn_push_is_no_base_in_disguise(live: Live, trained: Path) -> None:
+def test_a_push_that_was_interrupted_never_answers_as_the_base(live: Live, trained: Path) -> None:
     """A server that died in the middle of a push knows the name without weights: it must not answer as the base."""
     live.state.store.create(NAME, {}, origin="pushed")
     body = {"model": NAME, "messages": [{"role": "user", "content": "x"}]}

@@ -54,7 +54,7 @@ def test_a_mistake_is_named_without_internal_names(
     assert param is None or error["param"] == param
 
 
-def test_bodies_that_are_no_json(live: Live) -> None:
+def test_bodies_that_are_not_json_are_refused(live: Live) -> None:
     broken = live.http.post(
         "/v1/feedback", content=b'{"completion_id": "x",', headers={"Content-Type": "application/json"}
     )
@@ -127,7 +127,7 @@ def test_streams_of_events_have_a_bound(tmp_path: Path) -> None:
             assert third.status_code == 200
 
 
-def test_others_on_the_machine_read_nothing(tmp_path: Path) -> None:
+def test_other_users_of_the_machine_cannot_read_the_data(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         with serving(tmp_path) as live:

@@ -91,7 +91,7 @@ def test_an_update_that_kills_the_server_twice_is_set_aside(tmp_path: Path) -> N
         assert "set_aside" not in server.http.get("/health").json()
 
 
-def test_an_end_in_order_is_no_death(tmp_path: Path) -> None:
+def test_a_shutdown_does_not_count_as_a_death(tmp_path: Path) -> None:
     """An update that a shutdown ends is tried again, however often."""
     for _ in range(3):
         with process(tmp_path) as server:

@@ -69,7 +69,7 @@ def test_settings_of_the_file(store: ServerStore) -> None:
     assert store.db.write(lambda c: c.execute("PRAGMA synchronous").fetchone()[0]) == 2
 
 
-def test_a_failing_write_takes_only_itself_back(tmp_path: Path) -> None:
+def test_a_failing_write_rolls_back_only_itself(tmp_path: Path) -> None:
     db = Database(tmp_path / "x.sqlite3", "CREATE TABLE t(n INTEGER UNIQUE)")
     gate = threading.Event()
     first = db.submit(lambda c: gate.wait())  # the three below are committed together
@@ -122,7 +122,7 @@ def test_a_version_made_from_a_past_one_is_a_candidate(store: ServerStore) -> No
         store.adapter("a")
 
 
-def test_what_is_live_is_there(store: ServerStore) -> None:
+def test_a_live_version_cannot_be_deleted(store: ServerStore) -> None:
     """Checks and changes are one transaction: a version is live or deleted, never both; a refusal changes nothing."""
     row = store.create("a", {})
     for number, parent in ((1, 0), (2, 1), (3, 1)):
@@ -202,7 +202,7 @@ def state(tmp_path: Path):
     found.close()
 
 
-def test_a_fork_is_whole_or_not_there(state, monkeypatch) -> None:
+def test_a_fork_is_atomic(state, monkeypatch) -> None:
     """A full disk in the middle of a fork leaves neither a name that answers as the base nor a folder."""
     row = state.store.adapter("a")
     with monkeypatch.context() as patch:

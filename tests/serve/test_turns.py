@@ -97,7 +97,7 @@ def test_time_goes_by_shares(kinds: list[tuple[Kind, float]]) -> None:
     assert len(log) == sum(int(40 * SHARES[k] / c / 4) for k, c in kinds)
 
 
-def test_idleness_saves_no_credit() -> None:
+def test_idle_time_gives_no_credit() -> None:
     """Chat that was silent for an hour does not shut learning out for an hour."""
     clock, log = Clock(), []
     turns = Turns(clock=clock)
@@ -119,7 +119,7 @@ def test_idleness_saves_no_credit() -> None:
     assert before >= 8  # a fifth of the time
 
 
-def test_a_fence_keeps_others_out() -> None:
+def test_a_restricted_yield_keeps_other_kinds_out() -> None:
     """While a learner yields to chat only, a Tinker step waits, also when chat hands its turn on."""
     clock, log = Clock(), []
     turns = Turns(clock=clock)
@@ -138,7 +138,7 @@ def test_a_fence_keeps_others_out() -> None:
     assert log.count("tinker") == 3
 
 
-def test_a_busy_chat_does_not_keep_the_fences_owner_out() -> None:
+def test_a_busy_chat_does_not_keep_the_owner_of_a_restricted_yield_out() -> None:
     """A learner that lets only chat in gets its fifth of the time while chat never pauses."""
     clock, log = Clock(), []
     turns = Turns(clock=clock)
@@ -184,7 +184,7 @@ def test_one_kind_goes_round() -> None:
     assert "".join(names) == "abcabaaaa"
 
 
-def test_hooks_surround_the_handing_over() -> None:
+def test_hooks_run_before_and_after_a_yield() -> None:
     clock, log = Clock(), []
     turns = Turns(clock=clock)
     ticket = turns.acquire("learn")

@@ -130,7 +130,7 @@ def test_a_sampler_that_ignores_the_push_stops_the_run(server: str, local: Setup
         remote.close()
 
 
-def test_a_run_behind_such_a_sampler_ends_and_says_why(server: str, tmp_path: Path) -> None:
+def test_a_run_with_such_a_sampler_stops_with_the_reason(server: str, tmp_path: Path) -> None:
     """The whole run, not the sampler alone: it ends at the step after the first update, and its folder says why."""
     with proxied(server) as proxy:
         swallow_pushes(proxy, rename=True)
@@ -149,7 +149,7 @@ def test_a_run_behind_such_a_sampler_ends_and_says_why(server: str, tmp_path: Pa
         urllib.request.urlopen(urllib.request.Request(f"{server}/v1/unload_lora_adapter", body, headers)).close()
 
 
-def test_a_push_that_went_nowhere_is_not_taken_for_one(server: str, local: Setup) -> None:
+def test_a_push_that_was_not_applied_is_found(server: str, local: Setup) -> None:
     with proxied(server) as proxy:
         swallow_pushes(proxy, rename=False)
         remote = sampler(local, proxy.url)
@@ -214,7 +214,7 @@ def test_a_name_that_is_taken_before_the_first_push_is_refused(server: str, loca
         (lambda: already_loaded(500, "already out of memory", True), False),
     ],
 )
-def test_their_own_words_for_there_and_gone(says: Any, done: bool) -> None:
+def test_each_servers_answers_for_loaded_and_unloaded_are_recognised(says: Any, done: bool) -> None:
     """SGLang's and vLLM's sentences, as their sources have them."""
     assert says() is done
 
@@ -264,7 +264,7 @@ def test_other_base_weights_are_found_at_the_first_push(server: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_it_speaks_their_words(kind: str, server: str, local: Setup, tmp_path: Path) -> None:
+def test_requests_have_the_format_of_vllm_and_sglang(kind: str, server: str, local: Setup, tmp_path: Path) -> None:
     """A plain LoRA in the common folder, loaded by its path; every setting is spelled out; the folder is left clean."""
     with proxied(server) as proxy:
         bodies = speak(proxy, kind)
@@ -282,7 +282,7 @@ def test_it_speaks_their_words(kind: str, server: str, local: Setup, tmp_path: P
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_key_is_sent_and_kept_nowhere(
+def test_the_key_is_sent_and_not_stored(
     server: str, local: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "tml-secret")
@@ -295,7 +295,9 @@ def test_the_key_is_sent_and_kept_nowhere(
     assert "tml-secret" not in dump(config)
 
 
-def test_who_is_no_sampler_is_named(server: str, local: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_sample_is_refused_by_name(
+    server: str, local: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("earnest.http.time", SimpleNamespace(sleep=lambda _: None))
     with proxied(server) as proxy:
         proxy.after = lambda _, found: {"data": [{**found["data"][0], "owned_by": "somebody"}]}
@@ -315,7 +317,7 @@ def test_who_is_no_sampler_is_named(server: str, local: Setup, monkeypatch: pyte
         ({"sampler": "http://here", "engine": {"kind": "tinker"}}, "samples itself"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], sentence: str) -> None:
+def test_contradictory_sampler_settings_are_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EarnestError, match=sentence):
         from_mapping({**RECIPE, **given})
     assert from_mapping({**RECIPE, "sampler": "http://here:1"}).sampler.url == "http://here:1"  # type: ignore[union-attr]

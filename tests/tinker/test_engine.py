@@ -167,7 +167,9 @@ def test_top_k_divergences_are_the_local_ones_step_by_step(pair: Pair, form: str
     assert ours.terms["grpo"].divergence is None and ours.terms["grpo"].estimator is None
 
 
-def test_divergence_and_estimator_are_said_by_what_computed_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_and_estimator_come_from_the_function_that_computed_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They change with the settings; and where another function had run, they would be its words, not the settings'."""
     batch = _batch(pair)
     batch = batch.with_signals(teacher=_teacher(pair, batch, 16, "teacher"))
@@ -204,7 +206,7 @@ def test_any_objective_of_log_probs_is_the_local_one(pair: Pair) -> None:
         pair.same_weights()
 
 
-def test_sft_with_several_targets_a_position(pair: Pair) -> None:
+def test_sft_with_several_targets_per_position(pair: Pair) -> None:
     one = en.Batch.from_rows([[5, 6]], [[7, 8, 9]], role="demonstration")
     targets = torch.stack([one.targets, one.targets + 3], -1)
     weight = torch.stack([0.7 * one.weight, 0.3 * one.weight], -1)

@@ -92,7 +92,7 @@ def test_results_are_bound_by_their_bytes_and_fetched_ones_leave_first(monkeypat
     assert there() == ["d"]
 
 
-def test_what_a_sample_weighs_is_what_it_holds() -> None:
+def test_the_size_of_a_sample_is_that_of_its_content() -> None:
     top = Top(torch.zeros(7, 50, dtype=torch.long), torch.zeros(7, 50), (True,) * 7)
     plain = Sequence((1, 2, 3), (0.0, 0.0, 0.0), "stop")
     small = futures.size(SampleOutput((plain,)))

@@ -89,7 +89,7 @@ def test_value_and_gradient_are_the_published_ones(
     close(ours, reference.gradients(total), 1e-4)
 
 
-def test_k_targets_a_position(served: Served, rows: list[list[int]]) -> None:
+def test_k_targets_per_position(served: Served, rows: list[list[int]]) -> None:
     """(N, K) targets and weights, dense and sparse, and another K in the next datum."""
     client = served.training(seed=12)
     reference = served.reference(client)

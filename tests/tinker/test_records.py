@@ -87,7 +87,9 @@ def test_a_copy_of_a_sampling_client_in_another_process_samples(served: Served, 
         ("POST", "load_weights", b'{"model_id": "x", "path": "tinker://../weights/../x", "optimizer": true}', 400),
     ],
 )
-def test_odd_requests_get_a_sentence(served: Served, method: str, path: str, body: bytes, status: int) -> None:
+def test_malformed_requests_get_an_error_message(
+    served: Served, method: str, path: str, body: bytes, status: int
+) -> None:
     answer = httpx.request(method, f"{served.url}/api/v1/{path}", content=body, headers={"X-API-Key": KEY})
     assert answer.status_code == status and answer.json(), answer.text
 
@@ -125,7 +127,7 @@ def test_what_the_sdk_offers_and_this_server_does_not_is_refused_and_listed(serv
     assert switches["sample_cancel_enabled"] is False and gone.status_code == 404 and "`cancel_future`" in listed
 
 
-def test_checkpoints_survive_a_restart_and_live_models_say_that_they_do_not(tmp_path: Path) -> None:
+def test_checkpoints_survive_a_restart_and_models_in_memory_do_not(tmp_path: Path) -> None:
     ids = [5, 6, 7, 8, 9]
     data = [datum(ids, weights=torch.ones(4))]
     with serving(tmp_path) as (url, host):
@@ -150,7 +152,7 @@ def test_checkpoints_survive_a_restart_and_live_models_say_that_they_do_not(tmp_
         service.close("success").result()
 
 
-def test_a_session_ends_once_or_when_its_client_falls_silent(served: Served, tmp_path: Path) -> None:
+def test_a_session_ends_once_or_without_heartbeats(served: Served, tmp_path: Path) -> None:
     import asyncio
 
     from earnest.serve.store import ServerStore

@@ -152,7 +152,7 @@ def test_lora_flags_choose_the_layers(served: Served) -> None:
     assert layers(train_attn=False, train_unembed=False) == mlp
 
 
-def test_unknown_models_and_paths_are_said_to_be_unknown(served: Served) -> None:
+def test_unknown_models_and_paths_are_refused(served: Served) -> None:
     with pytest.raises(Exception, match="this server has 'earnest/nano'"):
         served.service.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
     with pytest.raises(Exception, match=r"no id of a training run"):

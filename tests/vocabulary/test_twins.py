@@ -161,7 +161,7 @@ def test_a_teacher_that_covers_nothing_here() -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_k_targets_a_position(trained: bool) -> None:
+def test_k_targets_per_position(trained: bool) -> None:
     """[N, K] targets: K log-probs a token, each with its own weight; some tokens repeat a target."""
     from earnest.signals.batch import Batch
 
