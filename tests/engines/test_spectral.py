@@ -30,7 +30,7 @@ def test_value_and_gradient_are_those_of_the_dense_matrix(variant: en.LoRA) -> N
         assert (up - down) / (2 * step) == pytest.approx(float(g.norm()), rel=2e-2)
 
 
-def test_two_nearly_equal_values_have_different_labels() -> None:
+def test_two_nearly_equal_singular_values_are_separated() -> None:
     """A single vector, iterated twelve times, stayed between them: σ too small, and a derivative that was neither's
     (the audit's law FD saw it at one of twenty seeds).
     """
