@@ -65,7 +65,7 @@ def run(term: Term, batch: Batch, lp: Tensor) -> tuple[float, list[float], dict[
 
 
 def test_the_clip_by_hand() -> None:
-    """ε = 0.2, one token a row, S = 6: the value is -min(ρA, clip(ρ)A)/6 and the slope by lp is -ρA/6 where not
+    """ε = 0.2, one token per row, S = 6: the value is -min(ρA, clip(ρ)A)/6 and the slope by lp is -ρA/6 where not
     clipped.
 
     ρ:      1.0   1.5(A>0)  0.5(A>0)  0.5(A<0)  1.5(A<0)  1.1
