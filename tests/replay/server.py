@@ -1,4 +1,4 @@
-"""A chat endpoint over real HTTP whose answers a test writes; it records what it was asked and how much at once."""
+"""A chat endpoint over real HTTP whose answers a test writes; it records the requests and how many run at once."""
 
 from __future__ import annotations
 

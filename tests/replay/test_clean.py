@@ -68,7 +68,7 @@ NEAR = Op("near_duplicates", settings={"threshold": 0.7, "n": 5})
 
 @pytest.fixture(scope="module")
 def juicer() -> list[dict[str, Any]]:
-    """What data-juicer says to both sets of texts, in its own environment, offline."""
+    """data-juicer's verdicts on both sets of texts, in its own environment, offline."""
     jobs = [{"ops": [asdict(op) for op in ops], "texts": texts} for ops, texts in ((RECIPE, RECORDS), ([NEAR], SHORT))]
     done = in_juicer("-m", "earnest.replay.juicer", given=json.dumps(jobs))
     assert done.returncode == 0, done.stderr[-3000:]

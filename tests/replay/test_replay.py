@@ -58,7 +58,7 @@ def settings(url: str, tmp: Path, **more: Any) -> ReplayConfig:
 
 
 def good(body: Body, _: int = 0) -> Answer:
-    """Slow by chance, so that answers arrive in another order than they were asked for."""
+    """Slow by chance, so that answers arrive in another order than the requests."""
     time.sleep(random.random() * 0.02)
     return Answer(f"good answer to: {body['messages'][-1]['content']} ({len(body['messages'])})")
 
@@ -212,7 +212,7 @@ def judged(verdict: Any, traces: Path, tmp_path: Path, **more: Any) -> Replayed:
 
 
 def test_a_judge_is_asked_in_both_orders(traces: Path, tmp_path: Path) -> None:
-    """One that always says A contradicts itself: a tie, never a pair."""
+    """A judge that always replies A contradicts itself: a tie, never a pair."""
     with pytest.raises(ReplayError, match=f"none of 24 answers became a pair: 24 × {TIE}"):
         judged(lambda _: "A", traces, tmp_path / "biased")
 
@@ -353,7 +353,7 @@ def test_the_margin_is_the_difference_of_mean_log_probs(agent: tuple[Path, Repla
 
 
 def test_a_local_replay_resumes_to_the_same_pairs(agent: tuple[Path, Replayed], tmp_path: Path) -> None:
-    """Half of the journal is gone, in the middle of a chunk; the rest is sampled anew, draw for draw."""
+    """Half of the journal is gone, in the middle of a chunk; the rest is sampled again, draw for draw."""
     place, found = agent
     lines = (place / "pairs.parquet.journal.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "pairs.parquet.journal.jsonl").write_text("".join(lines[: len(lines) // 3]))

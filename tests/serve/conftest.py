@@ -1,4 +1,4 @@
-"""A real server: uvicorn in a thread, nano, a fresh folder; clients speak HTTP to it."""
+"""A real server: uvicorn in a thread, nano, a fresh folder; clients use HTTP."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_chat_feedback_version_rollback(browser: Browser, live: Live, adapter: A
 
 
 def test_changes_by_other_clients_appear_without_a_reload(browser: Browser, live: Live, adapter: Any) -> None:
-    """Feedback by another client, a candidate with the gate's reason, an adapter that is new: nobody reloads."""
+    """Feedback by another client, a candidate with the gate's reason, a new adapter: all appear without a reload."""
     name = adapter("page/other", gate={"drift": 1e-6})
     with visiting(browser, live.url) as watched:
         page = watched.page
@@ -218,7 +218,7 @@ def test_it_fits_a_phone_and_has_themes(browser: Browser, live: Live, size: dict
 
 
 def test_runs_come_from_run_folders(browser: Browser, live: Live) -> None:
-    """Curves and verdict of a folder; one that is broken says so; no name leads out of the folder."""
+    """Curves and verdict of a folder; a broken one has a message; no name leads out of the folder."""
     place = live.state.settings.data / "runs"
     try:
         folders.make(place / "sort-1", steps=12)

@@ -104,7 +104,7 @@ def test_every_operation(schema, known: dict[str, Any]) -> None:
     | st.sampled_from(["../../etc/passwd", "%2e%2e/x", "..%2f..", "a/../../b", "con", "\x00"])
 )
 def test_no_name_of_a_request_becomes_a_path(live: Live, name: str) -> None:
-    """Names of adapters never become paths: whatever is asked for, the folder holds numbers only."""
+    """Names of adapters never become paths: the folder holds numbers only."""
     from urllib.parse import quote
 
     before = live.http.get(f"/v1/adapters/{quote(name, safe='')}/versions/1/export")

@@ -219,7 +219,7 @@ def test_a_full_queue_answers_429(tmp_path: Path) -> None:
 
 
 def _fill_the_chat_queue(live: Live) -> tuple[threading.Thread, list[httpx.Response]]:
-    """While nobody can be answered two sequences wait; another one is refused at once."""
+    """While no request can be answered two sequences wait; another one is refused at once."""
     ask = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     answers: list[httpx.Response] = []
 

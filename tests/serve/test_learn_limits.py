@@ -1,4 +1,4 @@
-"""What a client may ask of the learner: bounds, turns between adapters, and an end to what was asked."""
+"""Limits of a client's `learn` settings, turns between adapters, and cancelling."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _teach_all(live: Live, name: str, **said) -> dict:
 
 
 def test_feedback_changes_the_answers(live: Live, adapter) -> None:
-    """Warmth is asked for; warm answers become likelier than cold ones, also for a question nobody gave feedback on."""
+    """After feedback for warmth, warm answers are likelier than cold ones, also for a question without feedback."""
     name = adapter("team/warm", updates=8)
     question = "Describe the moon."
     warm, cold = "Dear friend, the moon is lovely. I am glad you asked.", "Noted. The moon is grey. That is all."
@@ -177,7 +177,7 @@ def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> No
 
 
 def test_what_the_gate_holds_out_is_not_learned_from(live: Live, adapter) -> None:
-    """Its margin would rise by heart. Whoever asks a held-out prompt may say what they like: it is kept, and unused."""
+    """Learning from a held-out prompt would raise its margin; feedback on one is stored and unused."""
     pair = {"prompt": "Describe the moon.", "chosen": "Dear friend, it is lovely.", "rejected": "Noted. It is grey."}
     name = adapter("held-out", gate={"pairs": [pair]})
     chats = [live.chat(name, text) for text in ("Describe the moon.", " describe  the MOON.\n", "Describe the fox.")]
@@ -258,7 +258,7 @@ def test_feedback_that_cannot_be_learned_from_has_a_reason(live: Live, adapter) 
 
 
 def test_a_full_disk_loses_nothing(live: Live, adapter, monkeypatch) -> None:
-    """Whatever says that there is no room, the feedback waits and is learned from when there is."""
+    """Whichever call reports a full disk, the feedback waits and is learned from later."""
     monkeypatch.setattr(learner, "RETRY", 0.05)
     troubles = [
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
@@ -319,7 +319,7 @@ def test_all_laws_on_request(live: Live, adapter) -> None:
 
 
 def test_a_plain_text_is_learned_from_too(live: Live, adapter) -> None:
-    """Its teacher reads what was said above the text that it continues; the student's prompt stays as it was."""
+    """Its teacher reads the feedback above the text that it continues; the student's prompt stays as it was."""
     name = adapter("plain")
     items = []
     for word, said in zip(WORDS, ({"text": "Too cold."}, {"better": " is warm."}, {"thumbs": "down"}), strict=False):

@@ -168,7 +168,8 @@ def test_bytes_are_those_of_the_text(live: Live) -> None:
 
 
 def test_an_answer_stays_with_its_prompt(live: Live) -> None:
-    """A client left while one of its prompts had failed: what the others said is kept under their own numbers."""
+    """A client disconnected after one of its prompts had failed: the other answers are stored under their own
+    numbers."""
     body = TextRequest(model="base", prompt=["The fox is", "The owl", "The sea"], n=2, max_tokens=2)
     live.state.wait()
     work = CompletionWork(live.state, body, Caller(), "text", [], 2, None)

@@ -71,7 +71,7 @@ def test_a_penalty_ends_a_repetition(live: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schema_is_followed(live: Live, seed: int, stream: bool) -> None:
-    """nano never saw JSON; every finished answer is valid all the same, whoever shares its batch."""
+    """nano never saw JSON; every finished answer is still valid, whatever else is in its batch."""
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     if stream:
         body = {"model": "base", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 64, "seed": seed}

@@ -81,7 +81,7 @@ def test_by_hand() -> None:
     )
 )
 def test_time_goes_by_shares(kinds: list[tuple[Kind, float]]) -> None:
-    """While all are busy nobody is ahead of its share by more than the longest units."""
+    """While all are busy no kind is ahead of its share by more than the longest units."""
     log = _run(*((kind, int(40 * SHARES[kind] / cost / 4), cost) for kind, cost in kinds))
     costs = dict(kinds)
     used: Counter[Kind] = Counter()

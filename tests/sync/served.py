@@ -1,4 +1,4 @@
-"""An `earnest serve` in a process of its own, and an HTTP proxy before it that can be told to misbehave."""
+"""An `earnest serve` in a process of its own, and an HTTP proxy in front of it that can inject faults."""
 
 from __future__ import annotations
 

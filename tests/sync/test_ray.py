@@ -100,7 +100,7 @@ def test_a_sampler_that_is_killed_is_replaced_and_synced(setup: Setup) -> None:
 
 
 def test_the_probe_finds_a_sampler_with_other_base_weights(setup: Setup) -> None:
-    """The trainer's base is changed by a hair behind the samplers' back; nothing may be sampled."""
+    """The trainer's base is changed slightly and the samplers' is not; nothing may be sampled."""
     prompts = [setup.policy.render(p.messages) for p in setup.task.prompts("train", 2, 3)]
     weight = setup.policy.model.get_input_embeddings().weight
     kept = weight.detach().clone()

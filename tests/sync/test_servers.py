@@ -131,7 +131,8 @@ def test_a_sampler_that_ignores_the_push_stops_the_run(server: str, local: Setup
 
 
 def test_a_run_with_such_a_sampler_stops_with_the_reason(server: str, tmp_path: Path) -> None:
-    """The whole run, not the sampler alone: it ends at the step after the first update, and its folder says why."""
+    """The whole run, not the sampler alone: it ends at the step after the first update, and its folder has the
+    reason."""
     with proxied(server) as proxy:
         swallow_pushes(proxy, rename=True)
         config = from_mapping({**RECIPE, "steps": 6, "sampler": proxy.url, "out": str(tmp_path / "run")})

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _swept() -> Iterator[None]:
-    """What the SDK left is collected here, not during somebody else's test."""
+    """Garbage of the SDK is collected here, not during another test."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

@@ -294,7 +294,7 @@ def test_sampling_and_scoring_are_the_local_policys(pair: Pair) -> None:
 
 
 def _what(sample: RemoteSample) -> tuple[str, int]:
-    """The type checker must be able to tell the kinds apart; so must this."""
+    """The type checker distinguishes the kinds; so does this test."""
     match sample.kind:
         case "scalar":
             return "scalar", len(sample.teacher)

@@ -19,7 +19,7 @@ def _sft(rows: list[list[int]]) -> list[types.Datum]:
 
 @contextmanager
 def _chunks_of(service: tinker.ServiceClient, size: int) -> Iterator[None]:
-    """The SDK as if the server had asked for smaller parts."""
+    """The SDK with smaller parts of a batch."""
     before = service.holder._client_config
     service.holder._client_config = before.model_copy(update={"fwdbwd_max_chunk_len": size})
     try:
@@ -79,7 +79,7 @@ def test_a_step_needs_a_gradient_and_leaves_none(served: Served, rows: list[list
 
 
 def test_parts_of_a_batch_are_added_up_in_order_however_they_arrive(served: Served, rows: list[list[int]]) -> None:
-    """The SDK sends the parts of a batch at once, the first last; the step behind them must wait for all."""
+    """The SDK sends the parts of a batch at once, the first last; the step after them must wait for all."""
     whole, cut = served.training(seed=23), served.training(seed=23)
     data = _sft(rows) * 3
     for client, size in ((whole, 1024), (cut, 2)):
