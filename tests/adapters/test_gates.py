@@ -149,7 +149,7 @@ def test_iterated_rounds_freeze_their_history() -> None:
 def test_names_are_unique() -> None:
     model = tiny_llama()
     attach(model, LoRA(2), name="one")
-    with pytest.raises(AdapterError, match="already; taken names: one"):
+    with pytest.raises(AdapterError, match="already has an adapter 'one'"):
         attach(model, LoRA(2), name="one")
 
 

@@ -218,6 +218,7 @@ def test_every_command_is_documented_and_works(capsys: pytest.CaptureFixture[str
         "serve",
         "worker",
         "sampler",
+        "data",
     }
     page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
     for name in names:

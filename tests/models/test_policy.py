@@ -107,7 +107,7 @@ class TestFingerprint:
     def test_a_base_tensor_missing_from_the_model_is_an_error(self) -> None:
         policy = tiny.policy()
         policy.model.model.layers[0].mlp.up_proj = nn.Identity()
-        with pytest.raises(UnusableModel, match=r"model\.layers\.0\.mlp\.up_proj\.weight has left"):
+        with pytest.raises(UnusableModel, match=r"model\.layers\.0\.mlp\.up_proj\.weight is no longer in the model"):
             policy.fingerprint()
 
 

@@ -143,7 +143,7 @@ def _illegal(what: Setting) -> list[object]:
     if what.boolean:
         return ["yes", 1]
     if what.nested:
-        return [3.0, "taid"]
+        return [3.0, "nonsense"]
     values: list[object] = ["1", True, float("nan"), float("inf")]
     if what.above is not None:
         values.append(what.above)

@@ -183,9 +183,9 @@ class Moody:
 def test_graders_that_raise_are_counted_and_stop_the_run_past_the_share(
     tmp_path: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import earnest.runs.setup
+    import earnest.config.schema
 
-    monkeypatch.setattr(earnest.runs.setup, "get_task", lambda *_: Moody(4))
+    monkeypatch.setattr(earnest.config.schema, "get_task", lambda *_: Moody(4))
     folder = start("test", make_config("max_grader_errors=0.5", f"out={tmp_path / 'run'}"), quiet).folder
     steps = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "step"]
     assert all(line["metrics"]["grader_errors"] == 2 for line in steps)
@@ -413,7 +413,7 @@ def test_no_config_field_is_read_by_nothing(
     parts = {c for c in classes(RunConfig) if c.__name__ not in others}
     fields = {(c.__name__, f) for c in parts for f in c.model_fields}
     # read by `earnest recipes`, by replicas alone, and while the config is validated
-    unread = fields - read - {("RunConfig", "description"), ("RunConfig", "sync"), ("RunConfig", "imports")}
+    unread = fields - read - {("RunConfig", name) for name in ("description", "sync", "imports", "grade")}
     assert len(fields) > 40 and unread == set()
 
 

@@ -12,6 +12,7 @@ import torch
 from tinker import types
 
 from earnest.serve.host import Host
+from earnest.serve.tinker import service as tinker_service
 from tests.tinker.reference import Reference
 from tests.tinker.server import serving
 
@@ -54,6 +55,7 @@ class Served:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     torch.set_num_threads(1)
+    tinker_service.MODELS = 1000  # all tests of a process share one server, and few of them close their session
     data: Path = tmp_path_factory.mktemp("served")
     with serving(data) as (url, host):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)

@@ -155,7 +155,7 @@ def test_lora_flags_choose_the_layers(served: Served) -> None:
 def test_unknown_models_and_paths_are_refused(served: Served) -> None:
     with pytest.raises(Exception, match="this server has 'earnest/nano'"):
         served.service.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
-    with pytest.raises(Exception, match=r"no id of a training run"):
+    with pytest.raises(Exception, match=r"is not an id of a training run"):
         served.service.create_sampling_client(model_path="tinker://nowhere/sampler_weights/x")
     with pytest.raises(Exception, match="LoRA rank is 0"):
         served.training(rank=0)

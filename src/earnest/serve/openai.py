@@ -36,17 +36,23 @@ if TYPE_CHECKING:
     from earnest.serve.decode import DecodedToken, Done, PendingRequest, Shaping
 
 
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "One JSON object, or with stream: true its parts as server-sent events.",
+          "content": {"text/event-stream": {}}}
+}  # fmt: skip
+
+
 def router(state: State) -> APIRouter:
     api = APIRouter(prefix="/v1", responses=ERRORS, tags=["chat"])
 
-    @api.post("/chat/completions", response_model=None, summary="Answer a conversation")
+    @api.post("/chat/completions", response_model=None, summary="Answer a conversation", responses=STREAMS)
     async def chat(body: ChatRequest, request: Request, caller: Who) -> Any:
         messages = [m.plain() for m in body.messages]
         top = body.top()
         work = CompletionWork(state, body, caller, "chat", messages, body.length(), top)
         return await _answer(work, request, [lambda: work.text.render(messages)])
 
-    @api.post("/completions", response_model=None, summary="Continue a text")
+    @api.post("/completions", response_model=None, summary="Continue a text", responses=STREAMS)
     async def complete(body: TextRequest, request: Request, caller: Who) -> Any:
         work = CompletionWork(state, body, caller, "text", [], body.max_tokens, body.logprobs)
         if body.echo and body.stream:
