@@ -93,7 +93,7 @@ def test_bytes_that_are_something_else_are_refused() -> None:
     with pytest.raises(WireError, match="zstd or plain"):
         wire.decompress(b"", "gzip", 100)
     for body, kind in ((b"\xff\xff", wire.PROTOBUF), (b"[]", "application/json"), (b"{", "application/json")):
-        with pytest.raises(WireError, match=r"is not|no "):
+        with pytest.raises(WireError, match="is not"):
             wire.read_pass(body, kind)[2]()
     bad = Cells(torch.tensor([1.0]), (2, 2), torch.tensor([0, 1, 1]), torch.tensor([2]))
     with pytest.raises(WireError, match="do not describe"):
