@@ -1,17 +1,23 @@
-"""Tasks: prompts, graders (some are exploitable on purpose), feedback texts."""
+"""Tasks of one turn and environments of several: prompts, graders (some are exploitable on purpose), feedback texts."""
 
 from earnest.tasks.audit import audit_grader
 from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, UnknownTask
+from earnest.tasks.environment import Ending, Environment, Message, Opening, Step
 from earnest.tasks.grading import GraderErrors, grade_all
 from earnest.tasks.registry import get_task, list_tasks, register
 from earnest.tasks.stream import PromptStream
 
 __all__ = [
+    "Ending",
+    "Environment",
     "Grade",
     "GraderErrors",
+    "Message",
+    "Opening",
     "Prompt",
     "PromptStream",
     "Split",
+    "Step",
     "Task",
     "TaskError",
     "TaskInfo",
