@@ -6,13 +6,13 @@
     grade(state, ending)
 
 Rollouts render messages, sample, parse the policy's tokens into a message and enforce the limits. An environment sees
-messages only, never tokens. Messages are those of transformers' chat templates: a mapping with ``role`` and ``content``.
+messages only, never tokens. Messages are those of transformers' chat templates: mappings with ``role`` and ``content``.
 An assistant message that calls tools has ``tool_calls``, a list of
 
     {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
-with the arguments as a mapping. Calls that cannot be parsed are not in the list; ``tool_call_errors`` has one sentence for
-each of them, so that the environment can reply with it. The reply to a call has the role ``tool``.
+with the arguments as a mapping. Calls that cannot be parsed are not in the list; ``tool_call_errors`` has one sentence
+for each of them, so that the environment can reply with it. The reply to a call has the role ``tool``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from earnest.tasks.base import Grade, Prompt, Split
 Message = Mapping[str, Any]
 
 Ending = Literal["answered", "turn_limit", "token_limit", "tool_failure"]
-"""Why a conversation ended: the environment ended it, it had the largest number of turns, the policy had no tokens left,
-or the environment (or a tool that it does not survive) raised."""
+"""Why a conversation ended: the environment ended it, it had the largest number of turns, the policy had no tokens
+left, or the environment (or a tool that it does not survive) raised."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The start of a conversation: what the policy reads first, and the environment's own state of this conversation."""
+    """The start of a conversation: what the policy reads first, and the environment's state of this conversation."""
 
     messages: tuple[Message, ...]
     state: Any = None
@@ -43,7 +43,7 @@ class Step:
     """The environment's reply to an assistant message.
 
     ``messages`` are what the policy reads next (tool results, a user's message); they may be empty only if ``done``.
-    ``reward`` is that of this turn; the reward of the whole conversation is in its grade. ``ending`` is read if ``done``.
+    ``reward`` is that of this turn; the reward of the whole conversation is in its grade. ``ending`` needs ``done``.
     """
 
     messages: tuple[Message, ...] = ()
@@ -56,8 +56,8 @@ class Step:
 class Environment(Protocol):
     """Seeded prompts in two splits that never share a question, and conversations about them.
 
-    Many conversations run at the same time in one event loop, so ``reset``, ``step`` and ``grade`` must wait with
-    ``await`` (``asyncio.to_thread`` for code that blocks), and keep what they know of a conversation in its state alone.
+    Many conversations run at the same time in one event loop, so ``reset``, ``step`` and ``grade`` wait with ``await``
+    (``asyncio.to_thread`` for code that blocks), and keep what they know of a conversation in its state alone.
     """
 
     @property
