@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from earnest.diloco.errors import RoundStuck
+from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import average
 from tests.diloco.test_outer import outer_of, together
@@ -13,9 +16,9 @@ from tests.diloco.test_store import Memory
 from tests.diloco.toy import ToyEngine
 
 
-def test_what_another_life_sent_leaves_nothing_over() -> None:
-    """Replica 0 dies after its upload and comes back without its folder and with other data: what is averaged in its
-    name is not what it has now, so nothing of that is late. One's own delta leaves the rounding."""
+def test_the_delta_of_an_earlier_process_leaves_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replica 0 dies after its upload and comes back without its folder and with other data. The round averages the
+    first upload, so the new process keeps its residual. Replica 1 averages its own delta and keeps its rounding."""
     store = Memory()
     first = ToyEngine(7)
     outer_of(first, store, 0, replicas=2, quorum=2, timeout=0.02, wire="int4")
@@ -24,8 +27,12 @@ def test_what_another_life_sent_leaves_nothing_over() -> None:
     with pytest.raises(RoundStuck):
         first.step()
     engines, left, outers = [ToyEngine(0), ToyEngine(1)], torch.full((12,), 1e-3), {}
+    uploaded = threading.Event()  # replica 1 joins after it: otherwise it may commit the round before replica 0 is back
+    put = Ledger.put_delta
+    monkeypatch.setattr(Ledger, "put_delta", lambda *args: (put(*args), uploaded.set())[0])
 
     def life(i: int) -> None:
+        assert i == 0 or uploaded.wait(60)
         outers[i] = outer_of(engines[i], store, i, replicas=2, quorum=2, rounds=1, wire="int4")
         outers[i].manager.residual = {0: left.clone()}
         while not outers[i].over:

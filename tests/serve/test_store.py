@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -367,4 +368,24 @@ def test_a_cancelled_write_is_done_and_the_next_one_too(tmp_path: Path) -> None:
     gate.set()
     assert db.write(lambda c: c.execute("INSERT INTO t VALUES(2)").rowcount) == 1
     assert [r["n"] for r in db.read("SELECT n FROM t ORDER BY n")] == [1, 2]
+    db.close()
+
+
+def test_a_write_that_fills_the_disk_fails_alone(tmp_path: Path) -> None:
+    """A full disk makes SQLite roll back the whole commit. Its other writes are neither lost nor doubled."""
+    db = Database(tmp_path / "db", "CREATE TABLE t(x);")
+    release = threading.Event()
+    held = db.submit(lambda c: release.wait(60))  # the next three writes share one commit
+
+    def insert(size: int) -> Future[int]:
+        return db.submit(lambda c: c.execute("INSERT INTO t VALUES(zeroblob(?))", (size,)).rowcount)
+
+    pages = db.submit(lambda c: c.execute("PRAGMA max_page_count = 8").fetchone()[0])
+    small, large, other = insert(10), insert(1 << 20), insert(11)
+    release.set()
+    assert held.result(60) and pages.result(60) == 8
+    assert small.result(60) == other.result(60) == 1
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        large.result(60)
+    assert [row[0] for row in db.read("SELECT length(x) FROM t ORDER BY 1")] == [10, 11]
     db.close()

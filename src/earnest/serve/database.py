@@ -1,7 +1,8 @@
 """The server's SQLite database: one writer thread, group commit, every write on the disk before it is reported.
 
 WAL with ``synchronous=FULL``: a commit returns after its fsync. Writes that arrive during a sync share the next
-commit, each inside a savepoint of its own, so a write that fails rolls back only itself.
+commit, each inside a savepoint of its own, so a write that fails rolls back only itself. Where SQLite rolls back the
+whole commit (a full disk), each of its writes is tried again in a commit of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
+Outcome = tuple[Future[Any], Any, BaseException | None]
 MOST = 256  # writes in one commit
 
 
@@ -80,10 +82,23 @@ class Database:
                 return
 
     def _commit(self, batch: Sequence[tuple[Work, Future[Any]]]) -> None:
-        outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
         # from here on cancellation has no effect: the write is committed, and a cancelled future gets no result
         for _, future in batch:
             future.set_running_or_notify_cancel()
+        outcomes = self._attempt(batch)
+        if outcomes is None:
+            outcomes = [outcome for one in batch for outcome in self._attempt([one]) or ()]
+        for future, result, failure in outcomes:
+            if future.cancelled():
+                continue
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+
+    def _attempt(self, batch: Sequence[tuple[Work, Future[Any]]]) -> list[Outcome] | None:
+        """One commit. None: nothing of several writes was committed, because of one of them or of the disk."""
+        outcomes: list[Outcome] = []
         try:
             self._writer.execute("BEGIN IMMEDIATE")
             for work, future in batch:
@@ -105,14 +120,8 @@ class Database:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
             self.failure = str(error)
-            outcomes = [(future, None, error) for _, future in batch]
-        for future, result, failure in outcomes:
-            if future.cancelled():
-                continue
-            if failure is None:
-                future.set_result(result)
-            else:
-                future.set_exception(failure)
+            return [(batch[0][1], None, error)] if len(batch) == 1 else None
+        return outcomes
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

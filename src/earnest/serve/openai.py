@@ -451,5 +451,7 @@ async def _keep_rest(work: CompletionWork, submitted: Sequence[PendingRequest], 
         outcomes = await asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
         # A failed request keeps its place, so that each answer stays with its own prompt.
         await _keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
+    except Exception as error:
+        error_response(error)  # logs it: nobody waits for this answer
     finally:
         stack.close()
