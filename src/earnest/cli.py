@@ -6,20 +6,16 @@ Exit codes: 0 done · 1 a law fails, or a run had to stop · 2 a mistake in the 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from earnest.commands import auditing, listings
+from earnest.commands.common import Overrides, show
 from earnest.errors import EarnestError
 from earnest.runs.errors import Interrupted
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from earnest.audit import Verdict
 
 # The base class of click's errors, taken from typer, because some versions of typer contain their own click.
 UsageMistake: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -35,13 +31,6 @@ app = typer.Typer(
 
 LOOPS = "Feedback loops against a server"
 RESULTS = Path("earnest-eval")
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="e.g. seed=3 steps=20 optimizer.lr=1e-4 objective.0.clip=0.3 out=DIR"
-    ),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -59,12 +48,6 @@ def options(
     ] = False,
 ) -> None:
     """Post-training of language models in which nothing fails silently."""
-
-
-def _print(what: RenderableType) -> None:
-    from rich.console import Console
-
-    Console().print(what)
 
 
 def _print_line(name: str, value: object) -> None:
@@ -154,7 +137,7 @@ def data(
     if as_json:
         print(data_page.as_json(found))
     else:
-        _print(data_page.terminal(found, rows))
+        show(data_page.terminal(found, rows))
     if html is not None:
         _print_line("page", html)
     raise typer.Exit(1 if found.problems or found.leaks else 0)
@@ -190,93 +173,7 @@ def sampler(
     follow(url, number, Console())
 
 
-@app.command()
-def audit(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            help="A recipe, a YAML file, a training script (.py), or the place of a task (my_task.py:Name)."
-        ),
-    ] = None,
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
-    tests: Annotated[Path | None, typer.Option(help="List the mutants of --source that these tests miss.")] = None,
-    source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
-    out: Annotated[Path | None, typer.Option(help="With --tests: results (JSON lines), to continue from.")] = None,
-) -> None:
-    """Prove the training step of a recipe or a script (further arguments go to the script); exit 1 if a law fails.
-
-    With my_task.py:Name, audit the grader of that task; KEY=VALUE are the settings of its class.
-    """
-    if tests is not None:
-        raise typer.Exit(_score_tests(tests, source, limit, out, as_json))
-    if recipe is None:
-        raise EarnestError(
-            "give something to audit: a recipe (see `earnest recipes`), a script.py, my_task.py:Name, or --tests PATH."
-        )
-    if ":" in recipe:
-        found = _grader_verdict(recipe, overrides or [])
-    else:
-        found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-    else:
-        _print(found)
-    raise typer.Exit(0 if found.holds else 1)
-
-
-def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
-    """The audit of the grader of ``my_task.py:Name``."""
-    from earnest.config.load import check_mapping
-    from earnest.config.schema import TaskConfig
-    from earnest.tasks.audit import audit_grader
-
-    return audit_grader(check_mapping(TaskConfig, {"name": task}, overrides).build())
-
-
-def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
-    from rich.console import Console
-
-    from earnest import runs
-    from earnest.config import from_mapping, recipes
-
-    progress = Console(stderr=True)
-    name, data = recipes.read(recipe)
-    if "experiment" in data:
-        found: Verdict = recipes.experiments(name).check(data, overrides, quick=quick, console=progress)
-        return found
-    return runs.check(from_mapping(data, overrides), progress, quick=quick)
-
-
-def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
-    """Run a script under the audit; the script's output goes to stderr."""
-    from contextlib import redirect_stdout
-
-    from rich.console import Console
-
-    from earnest.audit.script import audit_script
-    from earnest.runs.progress import note_on
-
-    with redirect_stdout(sys.stderr):
-        return audit_script(Path(path), arguments, quick=quick, progress=note_on(Console(stderr=True)))
-
-
-def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:
-    """Print the mutants of ``source`` that the tests do not detect; 1 if there are any."""
-    from earnest.mutation import score_tests
-
-    if source is None:
-        raise EarnestError("--tests needs --source: the file or folder of training code that the tests check.")
-    found = score_tests(tests, source, out=out, limit=limit, progress=lambda line: print(line, file=sys.stderr))
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-    else:
-        print(found.table())
-        for o in found.survivors:
-            print(f"survived: {o.file}:{o.line}: {o.what}")
-    return 1 if found.survivors else 0
+app.command()(auditing.audit)
 
 
 @app.command()
@@ -285,7 +182,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")]
     from earnest import report as pages
 
     page = pages.write(run_dir)
-    _print(pages.summary(run_dir))
+    show(pages.summary(run_dir))
     print(page)
 
 
@@ -417,7 +314,7 @@ def evaluate(
         from earnest.runs.measure import measure
         from earnest.runs.progress import note_on
 
-        _print(measure(what, overrides or [], note_on(Console(stderr=True))))
+        show(measure(what, overrides or [], note_on(Console(stderr=True))))
         return
     if overrides:
         raise EarnestError(f"{overrides[0]}: key=value belongs to a run folder; {what} is a file of preferences.")
@@ -428,76 +325,8 @@ def evaluate(
     measure_loops(read(what, changes, only or []), out, url=url, model=model)
 
 
-@app.command()
-def recipes() -> None:
-    """List the recipes and experiments."""
-    from earnest import listings
-
-    _print(listings.recipes())
-
-
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", help="Your own file or module that registers terms, adapters or tasks; repeatable."),
-]
-
-
-def _import(entries: list[str] | None) -> None:
-    from earnest import plugins
-
-    for entry in entries or ():
-        plugins.load(entry)
-
-
-@app.command()
-def objectives(
-    kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None, imports: Imports = None
-) -> None:
-    """The terms of a loss, each with its paper."""
-    from earnest import listings
-
-    _import(imports)
-    _print(listings.objectives() if kind is None else listings.objective(kind))
-
-
-@app.command()
-def adapters(
-    kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None,
-    imports: Imports = None,
-    check: Annotated[bool, typer.Option("--check", help="Run the conformance checks; exit 1 on a failure.")] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="The checks, also under torch.compile.")] = False,
-) -> None:
-    """The adapters, each with its paper and its learning rate."""
-    from earnest import listings
-
-    _import(imports)
-    if not (check or compile):
-        _print(listings.adapters() if kind is None else listings.adapter(kind))
-        return
-    table, failures = listings.checked_adapters(compile)
-    _print(table)
-    print(*(f"✗ {failure}" for failure in failures), sep="\n", end="\n" if failures else "")
-    raise typer.Exit(1 if failures else 0)
-
-
-@app.command()
-def tasks(
-    name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None,
-    imports: Imports = None,
-) -> None:
-    """List the tasks; with NAME show its description, its settings and three prompts with grades."""
-    from earnest import listings
-
-    _import(imports)
-    _print(listings.tasks() if name is None else listings.task(name))
-
-
-@app.command()
-def models() -> None:
-    """List the models that have a name."""
-    from earnest import listings
-
-    _print(listings.models())
+for listing in (listings.recipes, listings.objectives, listings.adapters, listings.tasks, listings.models):
+    app.command()(listing)
 
 
 def main(arguments: list[str] | None = None) -> None:

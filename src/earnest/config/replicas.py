@@ -1,14 +1,67 @@
-"""The rounds of a run with replicas, computed from its config, and the checks of `replicas` and `sync`."""
+"""The keys under `sync`, and the rounds of a run with replicas, computed from its config and checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field, model_validator
+
+from earnest.config.kinds import Strict, Whole
 from earnest.errors import ConfigError
 
 if TYPE_CHECKING:
     from earnest.config.schema import RunConfig
+
+
+class SyncConfig(Strict):
+    """How replicas synchronize; see docs/diloco.md."""
+
+    algorithm: Literal["diloco", "local_sgd"] = Field(
+        "diloco", description="an outer optimizer on the average difference, or the average weights"
+    )
+    every: Whole = Field(10, description="updates between two synchronizations of the same weights")
+    fragments: Whole = Field(1, description="parts of the weights that are synchronized one after the other")
+    delay: int = Field(0, ge=0, description="updates that are made while a fragment is being exchanged")
+    alpha: float = Field(0.0, ge=0, le=1, description="share of the local weights that is kept at a synchronization")
+    lr: float = Field(
+        1.0, gt=0, description="the outer optimizer's learning rate; lr / (1 - momentum) above 1 overshoots"
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="the outer optimizer's momentum")
+    max_norm: float | None = Field(
+        None, gt=0, description="a difference longer than this multiple of the round's median length is scaled to it"
+    )
+    nesterov: bool = Field(True, description="look ahead along the outer momentum")
+    wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
+        None, description="how differences are encoded; none: bf16, and fp32 for local_sgd"
+    )
+    density: float | None = Field(None, gt=0, le=1, description="the share of weights that topk sends; none: 1/64")
+    quorum: int | None = Field(None, ge=1, description="replicas that a round needs; none: half of them, rounded up")
+    grace: float = Field(30.0, ge=0, description="seconds that a round waits for late replicas once it has its quorum")
+    timeout: float = Field(3600.0, gt=0, description="seconds after which a round without quorum is an error")
+    snapshot_every: Whole = Field(10, description="rounds between two whole states in the bucket")
+    max_restarts: int = Field(3, ge=0, description="how often a replica that died is started again")
+    lighthouse: str | None = Field(
+        None,
+        min_length=1,
+        description="address of a torchft Lighthouse: replicas then synchronize over the network instead",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> SyncConfig:
+        plain_ = SyncConfig.model_construct()
+        unread = {
+            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm"),
+            "lighthouse": ("wire", "density", "grace", "max_norm"),
+        }
+        for why, keys in unread.items():
+            if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
+                for key in keys:
+                    if getattr(self, key) != getattr(plain_, key) and not (key == "wire" and self.wire == "fp32"):
+                        raise ConfigError(f"{key} has no meaning with {why}; leave it out")
+        if self.algorithm == "local_sgd" and self.wire not in (None, "fp32"):
+            raise ConfigError(f"wire: local_sgd averages weights, so {self.wire} would lose them; leave it out")
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every key of a recipe: its type, its range, its default and its meaning.
+"""Every key of a recipe: its type, its range, its default and its meaning. ``loop`` has those of the training loop.
 
 Unknown keys are errors at every depth, and types are strict: a text is not taken for a number. The keys of terms,
 adapters, optimizers, guards and sampling are the settings of their classes (``kinds``).
@@ -8,28 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
 
 from earnest import plugins
 from earnest.adapters.variant import VARIANTS, Variant
-from earnest.config.kinds import Kinded, Strict, key_of
-from earnest.config.replicas import plan
+from earnest.config.kinds import Kinded, Strict, Whole, key_of
+from earnest.config.loop import LoopConfig
+from earnest.config.replicas import SyncConfig, plan
 from earnest.config.text import map_texts
 from earnest.data.dataset import DataSettings
 from earnest.engines.optimizers import OPTIMIZERS, Optimizer
 from earnest.errors import ConfigError
 from earnest.guards.assemble import Extraction
 from earnest.guards.gates import At, Gate, Rule
-from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.objectives.registry import OBJECTIVES
 from earnest.registry import Registry
 from earnest.settings import make
 from earnest.tasks import Task, from_data, get_task
-
-Whole = Annotated[int, Field(ge=1)]
 
 
 class TermConfig(Kinded):
@@ -161,16 +159,6 @@ class TeacherConfig(Strict):
         return LiveTeacher() if self.kind == "live" else BaseTeacher()
 
 
-class SamplingConfig(Strict):
-    """How the completions of a step are sampled."""
-
-    prompts_per_step: Whole = Field(8, description="training prompts per step")
-    completions_per_prompt: Whole = Field(8, description="completions per prompt; together they are a group")
-    max_new_tokens: int = key_of(SampleSpec, "max_new_tokens", default=16)
-    temperature: float = Field(1.0, gt=0, description="the sampling temperature, also of the evaluation")
-    workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the training process samples")
-
-
 class SamplerConfig(Strict):
     """A sampler outside this process; ``sampler: http://…`` is short for its ``url``."""
 
@@ -194,78 +182,6 @@ class SamplerConfig(Strict):
     @classmethod
     def _short(cls, data: Any) -> Any:
         return {"url": data} if isinstance(data, str) else data
-
-
-class EvalConfig(Strict):
-    """Held-out prompts, the same for every seed and at every evaluation."""
-
-    every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
-    prompts: Whole = Field(64, description="held-out prompts")
-    samples: Whole = Field(4, description="completions per prompt, at the training temperature with fixed seeds")
-
-
-class CheckpointConfig(Strict):
-    """The checkpoints that a stopped run continues from."""
-
-    every: Whole = Field(20, description="steps between checkpoints; there is always one at the end")
-    keep: Whole = Field(2, description="checkpoints that are kept; with 2, a damaged one leaves the previous one")
-
-
-class SamplesConfig(Strict):
-    """What is written to samples.jsonl."""
-
-    heldout: int = Field(8, ge=0, description="held-out completions shown before and after")
-    train: int = Field(2, ge=0, description="training rollouts kept at each step")
-
-
-class SyncConfig(Strict):
-    """How replicas synchronize; see docs/diloco.md."""
-
-    algorithm: Literal["diloco", "local_sgd"] = Field(
-        "diloco", description="an outer optimizer on the average difference, or the average weights"
-    )
-    every: Whole = Field(10, description="updates between two synchronizations of the same weights")
-    fragments: Whole = Field(1, description="parts of the weights that are synchronized one after the other")
-    delay: int = Field(0, ge=0, description="updates that are made while a fragment is being exchanged")
-    alpha: float = Field(0.0, ge=0, le=1, description="share of the local weights that is kept at a synchronization")
-    lr: float = Field(
-        1.0, gt=0, description="the outer optimizer's learning rate; lr / (1 - momentum) above 1 overshoots"
-    )
-    momentum: float = Field(0.0, ge=0, lt=1, description="the outer optimizer's momentum")
-    max_norm: float | None = Field(
-        None, gt=0, description="a difference longer than this multiple of the round's median length is scaled to it"
-    )
-    nesterov: bool = Field(True, description="look ahead along the outer momentum")
-    wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
-        None, description="how differences are encoded; none: bf16, and fp32 for local_sgd"
-    )
-    density: float | None = Field(None, gt=0, le=1, description="the share of weights that topk sends; none: 1/64")
-    quorum: int | None = Field(None, ge=1, description="replicas that a round needs; none: half of them, rounded up")
-    grace: float = Field(30.0, ge=0, description="seconds that a round waits for late replicas once it has its quorum")
-    timeout: float = Field(3600.0, gt=0, description="seconds after which a round without quorum is an error")
-    snapshot_every: Whole = Field(10, description="rounds between two whole states in the bucket")
-    max_restarts: int = Field(3, ge=0, description="how often a replica that died is started again")
-    lighthouse: str | None = Field(
-        None,
-        min_length=1,
-        description="address of a torchft Lighthouse: replicas then synchronize over the network instead",
-    )
-
-    @model_validator(mode="after")
-    def _agree(self) -> SyncConfig:
-        plain_ = SyncConfig.model_construct()
-        unread = {
-            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm"),
-            "lighthouse": ("wire", "density", "grace", "max_norm"),
-        }
-        for why, keys in unread.items():
-            if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
-                for key in keys:
-                    if getattr(self, key) != getattr(plain_, key) and not (key == "wire" and self.wire == "fp32"):
-                        raise ConfigError(f"{key} has no meaning with {why}; leave it out")
-        if self.algorithm == "local_sgd" and self.wire not in (None, "fp32"):
-            raise ConfigError(f"wire: local_sgd averages weights, so {self.wire} would lose them; leave it out")
-        return self
 
 
 class GuardConfig(Strict):
@@ -323,39 +239,6 @@ def _absolute(path: str) -> str:
 def _empty() -> Any:
     """A mapping without keys; validation fills in the defaults."""
     return {}
-
-
-class LoopConfig(Strict):
-    """The settings of the training loop: the same for a recipe and for ``en.train``."""
-
-    steps: Whole = Field(description="batches to train on")
-    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    advantages: Literal["group", "batch", "none", "leave_one_out"] | None = Field(
-        None, description="how rewards become advantages; none: as the terms define them, `group` if they allow any"
-    )
-    updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    samples: SamplesConfig = Field(default_factory=SamplesConfig)
-    max_grader_errors: float = Field(
-        0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
-    )
-    shares_every: int = Field(
-        1,
-        ge=0,
-        description="steps between measurements of each term's share of the gradient (one pass per term); 0: never",
-    )
-    check: bool = Field(True, description="prove the step before training: every term and parameter gets a gradient")
-    loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        default_factory=list, description="loggers besides metrics.jsonl; each needs the extra of the same name"
-    )
-    out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps in the whole run; the learning rate's schedule extends over them."""
-        return self.steps * self.updates_per_batch
 
 
 class RunConfig(LoopConfig):

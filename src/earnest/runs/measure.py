@@ -16,7 +16,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.adapters.trained import load_trained
 from earnest.config.load import check_mapping
-from earnest.config.schema import EvalConfig, SamplingConfig, Strict, TaskConfig, Whole
+from earnest.config.loop import EvalConfig, SamplingConfig
+from earnest.config.schema import Strict, TaskConfig, Whole
 from earnest.config.text import parse_file
 from earnest.engines import LocalEngine
 from earnest.errors import ConfigError

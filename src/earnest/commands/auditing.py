@@ -1,0 +1,104 @@
+"""`earnest audit`: the laws of a training step, of a grader, or of the tests of a user's code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from earnest.commands.common import Overrides, show
+from earnest.errors import EarnestError
+
+if TYPE_CHECKING:
+    from earnest.audit import Verdict
+
+
+def audit(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="A recipe, a YAML file, a training script (.py), or the place of a task (my_task.py:Name)."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
+    tests: Annotated[Path | None, typer.Option(help="List the mutants of --source that these tests miss.")] = None,
+    source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --tests: results (JSON lines), to continue from.")] = None,
+) -> None:
+    """Prove the training step of a recipe or a script (further arguments go to the script); exit 1 if a law fails.
+
+    With my_task.py:Name, audit the grader of that task; KEY=VALUE are the settings of its class.
+    """
+    if tests is not None:
+        raise typer.Exit(_score_tests(tests, source, limit, out, as_json))
+    if recipe is None:
+        raise EarnestError(
+            "give something to audit: a recipe (see `earnest recipes`), a script.py, my_task.py:Name, or --tests PATH."
+        )
+    if ":" in recipe:
+        found = _grader_verdict(recipe, overrides or [])
+    else:
+        found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        show(found)
+    raise typer.Exit(0 if found.holds else 1)
+
+
+def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
+    """The audit of the grader of ``my_task.py:Name``."""
+    from earnest.config.load import check_mapping
+    from earnest.config.schema import TaskConfig
+    from earnest.tasks.audit import audit_grader
+
+    return audit_grader(check_mapping(TaskConfig, {"name": task}, overrides).build())
+
+
+def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
+    from rich.console import Console
+
+    from earnest import runs
+    from earnest.config import from_mapping, recipes
+
+    progress = Console(stderr=True)
+    name, data = recipes.read(recipe)
+    if "experiment" in data:
+        found: Verdict = recipes.experiments(name).check(data, overrides, quick=quick, console=progress)
+        return found
+    return runs.check(from_mapping(data, overrides), progress, quick=quick)
+
+
+def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
+    """Run a script under the audit; the script's output goes to stderr."""
+    from contextlib import redirect_stdout
+
+    from rich.console import Console
+
+    from earnest.audit.script import audit_script
+    from earnest.runs.progress import note_on
+
+    with redirect_stdout(sys.stderr):
+        return audit_script(Path(path), arguments, quick=quick, progress=note_on(Console(stderr=True)))
+
+
+def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:
+    """Print the mutants of ``source`` that the tests do not detect; 1 if there are any."""
+    from earnest.mutation import score_tests
+
+    if source is None:
+        raise EarnestError("--tests needs --source: the file or folder of training code that the tests check.")
+    found = score_tests(tests, source, out=out, limit=limit, progress=lambda line: print(line, file=sys.stderr))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(found.table())
+        for o in found.survivors:
+            print(f"survived: {o.file}:{o.line}: {o.what}")
+    return 1 if found.survivors else 0

@@ -1,0 +1,75 @@
+"""The keys of the training loop: the same for a recipe and for ``en.train``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from earnest.config.kinds import Strict, Whole, key_of
+from earnest.models.sampling import SampleSpec
+
+
+class SamplingConfig(Strict):
+    """How the completions of a step are sampled."""
+
+    prompts_per_step: Whole = Field(8, description="training prompts per step")
+    completions_per_prompt: Whole = Field(8, description="completions per prompt; together they are a group")
+    max_new_tokens: int = key_of(SampleSpec, "max_new_tokens", default=16)
+    temperature: float = Field(1.0, gt=0, description="the sampling temperature, also of the evaluation")
+    workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the training process samples")
+
+
+class EvalConfig(Strict):
+    """Held-out prompts, the same for every seed and at every evaluation."""
+
+    every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
+    prompts: Whole = Field(64, description="held-out prompts")
+    samples: Whole = Field(4, description="completions per prompt, at the training temperature with fixed seeds")
+
+
+class CheckpointConfig(Strict):
+    """The checkpoints that a stopped run continues from."""
+
+    every: Whole = Field(20, description="steps between checkpoints; there is always one at the end")
+    keep: Whole = Field(2, description="checkpoints that are kept; with 2, a damaged one leaves the previous one")
+
+
+class SamplesConfig(Strict):
+    """What is written to samples.jsonl."""
+
+    heldout: int = Field(8, ge=0, description="held-out completions shown before and after")
+    train: int = Field(2, ge=0, description="training rollouts kept at each step")
+
+
+class LoopConfig(Strict):
+    """The settings of the training loop: the same for a recipe and for ``en.train``."""
+
+    steps: Whole = Field(description="batches to train on")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    advantages: Literal["group", "batch", "none", "leave_one_out"] | None = Field(
+        None, description="how rewards become advantages; none: as the terms define them, `group` if they allow any"
+    )
+    updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
+    max_grader_errors: float = Field(
+        0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
+    )
+    shares_every: int = Field(
+        1,
+        ge=0,
+        description="steps between measurements of each term's share of the gradient (one pass per term); 0: never",
+    )
+    check: bool = Field(True, description="prove the step before training: every term and parameter gets a gradient")
+    loggers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        default_factory=list, description="loggers besides metrics.jsonl; each needs the extra of the same name"
+    )
+    out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps in the whole run; the learning rate's schedule extends over them."""
+        return self.steps * self.updates_per_batch
