@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -64,16 +64,17 @@ def trace_example() -> list[dict[str, Any]]:
 
 
 def _last_user(messages: Sequence[Message], template: str) -> int:
-    """The index of the last message, which must be the user's, because the answer follows it."""
-    if not messages or messages[-1].get("role") != "user":
-        role = messages[-1].get("role") if messages else None
+    """The index of the last user message. The answer follows it, or follows the results of tools called since."""
+    role = messages[-1].get("role") if messages else None
+    places = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if role not in ("user", "tool") or not places:
         raise TemplateError(
             f"{template}: the last message has role {role!r}; give the messages up to the user's question, "
             "without the answer."
         )
-    if not isinstance(messages[-1].get("content"), str):
+    if not isinstance(messages[places[-1]].get("content"), str):
         raise TemplateError(f"{template}: the last user message has no text content.")
-    return len(messages) - 1
+    return places[-1]
 
 
 def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | None) -> list[dict[str, Any]]:
@@ -94,14 +95,18 @@ def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | 
     if feedback:
         content += parts["feedback"].format(feedback=feedback)
     content += parts["request"]
-    return [*map(dict, messages[:last]), {**messages[last], "content": content}]
+    return [*map(dict, messages[:last]), {**messages[last], "content": content}, *map(dict, messages[last + 1 :])]
 
 
-def hindsight(messages: Sequence[Message], said: str) -> list[dict[str, Any]]:
-    """The prompt of a hindsight teacher: the original messages, with the user's later reply added to the last."""
+def hindsight(messages: Sequence[Message], said: str, by: Literal["user", "tool"] = "user") -> list[dict[str, Any]]:
+    """The prompt of a hindsight teacher: the messages, with what followed the answer added to the last user message.
+
+    ``said`` is the user's later reply, or with ``by="tool"`` what the tools returned. Messages after the last user
+    message (calls and their results) stay as they are.
+    """
     last = _last_user(messages, "hindsight")
     if not said.strip():
-        raise TemplateError("hindsight: the user's reply is empty; leave this turn out.")
+        raise TemplateError(f"hindsight: the {by}'s reply is empty; leave this turn out.")
     parts = _yaml("hindsight.yaml")
-    content = parts["prompt"].format(prompt=messages[last]["content"]) + parts["said"].format(said=said)
-    return [*map(dict, messages[:last]), {**messages[last], "content": content}]
+    content = parts["prompt"].format(prompt=messages[last]["content"]) + parts[by].format(said=said)
+    return [*map(dict, messages[:last]), {**messages[last], "content": content}, *map(dict, messages[last + 1 :])]

@@ -36,12 +36,11 @@ class Answered:
 
 
 def hindsight_messages(turn: AssistantTurn) -> list[dict[str, Any]]:
-    """The state with the user's next message as a hint."""
-    if turn.next_message is None or not turn.next_message.strip():
+    """The state with a hint in its last user message: the user's next message, or what the turn's tools returned."""
+    later = (turn.next_message or "").strip()
+    if not later and not turn.results:
         raise UnusableTurn("no message follows")
-    if turn.state[-1]["role"] != "user":
-        raise UnusableTurn(f"hindsight follows a user message, and the turn follows a {turn.state[-1]['role']} message")
-    return hindsight(turn.state, turn.next_message)
+    return hindsight(turn.state, later) if later else hindsight(turn.state, turn.results or "", by="tool")
 
 
 class LocalPolicy:

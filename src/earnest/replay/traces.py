@@ -3,8 +3,8 @@
     {"id": "a1", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 A line may also carry ``tools``, ``reward``, ``feedback`` and ``meta``; what `earnest serve` exports has
-``completion_id``, ``model`` and ``version`` as well. A *turn* is a message of the assistant: its state is every
-message before it, and the user's next message is its hindsight.
+``completion_id``, ``model`` and ``version`` as well. ``logs.py`` converts other formats. A *turn* is a message of the
+assistant: its state is every message before it, and the user's next message is its hindsight.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from earnest.replay.errors import TraceError
+from earnest.replay.logs import as_trace
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -68,6 +69,16 @@ class AssistantTurn:
             if message["role"] == "user":
                 return str(message["content"])
         return self.trace.feedback or None
+
+    @property
+    def results(self) -> str | None:
+        """What the tools returned to this turn's calls. None: it calls none, or the trace ends with the calls."""
+        found = []
+        for message in self.trace.messages[self.place + 1 :]:
+            if message["role"] != "tool":
+                break
+            found.append(str(message["content"]))
+        return "\n".join(found) or None
 
     @property
     def key(self) -> str:
@@ -125,7 +136,7 @@ class Traces:
 
 
 def read(path: Path, *, drop_bad: bool = False) -> Traces:
-    """Every trace of a .jsonl, or of a server's --data folder, in its order.
+    """Every trace of a .jsonl (also other programs' logs: ``logs.py``), or of a server's --data folder, in order.
 
     A malformed one stops here, or with ``drop_bad`` is counted and left out.
     """
@@ -138,7 +149,7 @@ def read(path: Path, *, drop_bad: bool = False) -> Traces:
     lines = _lines(path) if base is None else iter(enumerate(map(json.dumps, served.lines(base)), 1))
     for number, text in lines:
         try:
-            trace = parse(json.loads(text.decode() if isinstance(text, bytes) else text))
+            trace = parse(as_trace(json.loads(text.decode() if isinstance(text, bytes) else text), number))
             if trace.id in seen:
                 raise ValueError(f"the id {trace.id!r} was on line {seen[trace.id]} already; ids are unique")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
