@@ -98,7 +98,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "chat_template": [("{{ messages }}", "chat_template: with engine.kind tinker")],
     "task": [("sort",), ({"name": "sort"},)],
     "grade": [("exact", "grades the rows of a file")],
-    "data": [("pairs.parquet", "there is no such file or folder")],
+    "data": [("missing.parquet", "there is no such file or folder"), ("PAIRS", "no term reads the pairs")],
     "objective": [([SDPO],), (SDPOS, "scores once"), ([{"kind": "dpo"}],)],
     "advantages": [("leave_one_out",)],
     "teacher.kind": [("base", "no term reads the base teacher"), ("trust_region", "mixes logits"), ("live",)],
@@ -170,6 +170,9 @@ def test_every_key_is_obeyed_or_refused(served: Served, tmp_path: Path, key: str
         said, more = (rest[0] if rest else None), (rest[1] if len(rest) > 1 else {})
         given = _config(served, tmp_path / "run", **more).model_dump(mode="python", by_alias=True)
         owner, _, name = key.rpartition(".")
+        if value == "PAIRS":
+            value = str(tmp_path / "pairs.jsonl")
+            Path(value).write_text(json.dumps({"prompt": "Sort 31.", "chosen": "13", "rejected": "31"}) + "\n")
         (given[owner] if owner else given)[name] = value
         if key == "adapter.kind" and value != "lora":
             given["adapter"] = {"kind": value}

@@ -55,7 +55,7 @@ def _items(request: Record) -> list[Record]:
     return [*system, *([{"role": "user", "content": given}] if isinstance(given, str) else _responses(given))]
 
 
-def _responses(items: Sequence[Record]) -> list[Record]:
+def _responses(items: Sequence[Record]) -> list[dict[str, Any]]:
     """Items of the Responses API as messages. Neighbouring calls belong to one message; reasoning is left out."""
     found: list[dict[str, Any]] = []
     for item in items:
