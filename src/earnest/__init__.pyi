@@ -42,6 +42,7 @@ from earnest.objectives import DAPO as DAPO
 from earnest.objectives import DPO as DPO
 from earnest.objectives import GRPO as GRPO
 from earnest.objectives import GSPO as GSPO
+from earnest.objectives import KTO as KTO
 from earnest.objectives import LUSPO as LUSPO
 from earnest.objectives import RLOO as RLOO
 from earnest.objectives import SAPO as SAPO

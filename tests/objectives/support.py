@@ -95,6 +95,7 @@ def full_batch(
             Hidden(policy.hidden.detach()[at] + perturb * torch.randn(len(at), D, generator=g).double()), at, "live"
         ),
         correct=correct,
+        kl_baseline=torch.full((len(batch),), 0.4),
     )
     return batch, policy
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from earnest.objectives import (
     DPO,
     GRPO,
     GSPO,
+    KTO,
     LUSPO,
     SAPO,
     SDPO,
@@ -42,6 +44,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.sdpo.loss_utils import apply_importance_sampling_clipping, compute_topk_self_distillation_loss
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
 
 LENGTHS = (3, 1, 4, 2)
 MAX_LENGTH = 6
@@ -322,6 +325,57 @@ def test_trls_sigmoid_dpo_ignores_label_smoothing() -> None:
     gap = pairs.lp - pairs.ref
     losses, *_ = CPOTrainer.cpo_loss(stub, pairs.sums(gap, pairs.chosen), pairs.sums(gap, pairs.rejected))
     same(ours, (float(losses.mean().detach()), torch.autograd.grad(losses.mean(), pairs.lp)[0]))
+
+
+def _trl_kto(pairs: Pairs, loss_type: str, z: float) -> tuple[float, Tensor]:
+    """``KTOTrainer._compute_loss`` on a stub. Its KL rows have a log-ratio of ``z`` each."""
+    T = 7
+    mask = torch.zeros(6, T, dtype=torch.long)
+    place = torch.full((6, T - 1), -1, dtype=torch.long)
+    for row in range(6):
+        tokens = (pairs.batch.row == row).nonzero()[:, 0]
+        mask[row, 2 : 2 + len(tokens)] = 1
+        place[row, 1 : 1 + len(tokens)] = tokens
+    nothing = torch.zeros(6, T - 1).double()
+    outputs = SimpleNamespace(
+        log_probs=torch.where(place >= 0, pairs.lp[place.clamp(min=0)], 0.0), entropy=nothing, mean_logits=nothing
+    )
+    stub = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        beta=0.3,
+        desirable_weight=1.4,
+        undesirable_weight=0.7,
+        loss_type=loss_type,
+        calculate_KL=loss_type == "kto",
+        precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        _compute_kl_logps=lambda model, batch: torch.full((6,), z - 5.0).double(),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    ids = torch.ones(6, T, dtype=torch.long)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": ids,
+        "completion_mask": mask,
+        "label": torch.tensor([role == "chosen" for role in pairs.roles]),
+        "ref_logps": pairs.sums(pairs.ref, list(range(6))),
+        "ref_KL_logps": torch.full((6,), -5.0).double(),
+    }
+    loss = KTOTrainer._compute_loss(stub, lambda **_: outputs, inputs, return_outputs=False)
+    return float(loss.detach()), torch.autograd.grad(loss, pairs.lp)[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kto_equals_trls(seed: int) -> None:
+    """With a KL baseline, and without one ('apo_zero_unpaired')."""
+    pairs = Pairs(seed)
+    pairs.batch = pairs.batch.with_signals(kl_baseline=torch.full((6,), 1.25).double())
+    term = KTO(beta=0.3, desirable_weight=1.4, undesirable_weight=0.7)
+    same(pairs.ours(term), _trl_kto(pairs, "kto", 1.25))
+    same(pairs.ours(replace(term, baseline="zero")), _trl_kto(pairs, "apo_zero_unpaired", 0.0))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.15])

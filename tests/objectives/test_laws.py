@@ -57,6 +57,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, Policy]:
         reference=Reference(near(), FullLogits(logits(N))),
         teacher=Teacher(FullLogits(logits(len(at))), at),
         correct=correct,
+        kl_baseline=torch.full((len(role),), 0.3),
     )
     return batch, policy
 

@@ -69,6 +69,7 @@ def batch_of(engine: LocalEngine, seed: int) -> Batch:
         reference=Reference(near[2], base),  # type: ignore[arg-type]
         teacher=Teacher(en.Hidden(told), at, "live"),
         correct=torch.tensor([True, False, True, True, False] + [False] * 6),
+        kl_baseline=torch.full((len(batch),), 0.2),
     )
 
 

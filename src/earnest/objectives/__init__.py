@@ -17,6 +17,7 @@ from earnest.objectives.distill import SDPO as SDPO
 from earnest.objectives.distill import Distill as Distill
 from earnest.objectives.entropy_aware import EntropyAware as EntropyAware
 from earnest.objectives.importance import TruncatedIS as TruncatedIS
+from earnest.objectives.kto import KTO as KTO
 from earnest.objectives.policy_gradient import BNPO as BNPO
 from earnest.objectives.policy_gradient import DAPO as DAPO
 from earnest.objectives.policy_gradient import GRPO as GRPO

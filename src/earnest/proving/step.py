@@ -154,6 +154,8 @@ def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
     if batch.correct is not None:
         data["correct"] = batch.correct
         roles["correct"] = "correct"
+    if batch.kl_baseline is not None:
+        data["kl_baseline"] = batch.kl_baseline
     if batch.reference is not None:
         flat["reference"] = batch.reference.logprobs
         if isinstance(batch.reference.distribution, Hidden):
@@ -213,6 +215,7 @@ def _batch(original: Batch, data: Data) -> Batch:
         reference=reference,
         teacher=teacher,
         correct=data.get("correct"),
+        kl_baseline=data.get("kl_baseline"),
         temperature=original.temperature,
         max_length=original.max_length,
         estimator=original.estimator,

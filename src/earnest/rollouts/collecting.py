@@ -97,7 +97,7 @@ def collect(
     wants = Wants() if objective is None else objective.wants()
     spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
     sought = wants.roles - {row.role for row in given}  # what the task has to give
-    paired = bool(sought & {"chosen", "rejected"})
+    paired = {"chosen", "rejected"} <= sought  # given rows may be of one role only: judged answers are no pairs
     attempts: list[Attempt] = []
     if "rollout" in sought or paired:
         task = _required(task)

@@ -2,6 +2,7 @@
 
     demonstrations   loss = Σ s_i / Σ t_i     s_i: negative log-likelihood of row i in nats, t_i: its trained tokens
     pairs            accuracy = mean [m_c > m_r],   margin = mean (m_c - m_r),   m = an answer's mean log-prob per token
+    judged answers   accuracy = mean over wanted a, unwanted b of [r_a > r_b] + ½[r_a = r_b],   r = Σ_t (lp - lp₀)
 
 A step's rows are a function of (seed, step): places in an endless row of epochs, each a shuffle of its own.
 """
@@ -35,6 +36,7 @@ ROLES: dict[Kind, tuple[Role, ...]] = {
     "demonstration": ("demonstration",),
     "text": ("demonstration",),
     "pair": ("chosen", "rejected"),
+    "judged": ("chosen", "rejected"),
 }
 
 
@@ -57,7 +59,8 @@ class OwnData:
             assert dataset.layout is not None, "a data set that can be trained on has a layout"
             raise DataError(
                 f"data: the rows of {self.path} are {dataset.layout.name} ({', '.join(dataset.layout.columns)}), which "
-                "no term trains on; give conversations, prompt and completion, text, or prompt, chosen and rejected."
+                "no term trains on; give conversations, prompt and completion, text, prompt, chosen and rejected, or "
+                "prompt, completion and label."
             )
 
     @classmethod
@@ -116,9 +119,10 @@ class OwnData:
         rows: list[Row] = []
         for number, example in enumerate(examples):
             rendered = self.dataset.rendered(example)
-            roles = ROLES[self.kind] if self.kind == "pair" else ROLES[self.kind] * len(rendered)
             pair = number if self.kind == "pair" else -1
-            rows += [_row(role, r, number, pair) for role, r in zip(roles, rendered, strict=True)]
+            rows += [
+                _row(role, r, number, pair) for role, r in zip(_roles(example, len(rendered)), rendered, strict=True)
+            ]
         return rows
 
     # --- the held-out rows --------------------------------------------------------------------------------------------
@@ -135,6 +139,16 @@ class OwnData:
             return None
         batch = stack(self._rows(examples), pad=engine.policy.pad_id, device=engine.policy.device)
         lp = logprobs(engine, batch, "live").double()
+        if self.kind == "judged":
+            wanted = [bool(example.label) for example in examples]
+            if len(set(wanted)) < 2:
+                raise DataError(
+                    f"data.heldout: all {len(wanted)} held-out rows of {self.path} have the label {wanted[0]}, so "
+                    "there is nothing to compare; hold out more rows (data.heldout, eval.prompts), or a file of both."
+                )
+            gap = lp - logprobs(engine, batch, "base").double()
+            sums = torch.zeros(len(batch), dtype=torch.float64, device=lp.device).index_add(0, batch.row, gap)
+            return _separated(sums.tolist(), wanted)
         if self.kind == "pair":
             means = [float(lp[batch.row == r].mean()) for r in range(len(batch))]
             margins = [a - b for a, b in zip(means[::2], means[1::2], strict=True)]
@@ -144,6 +158,13 @@ class OwnData:
         return _likelihood(
             zeros.index_add(0, owner, -lp).tolist(), zeros.index_add(0, owner, torch.ones_like(lp)).tolist()
         )
+
+
+def _roles(example: Example, rows: int) -> tuple[Role, ...]:
+    """The role of each row of tokens that an example gives."""
+    if example.kind == "judged":
+        return ("chosen" if example.label else "rejected",)
+    return ROLES[example.kind] if example.kind == "pair" else ROLES[example.kind] * rows
 
 
 def _likelihood(sums: Sequence[float], tokens: Sequence[float]) -> OwnMeasurement:
@@ -163,6 +184,25 @@ def _preferred(margins: Sequence[float]) -> OwnMeasurement:
     if n > 1:
         metrics["pairs/margin_se"] = math.sqrt(sum((m - mean) ** 2 for m in margins) / (n - 1) / n)
     return OwnMeasurement("accuracy", tuple(float(m > 0) for m in margins), metrics)
+
+
+def _separated(rewards: Sequence[float], wanted: Sequence[bool]) -> OwnMeasurement:
+    """A row's part is the share of the rows of the other label that are on the right side of it; a tie counts half.
+
+    The mean over the wanted rows equals the mean over the unwanted ones, and so the mean over all.
+    """
+    sides = {label: [r for r, own in zip(rewards, wanted, strict=True) if own is label] for label in (True, False)}
+    parts = []
+    for reward, own in zip(rewards, wanted, strict=True):
+        gaps = [(reward - other) if own else (other - reward) for other in sides[not own]]
+        parts.append(sum((gap > 0) + 0.5 * (gap == 0) for gap in gaps) / len(gaps))
+    metrics = {
+        "judged/accuracy": sum(parts) / len(parts),
+        "judged/reward_wanted": sum(sides[True]) / len(sides[True]),
+        "judged/reward_unwanted": sum(sides[False]) / len(sides[False]),
+        "judged/heldout": float(len(wanted)),
+    }
+    return OwnMeasurement("accuracy", tuple(parts), metrics)
 
 
 def _row(role: Role, rendered: Rendered, group: int, pair: int) -> Row:

@@ -18,6 +18,7 @@ from earnest.errors import ConfigError
 from earnest.models import Policy, load
 from earnest.models.protocol import PolicyLike
 from earnest.objectives import Objective
+from earnest.objectives.preference import Preference
 from earnest.rollouts.attempts import Sample
 from earnest.runs.guarding import guard_of
 from earnest.runs.own_data import OwnData
@@ -147,8 +148,17 @@ def own_data(
         return None
     found, roles = OwnData.load(settings, policy, say), objective.wants().roles
     if not found.roles <= roles:
-        what, terms = ("pairs", "preferences, such as dpo or simpo") if found.kind == "pair" else ("rows", "them: sft")
+        what, terms = {
+            "pair": ("pairs", "preferences, such as dpo or simpo"),
+            "judged": ("judged answers", "them: kto"),
+        }.get(found.kind, ("rows", "them: sft"))
         raise ConfigError(f"data: no term reads the {what} of {found.path}; add a term on {terms}.")
+    paired = [w.term.label for w in objective.live() if isinstance(w.term, Preference)]
+    if found.kind == "judged" and paired:
+        raise ConfigError(
+            f"data: {paired[0]} compares pairs, and the rows of {found.path} are single answers with a label; take "
+            "kto, or give prompt, chosen and rejected."
+        )
     if task is None and roles - found.roles:
         raise ConfigError(
             f"task: is required, because a term of the objective reads {' and '.join(sorted(roles - found.roles))} "

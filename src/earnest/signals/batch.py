@@ -32,7 +32,14 @@ from earnest.signals.sources import Teacher as Teacher
 Role = Literal["rollout", "chosen", "rejected", "demonstration"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Signal = Literal[
-    "advantages", "behaviour", "proximal", "reference.logprobs", "reference.distribution", "teacher", "correct"
+    "advantages",
+    "behaviour",
+    "proximal",
+    "reference.logprobs",
+    "reference.distribution",
+    "teacher",
+    "correct",
+    "kl_baseline",
 ]
 LAYOUT = (
     "active",
@@ -42,7 +49,8 @@ LAYOUT = (
     "token_weight",
     "token_target",
 )  # determined by the tokens alone
-CHECKED: tuple[Signal, ...] = ("advantages", "behaviour", "proximal", "reference.logprobs", "correct")
+CHECKED: tuple[Signal, ...] = ("advantages", "behaviour", "proximal", "reference.logprobs", "correct", "kl_baseline")
+PER_ROW: tuple[Signal, ...] = ("correct", "kl_baseline")  # the others have one value per active token
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,10 @@ class Batch:
     """One optimizer batch. All tensors are on one device; a signal that was not supplied is None.
 
     ``behaviour`` are the sampler's log-probs, ``proximal`` the trainer's log-probs of the same tokens at sampling time:
-    they differ if sampler and trainer are two programs. ``estimator`` names the advantage estimator, ``sought`` the
-    roles that were looked for, found or not; ``max_length`` is the longest completion that sampling allows;
-    ``truncated`` is True if top-p or top-k truncated the sampled distribution.
+    they differ if sampler and trainer are two programs. ``kl_baseline`` is what KTO compares a row's log-ratio with.
+    ``estimator`` names the advantage estimator, ``sought`` the roles that were looked for, found or not;
+    ``max_length`` is the longest completion that sampling allows; ``truncated`` is True if top-p or top-k truncated the
+    sampled distribution.
     """
 
     inputs: Int[Tensor, "R T"]
@@ -84,6 +93,7 @@ class Batch:
     reference: Reference | None = None
     teacher: Teacher | None = None
     correct: Bool[Tensor, " R"] | None = None
+    kl_baseline: Float[Tensor, " R"] | None = None
     temperature: float = 1.0
     max_length: int | None = None
     truncated: bool = False
@@ -164,9 +174,9 @@ class Batch:
         value = self.find(signal)
         if not isinstance(value, Tensor) or self._validated.get(signal) == value._version:
             return
-        expected = len(self) if signal == "correct" else self.active.shape[0]
+        expected = len(self) if signal in PER_ROW else self.active.shape[0]
         if tuple(value.shape) != (expected,):
-            what = "one value per row" if signal == "correct" else "one value per active token"
+            what = "one value per row" if signal in PER_ROW else "one value per active token"
             raise SignalError(
                 f"{name} must have shape [{expected}], {what}, got {tuple(value.shape)}; nothing is broadcast, so "
                 "use Batch.from_rows or batch.flatten to gather a [R, T] tensor."
@@ -284,7 +294,7 @@ class Batch:
         }
         for name in ("inputs", "targets", "weight"):
             changes[name] = getattr(self, name)[rows, :width]
-        for name in ("length", "group", "pair", "policy_version", "correct"):
+        for name in ("length", "group", "pair", "policy_version", *PER_ROW):
             value = getattr(self, name)
             changes[name] = None if value is None else value[rows]
         made = derived(self, **changes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from earnest.signals.baseline import kl_baseline
 from earnest.signals.batch import Batch, Reference
 from earnest.signals.scorer import Scorer, distribution, logprobs
 from earnest.signals.wants import Wanting
@@ -30,6 +31,8 @@ def with_reference(engine: Scorer, batch: Batch, objective: Wanting) -> Batch:
     changes: dict[str, object] = {}
     if reference is not batch.reference and (reference.logprobs is not None or reference.distribution is not None):
         changes["reference"] = reference
+    if "kl_baseline" in wanted and batch.kl_baseline is None:
+        changes["kl_baseline"] = kl_baseline(engine, batch, kind)
     if "proximal" in wanted and batch.proximal is None:
         changes["proximal"] = logprobs(engine, batch, "live")
     return batch.with_signals(**changes) if changes else batch
