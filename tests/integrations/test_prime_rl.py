@@ -192,7 +192,7 @@ def test_a_sequence_without_a_masked_token_is_a_zero_that_can_go_backward() -> N
 ALLOWED = {"dapo", "cispo", "reinforce"}
 LOGITS = {"distill", "sdpo", "taid", "entropy_aware", "kl_barrier", "entropy", "spectral_cap"}
 NORMALISED = {"grpo", "bnpo", "dr_grpo", "sapo", "gspo", "luspo", "rloo", "reference_kl"}
-OTHER_ROWS = {"sft", "dpo", "simpo"}
+OTHER_ROWS = {"sft", "dpo", "simpo", "kto"}
 
 
 def test_every_term_is_allowed_or_refused_with_its_reason() -> None:
