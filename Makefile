@@ -31,7 +31,7 @@ FAST := not slow$(if $(BROWSER),, and not browser)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test environments lint format nightly bench docs-tables pins clean
+.PHONY: help demo test environments lint format nightly bench docs-tables site docs pins clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +63,13 @@ bench: $(DEV)  ## every benchmark, one after the other, each with its JSON in be
 
 docs-tables: $(DEV)  ## run the command under each generated table of README and docs, and write the table anew
 	$(BIN)/python -m scripts.docs.tables $(ARGS)
+
+site: $(DEV)  ## build the documentation site into build/site; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+docs: site  ## build the site and show it in the browser (Ctrl-C ends it)
+	@echo "http://127.0.0.1:8009"
+	@($(BIN)/python -m webbrowser -t http://127.0.0.1:8009 >/dev/null 2>&1 &) ; $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8009 2>/dev/null
 
 pins: $(DEV)  ## write constraints.txt from what is installed
 	$(BIN)/python -m scripts.pins --write

@@ -1,0 +1,57 @@
+"""The documentation site is built without a warning and without a dead link, and has its generated pages."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+import earnest
+from earnest.audit.laws import LAWS
+from earnest.config import RunConfig
+from scripts.docs.pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "WARNING" not in done.stdout, done.stdout
+    return folder
+
+
+def _words(page: Path) -> str:
+    return unescape(re.sub(r"<[^>]+>", "", page.read_text()))
+
+
+def test_the_reference_is_complete(site: Path) -> None:
+    api = "".join(_words(page) for page in (site / "reference/api").glob("*.html"))
+    assert [name for name in earnest.__all__ if name not in api] == []
+    keys = _words(site / "reference/recipe.html")
+    assert [key for key in RunConfig.model_json_schema()["properties"] if key not in keys] == []
+    laws = _words(site / "reference/laws.html")
+    assert [law.code for law in LAWS if law.code not in laws] == []
+    commands = _words(site / "reference/commands.html")
+    assert all(f"earnest {name}" in commands for name in ("run", "audit", "data", "serve", "replay"))
+
+
+def test_no_page_loads_anything_from_the_network(site: Path) -> None:
+    """Scripts, styles, fonts and images are files of the site."""
+    for page in site.rglob("*.html"):
+        loads = re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(https?://[^\"]+)", page.read_text())
+        assert loads == [], page
