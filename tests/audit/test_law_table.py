@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from earnest.audit.laws.__main__ import table
+from pathlib import Path
+
+from earnest.audit.laws.__main__ import ALL, pages, table
 
 
 def test_the_generated_table_has_every_law() -> None:
     lines = table().splitlines()[2:]
     codes = {line.split("|")[1].split(",")[0].strip() for line in lines}
-    own = [line.split("|")[1].split(",")[0].strip() for line in lines if "(" not in line.split("|")[1]]
-    assert len(set(own)) == len(own), "each law of a step has its own code"
+    assert len(codes) == len(lines), "each law has its own code"
     assert {
         "GL",
         "IG",
@@ -30,3 +31,11 @@ def test_the_generated_table_has_every_law() -> None:
     for subject in ("AdvantageEstimator", "Accumulation", "RoundTrip", "Resume", "Merge", "WeightSync", "Schedule",
                     "OuterStep", "Unbiased", "Gather", "Census", "Update", "Ema", "MergedLayer"):  # fmt: skip
         assert sum(f"({subject})" in line.split("|")[1] for line in lines) == 1, subject
+
+
+def test_every_law_has_a_page_from_its_own_file() -> None:
+    """A law without its sentence or one of its sections has no page that a reader can use."""
+    for law in ALL:
+        assert law.sentence and law.needs and law.how and law.exceptions and law.detects, law.code
+        assert law.page().startswith(f"## {law.code}: ") and law.tier in ("core", "contrib")
+    assert (Path(__file__).parents[2] / "docs" / "laws.md").read_text() == pages() + "\n", "make docs/laws.md again"

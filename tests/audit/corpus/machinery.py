@@ -42,7 +42,7 @@ def centred(rewards: Tensor, groups: Tensor) -> Tensor:
 @defect(
     "4a",
     "one sample a prompt: every advantage is 0 and nothing is learned",
-    "GL SE",
+    "ADV",
     lambda: AdvantageEstimator(centred, "equal"),
 )
 def _() -> AdvantageEstimator:
@@ -76,7 +76,9 @@ def accumulation(kind: str) -> Accumulation:
     return Accumulation(step.model, run, step.batch)
 
 
-@defect("12", "accumulation takes the mean of the micro-batches' means", "SE", lambda: accumulation("right"))
+@defect(
+    "12", "accumulation takes the mean of the micro-batches' means", "SE-ACCUMULATION", lambda: accumulation("right")
+)
 def _() -> Accumulation:
     return accumulation("mean of means")
 
@@ -84,7 +86,7 @@ def _() -> Accumulation:
 @defect(
     "13",
     "gradients are cleared at every forward_backward: only the last request trains",
-    "SE",
+    "SE-ACCUMULATION",
     lambda: accumulation("right"),
 )
 def _() -> Accumulation:
@@ -145,7 +147,7 @@ def sync(adapter_too: bool) -> WeightSync:
     return WeightSync(kick, push, lambda: says(trainer), lambda: says(sampler))
 
 
-@defect("19", "the adapter's tensors are not among those that are pushed", "RT", lambda: sync(True))
+@defect("19", "the adapter's tensors are not among those that are pushed", "RT-SYNC", lambda: sync(True))
 def _() -> WeightSync:
     return sync(False)
 
@@ -228,7 +230,7 @@ def layers(greedy: bool) -> Census:
     return Census([n for n in names if n.startswith("model.layers.1.")], found)
 
 
-@defect("22", "a greedy pattern reads the expert's index as the layer's", "GL", lambda: layers(False))
+@defect("22", "a greedy pattern reads the expert's index as the layer's", "CENSUS", lambda: layers(False))
 def _() -> Census:
     return layers(True)
 
@@ -317,12 +319,12 @@ def resume(**forgets: bool) -> Resume:
     )
 
 
-@defect("25a", "a resume starts with fresh optimizer moments", "RT", resume)
+@defect("25a", "a resume starts with fresh optimizer moments", "RT-RESUME", resume)
 def _() -> Resume:
     return resume(moments=False)
 
 
-@defect("25b", "the data stream starts again after a resume", "RT", resume)
+@defect("25b", "the data stream starts again after a resume", "RT-RESUME", resume)
 def _() -> Resume:
     return resume(stream=False)
 
@@ -339,7 +341,7 @@ def rates(total: int, ranks: int, per_rank: bool = False) -> list[float]:
 @defect(
     "26",
     "the scheduler is stepped num_processes times an update",
-    "MR SE",
+    "SCHEDULE",
     lambda: Schedule(rates, peak=1.0, final=0.0),
 )
 def _() -> Schedule:
@@ -369,7 +371,7 @@ def gather(values: list[Tensor], aliased: bool) -> list[Tensor]:
 @defect(
     "29",
     "all_gather into [t] * world_size: every rank's slot is one tensor",
-    "RT SE",
+    "RT-GATHER",
     lambda: Gather(lambda v: gather(v, False)),
 )
 def _() -> Gather:

@@ -1,7 +1,13 @@
-"""KL-ZERO, penalties: at the reference a KL penalty is 0 and has a zero gradient.
+"""KL-ZERO: At the reference a KL penalty has value 0 and a zero gradient.
 
 lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is
 no loss)
+
+Needs: terms with a metric named kl; role reference with per-token log-probs; logprobs=fn
+How: The reference log-probs are set to the current policy's; the term's own gradient is the difference between two
+weights.
+Exceptions: k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.
+Detects: CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and not the one that is trained
 """
 
 from __future__ import annotations
@@ -58,15 +64,4 @@ def _about_the_reference(metric: str) -> bool:
     return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
 
 
-LAW = Law(
-    code="KL-ZERO",
-    name="at the reference",
-    sentence="At the reference a KL penalty has value 0 and a zero gradient.",
-    needs="terms with a metric named kl; role reference with per-token log-probs; logprobs=fn",
-    how="The reference log-probs are set to the current policy's; the term's own gradient is the difference between "
-    "two weights.",
-    traps="k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.",
-    caught="CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and not the one that is trained",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("KL-ZERO", "at the reference", __doc__, check, quick=False)

@@ -1,7 +1,13 @@
-"""MR-MEAN: a metric that is an average does not depend on the number of rows or on the padding.
+"""MR-MEAN: A metric that is an average does not depend on the number of rows or on the padding.
 
 every row twice          the same number; or as many times as the loss itself, where that is a sum
 3 columns of padding     the same number
+
+Needs: a step that returns (loss, metrics) under usual names, or metrics=… and terms; ids and a mask for padding
+How: Metrics of the batch with every row twice, and with three more columns of padding.
+Exceptions: Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, its
+metrics may be sums.
+Detects: TRL #6121 (an entropy that counts padding), a KL that is summed and logged as a mean
 """
 
 from __future__ import annotations
@@ -80,15 +86,4 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there:
     )
 
 
-LAW = Law(
-    code="MR-MEAN",
-    name="averages",
-    sentence="A metric that is an average does not depend on the number of rows or on the padding.",
-    needs="a step that returns (loss, metrics) under usual names, or metrics=… and terms; ids and a mask for padding",
-    how="Metrics of the batch with every row twice, and with three more columns of padding.",
-    traps="Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, "
-    "its metrics may be sums.",
-    caught="TRL #6121 (an entropy that counts padding), a KL that is summed and logged as a mean",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("MR-MEAN", "averages", __doc__, check, quick=False, tier="contrib")

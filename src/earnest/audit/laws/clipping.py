@@ -1,9 +1,17 @@
-"""PG-CLIP: clipping at ε zeroes a token's gradient only where its ratio has moved past the bound as its advantage
-wants.
+"""PG-CLIP: Clipping may zero a token's gradient only when its ratio has already moved past the bound in the direction
+that its advantage rewards.
 
 ratio in (1-ε, 1+ε)   every token has a gradient, whatever the sign of its advantage
 ratio > 1+ε, A > 0    a smaller gradient than inside (a hard clip: 0); likewise ratio < 1-ε, A < 0
 ratio > 1+ε, A < 0    a gradient: a token that became likely and was bad must become unlikely; likewise the other side
+
+Needs: a setting named like a clip, with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn
+How: Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's derivative by
+its behaviour and proximal log-probs together. Where the step computes its own advantages, their signs are measured at
+ratio 1.
+Exceptions: A threshold that removes whole rows is searched among the declared settings. Soft clips (SAPO) and one-sided
+ones (CISPO) have settings with other names and are not checked.
+Detects: minimum and maximum swapped, a clip that acts on one side only, TRL #4499
 """
 
 from __future__ import annotations
@@ -206,18 +214,4 @@ def _measure(
             found[case] = pick(found.get(case, got), got)
 
 
-LAW = Law(
-    code="PG-CLIP",
-    name="clipping",
-    sentence="Clipping may zero a token's gradient only when its ratio has already moved past the bound in the "
-    "direction that its advantage rewards.",
-    needs="a setting named like a clip, with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn",
-    how="Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's "
-    "derivative by its behaviour and proximal log-probs together. Where the step computes its own advantages, their "
-    "signs are measured at ratio 1.",
-    traps="A threshold that removes whole rows is searched among the declared settings. Soft clips (SAPO) and "
-    "one-sided ones (CISPO) have settings with other names and are not checked.",
-    caught="minimum and maximum swapped, a clip that acts on one side only, TRL #4499",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PG-CLIP", "clipping", __doc__, check, quick=False)

@@ -1,4 +1,12 @@
-"""CV: every supervised position has a gradient, the last one of a completion too; the share is neither 0 nor 1."""
+"""CV: Every supervised position has a gradient, the terminal token too, and the supervised share is neither 0 nor 1.
+
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and tokenizer to show the span
+How: The signal of single supervised tokens is changed, and each must move the gradient.
+Exceptions: A clipped token has a zero gradient by design under one sign of its advantage, so both signs are tried. Rows
+of advantage 0 have none under either sign and are left out, and so are pairs beyond a hinge. A loss that drops tokens
+on purpose declares drops_tokens=True.
+Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
+"""
 
 from __future__ import annotations
 
@@ -301,17 +309,4 @@ def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterat
         yield edits.perturb(step, base, role, edits.generator(step, 77), where=where.expand_as(old))
 
 
-LAW = Law(
-    code="CV",
-    name="coverage",
-    sentence="Every supervised position has a gradient, the terminal token too, and the supervised share is neither 0 "
-    "nor 1.",
-    needs="roles mask or labels, or chosen_mask and rejected_mask; ids and tokenizer to show the span",
-    how="The signal of single supervised tokens is changed, and each must move the gradient.",
-    traps="A clipped token has a zero gradient by design under one sign of its advantage, so both signs are tried. "
-    "Rows of advantage 0 have none under either sign and are left out, and so are pairs beyond a hinge. A loss that "
-    "drops tokens on purpose declares drops_tokens=True.",
-    caught="Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("CV", "coverage", __doc__, check, quick=False)

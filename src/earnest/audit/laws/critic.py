@@ -1,7 +1,14 @@
-"""PG-CRITIC: the value loss takes the larger of two errors, and the policy's loss has no gradient in the critic.
+"""PG-CRITIC: A clipped value loss takes the larger error, and the policy's loss has no gradient in the critic.
 
 old values far away   max((v - R)², (clipped v - R)²) depends on them; a minimum does not
 terms at weight 0     what the log-probs do not depend on, and a declared term trains, gets no gradient
+
+Needs: roles values and returns; logprobs=fn and terms={value loss: its weight} for the second
+How: Two evaluations with old values far from every return must give different losses. Then, with all terms off,
+parameters that the log-probs do not depend on must have a zero gradient.
+Exceptions: Clipped-only value losses (no maximum) depend on far values too. Heads that no declared term trains are not
+checked.
+Detects: openai/baselines #765 (minimum of the two squares), returns - V(θ) that is not detached
 """
 
 from __future__ import annotations
@@ -97,16 +104,4 @@ def _differs(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and not torch.equal(a, b)
 
 
-LAW = Law(
-    code="PG-CRITIC",
-    name="critic",
-    sentence="A clipped value loss takes the larger error, and the policy's loss has no gradient in the critic.",
-    needs="roles values and returns; logprobs=fn and terms={value loss: its weight} for the second",
-    how="Two evaluations with old values far from every return must give different losses. Then, with all terms off, "
-    "parameters that the log-probs do not depend on must have a zero gradient.",
-    traps="Clipped-only value losses (no maximum) depend on far values too. Heads that no declared term trains are "
-    "not checked.",
-    caught="openai/baselines #765 (minimum of the two squares), returns - V(θ) that is not detached",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PG-CRITIC", "critic", __doc__, check, quick=False, tier="contrib")

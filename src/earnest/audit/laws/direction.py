@@ -1,5 +1,11 @@
-"""DR: a step along minus a term's own gradient lowers the metric that the term is about. Only this law detects a sign
-error."""
+"""DR: A step along minus a term's own gradient lowers the metric that the term is about.
+
+Needs: terms, and their metrics in what the step returns
+How: The term's gradient is the difference between two weights; after one small step along it the metric is measured
+again.
+Exceptions: An entropy bonus raises its metric: declare Raises(setting).
+Detects: sign errors, swapped chosen and rejected, a step that moves away as in torchft #233
+"""
 
 from __future__ import annotations
 
@@ -62,15 +68,4 @@ def _after(probe: Probe, batch: edits.Batch, parts: object, size: float, metric:
     return found
 
 
-LAW = Law(
-    code="DR",
-    name="direction",
-    sentence="A step along minus a term's own gradient lowers the metric that the term is about.",
-    needs="terms, and their metrics in what the step returns",
-    how="The term's gradient is the difference between two weights; after one small step along it the metric is "
-    "measured again.",
-    traps="An entropy bonus raises its metric: declare Raises(setting).",
-    caught="sign errors, swapped chosen and rejected, a step that moves away as in torchft #233",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("DR", "direction", __doc__, check, quick=False)

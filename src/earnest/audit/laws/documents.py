@@ -1,9 +1,17 @@
-"""MI-PACKED: documents that share a packed row are independent.
+"""MI-PACKED: Documents in one packed row are independent: ids and signals of the others do not matter, the gradient of
+a later document equals its gradient when it is alone in the row, and its first token is not a target.
 
 other documents     one document of a row is supervised: ids and signals of the others do not matter
 sums along the row  tokens of one document and rewards, values or returns of the next: their effects add up
 alone               a later document without what precedes it has the same gradient (positions begin again)
 first tokens        a document's first token is not predicted from the document before it
+
+Needs: roles documents and ids beside mask or labels; positions, where the batch has them
+How: One document is supervised while the others are changed; tokens of one and signals of the next are changed; what
+precedes a later one is cut off; only first tokens are supervised.
+Exceptions: Rotary positions may run on, since only distances matter; so gradients are compared, not ids. A first token
+that all documents share (BOS after EOS) may be supervised. Batches with cu_seqlens cannot be cut.
+Detects: TRL #4170, torchtitan #4075, nanoVLM #201, GAE that runs on across packed documents
 """
 
 from __future__ import annotations
@@ -247,16 +255,4 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-LAW = Law(
-    code="MI-PACKED",
-    name="packed documents",
-    sentence="Documents in one packed row are independent: ids and signals of the others do not matter, the gradient "
-    "of a later document equals its gradient when it is alone in the row, and its first token is not a target.",
-    needs="roles documents and ids beside mask or labels; positions, where the batch has them",
-    how="One document is supervised while the others are changed; tokens of one and signals of the next are changed; "
-    "what precedes a later one is cut off; only first tokens are supervised.",
-    traps="Rotary positions may run on, since only distances matter; so gradients are compared, not ids. A first "
-    "token that all documents share (BOS after EOS) may be supervised. Batches with cu_seqlens cannot be cut.",
-    caught="TRL #4170, torchtitan #4075, nanoVLM #201, GAE that runs on across packed documents",
-    check=check,
-)
+LAW = Law.of("MI-PACKED", "packed documents", __doc__, check)

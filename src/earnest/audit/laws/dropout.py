@@ -1,7 +1,14 @@
-"""FD-DROPOUT: with dropout as it is in the run, the gradient still agrees with the loss's finite difference.
+"""FD-DROPOUT: With dropout on and its masks fixed, the finite difference of the loss agrees with the gradient.
 
 Every evaluation starts from one seed, so that all draw the same masks; a backward that runs a part of the forward again
 has to draw them too.
+
+Needs: a model with dropout; value_is_loss=True for policy gradients
+How: Central differences along the gradient, every evaluation from the same seed. Measured again without dropout where
+they disagree.
+Exceptions: A step that also disagrees without dropout, or is random, is not judged here. Not in 16 bits, where 5 % is
+rounding.
+Detects: OLMo-core #828 (checkpointing that draws a new mask)
 """
 
 from __future__ import annotations
@@ -71,16 +78,4 @@ def _off_without(probe: Probe) -> float:
     return abs(slope - size) / size if size > 0 else 0.0
 
 
-LAW = Law(
-    code="FD-DROPOUT",
-    name="dropout",
-    sentence="With dropout on and its masks fixed, the finite difference of the loss agrees with the gradient.",
-    needs="a model with dropout; value_is_loss=True for policy gradients",
-    how="Central differences along the gradient, every evaluation from the same seed. Measured again without dropout "
-    "where they disagree.",
-    traps="A step that also disagrees without dropout, or is random, is not judged here. Not in 16 bits, where 5 % is "
-    "rounding.",
-    caught="OLMo-core #828 (checkpointing that draws a new mask)",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("FD-DROPOUT", "dropout", __doc__, check, quick=False, tier="contrib")

@@ -1,6 +1,12 @@
-"""PG-ENTROPY: the entropy at a position does not depend on which token was sampled there.
+"""PG-ENTROPY: An entropy term does not depend on which tokens were sampled.
 
 another id at a row's last supervised place   H = -Σ π log π stays;  -log π(id) moves with the id
+
+Needs: terms with a metric named entropy; roles ids and mask; logprobs=fn
+How: The last supervised token of a row, which no supervised position reads, gets another id. If the metric changes, a
+second id shows whether it changes as -log π does.
+Exceptions: A mask that is computed from the ids changes it too; the second id distinguishes the two.
+Detects: an entropy bonus from the sampled tokens' log-probs, whose expected gradient is 0
 """
 
 from __future__ import annotations
@@ -106,15 +112,4 @@ def _other(probe: Probe, spot: Tensor, times: int) -> edits.Batch:
     return batch
 
 
-LAW = Law(
-    code="PG-ENTROPY",
-    name="entropy",
-    sentence="An entropy term does not depend on which tokens were sampled.",
-    needs="terms with a metric named entropy; roles ids and mask; logprobs=fn",
-    how="The last supervised token of a row, which no supervised position reads, gets another id. If the metric "
-    "changes, a second id shows whether it changes as -log π does.",
-    traps="A mask that is computed from the ids changes it too; the second id distinguishes the two.",
-    caught="an entropy bonus from the sampled tokens' log-probs, whose expected gradient is 0",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PG-ENTROPY", "entropy", __doc__, check, quick=False, tier="contrib")

@@ -1,6 +1,15 @@
-"""FD: the reported loss's finite difference along a direction agrees with the gradient along it.
+"""FD: The finite difference of the reported loss agrees with the gradient.
 
 (L(θ + εd) - L(θ - εd)) / 2ε  =  ⟨∇L, d⟩
+
+Needs: value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and
+preferences are taken to be so
+How: Central differences along the gradient, from a perturbed, off-policy state, at five step lengths; the best one
+counts (a clip has corners).
+Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with a
+detached factor (DoRA's norm): they declare value_is_loss=False. So may a loss over the student's own top k, which
+jumps.
+Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients
 """
 
 from __future__ import annotations
@@ -119,18 +128,4 @@ def _slope(probe: Probe, batch: edits.Batch, parts: object, size: float, reach: 
     return (values[0] - values[1]) / (2 * epsilon)
 
 
-LAW = Law(
-    code="FD",
-    name="finite difference",
-    sentence="The finite difference of the reported loss agrees with the gradient.",
-    needs="value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and "
-    "preferences are taken to be so",
-    how="Central differences along the gradient, from a perturbed, off-policy state, at five step lengths; the best "
-    "one counts (a clip has corners).",
-    traps="Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with "
-    "a detached factor (DoRA's norm): they declare value_is_loss=False. So may a loss over the student's own top k, "
-    "which jumps.",
-    caught="SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("FD", "finite difference", __doc__, check, quick=False)

@@ -1,7 +1,14 @@
-"""DIV-ZERO: identical distributions have the least cost and a zero gradient.
+"""DIV-ZERO: Identical distributions have the least cost and a zero gradient; different ones have a gradient.
 
 teacher = student   →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
 GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
+
+Needs: roles teacher and student=fn; terms, or pure={knob: value}, where another loss is mixed in
+How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.
+Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
+teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is searched
+and must then be declared.
+Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights
 """
 
 from __future__ import annotations
@@ -150,17 +157,4 @@ def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:
     return torch.full_like(teacher, low).scatter(-1, lowest, high)
 
 
-LAW = Law(
-    code="DIV-ZERO",
-    name="identical",
-    sentence="Identical distributions have the least cost and a zero gradient; different ones have a gradient.",
-    needs="roles teacher and student=fn; terms, or pure={knob: value}, where another loss is mixed in",
-    how="The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.",
-    traps="In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the "
-    "teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is "
-    "searched and must then be declared.",
-    caught="a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture "
-    "weights",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("DIV-ZERO", "identical", __doc__, check, quick=False)

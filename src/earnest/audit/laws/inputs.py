@@ -1,4 +1,13 @@
-"""IG: the gradient depends on every declared input, and the reference does not change with the policy."""
+"""IG: The gradient depends on every declared input; the reference is deterministic and does not move when the policy
+does.
+
+Needs: roles; reference=… for the reference policy
+How: Each input is changed where the loss is taken, from a perturbed, off-policy state; the gradient must change.
+Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
+states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
+weight of 1 and extreme values are tried before the law fails.
+Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534
+"""
 
 from __future__ import annotations
 
@@ -276,16 +285,4 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
     return float(torch.where(a == b, torch.zeros_like(a), a - b).abs().max()) if a.numel() else 0.0
 
 
-LAW = Law(
-    code="IG",
-    name="inputs",
-    sentence="The gradient depends on every declared input; the reference is deterministic and does not move when the "
-    "policy does.",
-    needs="roles; reference=… for the reference policy",
-    how="Each input is changed where the loss is taken, from a perturbed, off-policy state; the gradient must change.",
-    traps="At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both "
-    "states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its "
-    "corner: a weight of 1 and extreme values are tried before the law fails.",
-    caught="SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534",
-    check=check,
-)
+LAW = Law.of("IG", "inputs", __doc__, check)

@@ -1,7 +1,14 @@
-"""KL-DIRECTION: forward means KL(teacher ‖ student).
+"""KL-DIRECTION: A mode named forward KL is closer to the likelihood of a certain teacher's token than the mode named
+reverse KL.
 
 For a teacher that is certain of one token, the forward KL is that token's negative log-likelihood; the reverse one is
 not.
+
+Needs: an option with modes named forward and reverse; roles teacher and student=fn
+How: The teacher puts all its probability on a token that the student finds unlikely; the gradients of both modes are
+compared with that token's.
+Exceptions: Checked only where both names are among an option's modes.
+Detects: twinkle #112 and aprender #2153 (forward and reverse swapped)
 """
 
 from __future__ import annotations
@@ -76,16 +83,4 @@ def _cosine(probe: Probe, batch: Mapping[str, Any], knobs: Mapping[str, Any], wa
     return gradient.dot(wanted) / max(gradient.norm() * wanted.norm(), 1e-300)
 
 
-LAW = Law(
-    code="KL-DIRECTION",
-    name="KL direction",
-    sentence="A mode named forward KL is closer to the likelihood of a certain teacher's token than the mode named "
-    "reverse KL.",
-    needs="an option with modes named forward and reverse; roles teacher and student=fn",
-    how="The teacher puts all its probability on a token that the student finds unlikely; the gradients of both modes "
-    "are compared with that token's.",
-    traps="Checked only where both names are among an option's modes.",
-    caught="twinkle #112 and aprender #2153 (forward and reverse swapped)",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("KL-DIRECTION", "KL direction", __doc__, check, quick=False, tier="contrib")

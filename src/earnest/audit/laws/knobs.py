@@ -1,4 +1,13 @@
-"""KG: the gradient depends on every setting, an option's modes differ, and a term's weight scales it linearly."""
+"""KG: The gradient depends on every setting and not on inert ones, every mode of an option differs from the others, and
+a weight scales its term linearly.
+
+Needs: knobs, options, terms; inert for settings that must not matter
+How: Gradients (never loss values) at other values of the setting, from a perturbed, off-policy state.
+Exceptions: A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not
+sufficient: a sign or swapped modes pass here and fail elsewhere.
+Detects: SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means of
+chunks), verl-recipe #151 (an end of β that is clamped)
+"""
 
 from __future__ import annotations
 
@@ -280,16 +289,4 @@ def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob
         )
 
 
-LAW = Law(
-    code="KG",
-    name="settings",
-    sentence="The gradient depends on every setting and not on inert ones, every mode of an option differs from the "
-    "others, and a weight scales its term linearly.",
-    needs="knobs, options, terms; inert for settings that must not matter",
-    how="Gradients (never loss values) at other values of the setting, from a perturbed, off-policy state.",
-    traps="A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not "
-    "sufficient: a sign or swapped modes pass here and fail elsewhere.",
-    caught="SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means "
-    "of chunks), verl-recipe #151 (an end of β that is clamped)",
-    check=check,
-)
+LAW = Law.of("KG", "settings", __doc__, check)

@@ -1,6 +1,12 @@
-"""NLL: the least likely label, alone in the loss, becomes more likely.
+"""NLL: The least likely label, alone in the loss, becomes more likely.
 
 cos(-∇L, ∇lp) > 0.   With the weight p undetached, ∇(-p·lp) = -(1 + lp)·p·∇lp reverses below p = 1/e.
+
+Needs: SFT with labels or a mask, and logprobs=fn(model, batch)
+How: All labels but one are masked; the loss's gradient is compared with that of the label's log-prob.
+Exceptions: Regularisers and other mask conventions rotate the gradient a little; only a gradient that points away is a
+failure. Unlikelihood training is not SFT.
+Detects: a DFT weight that is not detached
 """
 
 from __future__ import annotations
@@ -63,15 +69,4 @@ def _alone(probe: Probe, row: int, column: int) -> edits.Batch:
     return batch
 
 
-LAW = Law(
-    code="NLL",
-    name="likelihood",
-    sentence="The least likely label, alone in the loss, becomes more likely.",
-    needs="SFT with labels or a mask, and logprobs=fn(model, batch)",
-    how="All labels but one are masked; the loss's gradient is compared with that of the label's log-prob.",
-    traps="Regularisers and other mask conventions rotate the gradient a little; only a gradient that points away is "
-    "a failure. Unlikelihood training is not SFT.",
-    caught="a DFT weight that is not detached",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("NLL", "likelihood", __doc__, check, quick=False, tier="contrib")

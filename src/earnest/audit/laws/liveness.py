@@ -1,5 +1,18 @@
-"""GL: every trainable parameter gets a gradient and its bits change; the optimizer owns, and the clip bounds, what is
-trainable; nothing else moves."""
+"""GL: Every trainable parameter and every term has a gradient; the parameters' bits change and most of each update is
+applied; the optimizer owns, and the clip bounds, exactly what is trainable; nothing else moves.
+
+Needs: model and loss; optimizer for what moves and what it owns; clipped for what is clipped; backward and update where
+the run has its own; weighed for the terms
+How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits the update is held against
+what the same optimizer does to fp32 copies: half of it has to arrive.
+Exceptions: LoRA's A has a zero gradient while B = 0: it may get one at step 2. Weight decay alone moves a parameter
+without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle. Running
+statistics change in the forward pass, so only buffers that an update changes count. Optimizers with master weights,
+Kahan summation or stochastic rounding may apply an update later; if little changed, the same gradient is applied again
+before judging. A term that is inactive by design where training begins is judged in the state that active declares.
+Detects: SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move,
+prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
+"""
 
 from __future__ import annotations
 
@@ -269,23 +282,4 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-LAW = Law(
-    code="GL",
-    name="liveness",
-    sentence="Every trainable parameter and every term has a gradient; the parameters' bits change and most of each "
-    "update is applied; the optimizer owns, and the clip bounds, exactly what is trainable; nothing else moves.",
-    needs="model and loss; optimizer for what moves and what it owns; clipped for what is clipped; backward and "
-    "update where the run has its own; weighed for the terms",
-    how=f"{STEPS} real steps from the real state, then every bit is compared and restored. In 16 bits the update is "
-    "held against what the same optimizer does to fp32 copies: half of it has to arrive.",
-    traps="LoRA's A has a zero gradient while B = 0: it may get one at step 2. Weight decay alone moves a parameter "
-    "without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle. "
-    "Running statistics change in the forward pass, so only buffers that an update changes count. Optimizers with "
-    "master weights, Kahan summation or stochastic rounding may apply an update later; if little changed, the same "
-    "gradient is applied again before judging. A term that is inactive by design where training begins is judged in "
-    "the state that active declares.",
-    caught="SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move, "
-    "prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)",
-    check=check,
-    from_start=True,
-)
+LAW = Law.of("GL", "liveness", __doc__, check, from_start=True)

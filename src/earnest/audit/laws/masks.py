@@ -1,4 +1,14 @@
-"""MI: what is masked does not matter: signals where no loss is taken, padded ids, more padding, masked rows."""
+"""MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
+matter.
+
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest
+How: Each is changed or added; the gradient must stay the same within the step's own resolution.
+Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
+factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
+accident (prompts beside completions) must not be padded with them, so other readings are tried. Per-token rewards that
+are 0 wherever they are masked may be summed without the mask.
+Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask
+"""
 
 from __future__ import annotations
 
@@ -196,17 +206,4 @@ def _counts(probe: Probe, masked: Gradient) -> bool:
     return any(whole.times(factor).distance(masked) <= probe.tolerance for factor in (1.0, rows / (rows + 1)))
 
 
-LAW = Law(
-    code="MI",
-    name="masks",
-    sentence="Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do "
-    "not matter.",
-    needs="roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest",
-    how="Each is changed or added; the gradient must stay the same within the step's own resolution.",
-    traps="Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so "
-    "a factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' "
-    "width by accident (prompts beside completions) must not be padded with them, so other readings are tried. "
-    "Per-token rewards that are 0 wherever they are masked may be summed without the mask.",
-    caught="verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask",
-    check=check,
-)
+LAW = Law.of("MI", "masks", __doc__, check)

@@ -1,4 +1,10 @@
-"""MR: a metric equals what it names, stays in its range, varies, and is neutral for an unchanged policy."""
+"""MR: A metric equals the quantity that it names, stays in its range, varies, and is neutral for an unchanged policy.
+
+Needs: a step that returns (loss, metrics); metrics={name: (low, high)} and terms
+How: Metrics on the batch, in distant states, and with behaviour = current policy.
+Exceptions: Counts and settings are constant by nature; only declared metrics must vary, and those in still need not.
+Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0
+"""
 
 from __future__ import annotations
 
@@ -208,15 +214,4 @@ def _means(values: Tensor, mask: Tensor) -> list[float]:
     return [float(whole / mask.sum()), float(by_row.mean()), float(whole), float(whole / rows.sum())]
 
 
-LAW = Law(
-    code="MR",
-    name="metrics",
-    sentence="A metric equals the quantity that it names, stays in its range, varies, and is neutral for an unchanged "
-    "policy.",
-    needs="a step that returns (loss, metrics); metrics={name: (low, high)} and terms",
-    how="Metrics on the batch, in distant states, and with behaviour = current policy.",
-    traps="Counts and settings are constant by nature; only declared metrics must vary, and those in still need not.",
-    caught="OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is "
-    "always 0",
-    check=check,
-)
+LAW = Law.of("MR", "metrics", __doc__, check)

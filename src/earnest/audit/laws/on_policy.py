@@ -1,7 +1,14 @@
-"""PG-ONPOLICY: with behaviour = current policy the gradient is REINFORCE with the loss's own normaliser.
+"""PG-ONPOLICY: With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.
 
 on-policy, no other term:   ∇L = -Σ c_t A_t ∇lp_t,   c_t = -∂L/∂A_t (ratio form)   or   -(∂L/∂A_t)/lp_t (surrogate form)
 and then: linear in A; 0 for A = 0; a clip whose range contains 1 has no effect
+
+Needs: roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off
+How: The normaliser is taken from ∂L/∂A and its share per token from ∂L/∂behaviour; the gradient is rebuilt from them
+and compared. A clip whose range contains 1 must have no effect.
+Exceptions: A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates
+(−A·lp) are recognised. A step that whitens its advantages over the batch declares rows_interact=True.
+Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283
 """
 
 from __future__ import annotations
@@ -291,16 +298,4 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     )
 
 
-LAW = Law(
-    code="PG-ONPOLICY",
-    name="on-policy",
-    sentence="With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.",
-    needs="roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off",
-    how="The normaliser is taken from ∂L/∂A and its share per token from ∂L/∂behaviour; the gradient is rebuilt from "
-    "them and compared. A clip whose range contains 1 must have no effect.",
-    traps="A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates "
-    "(−A·lp) are recognised. A step that whitens its advantages over the batch declares rows_interact=True.",
-    caught="TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PG-ONPOLICY", "on-policy", __doc__, check, quick=False)

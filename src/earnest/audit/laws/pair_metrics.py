@@ -1,6 +1,13 @@
-"""MR-PAIR: the metrics of a pair agree with the side that the loss prefers.
+"""MR-PAIR: Accuracy and margin of a pair agree with the side that the loss prefers, and a log-prob metric belongs to
+the side that it is named for.
 
 L(chosen, rejected) < L(rejected, chosen)   ⟺   margin > 0 and accuracy = 1, for one pair alone
+
+Needs: roles chosen and rejected; a metric named accuracy or margin; logprobs=fn for metrics named logps
+How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show?
+Exceptions: Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric
+whose sign does not change with the sides is not checked.
+Detects: an accuracy that is 1 - accuracy, a margin of rejected minus chosen, LLaMA-Factory #6050 (logps swapped)
 """
 
 from __future__ import annotations
@@ -87,16 +94,4 @@ def _own_side(probe: Probe) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-LAW = Law(
-    code="MR-PAIR",
-    name="pair metrics",
-    sentence="Accuracy and margin of a pair agree with the side that the loss prefers, and a log-prob metric belongs "
-    "to the side that it is named for.",
-    needs="roles chosen and rejected; a metric named accuracy or margin; logprobs=fn for metrics named logps",
-    how="Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show?",
-    traps="Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric "
-    "whose sign does not change with the sides is not checked.",
-    caught="an accuracy that is 1 - accuracy, a margin of rejected minus chosen, LLaMA-Factory #6050 (logps swapped)",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("MR-PAIR", "pair metrics", __doc__, check, quick=False, tier="contrib")

@@ -1,7 +1,15 @@
-"""PAIR: a pair of two identical answers has a zero gradient, and descending widens the margin.
+"""PAIR: A pair of two identical answers has a zero gradient, descending the loss widens the margin, and at the
+reference every pair has the same weight.
 
 chosen = rejected, token by token   →   gradient 0
 lp = reference                      →   every pair has the same weight, towards a wider margin
+
+Needs: roles chosen and rejected; logprobs=fn for the margin; terms or switches where another term is in the loss
+How: The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε is
+compared with 1 - ε on swapped answers.
+Exceptions: SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its target
+back.
+Detects: sign errors, swapped or differently masked answers, a smoothed half with a wrong sign
 """
 
 from __future__ import annotations
@@ -297,17 +305,4 @@ def _cosine(a: Gradient, b: Gradient) -> float:
     return a.dot(b) / max(a.norm() * b.norm(), 1e-300)
 
 
-LAW = Law(
-    code="PAIR",
-    name="pairs",
-    sentence="A pair of two identical answers has a zero gradient, descending the loss widens the margin, and at the "
-    "reference every pair has the same weight.",
-    needs="roles chosen and rejected; logprobs=fn for the margin; terms or switches where another term is in the loss",
-    how="The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε "
-    "is compared with 1 - ε on swapped answers.",
-    traps="SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its "
-    "target back.",
-    caught="sign errors, swapped or differently masked answers, a smoothed half with a wrong sign",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PAIR", "pairs", __doc__, check, quick=False)

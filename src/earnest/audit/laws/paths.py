@@ -1,5 +1,10 @@
-"""DF: two paths that claim the same objective have the same gradient: fused and eager, merged and not, checkpointed
-or not; the run's own backward pass and the loss's autograd."""
+"""DF: Two paths that claim the same objective have the same gradient.
+
+Needs: paths={name: function} or backward=fn
+How: Both gradients from a perturbed, off-policy state, where no term is at its zero.
+Exceptions: Only this law, or the written formula, detects a constant factor.
+Detects: Liger #1082, verl #1440 and #2016, transformers #26221
+"""
 
 from __future__ import annotations
 
@@ -66,13 +71,4 @@ def _backward(probe: Probe, name: str, backward: Callable[[Mapping[str, Any]], A
     )
 
 
-LAW = Law(
-    code="DF",
-    name="paths",
-    sentence="Two paths that claim the same objective have the same gradient.",
-    needs="paths={name: function} or backward=fn",
-    how="Both gradients from a perturbed, off-policy state, where no term is at its zero.",
-    traps="Only this law, or the written formula, detects a constant factor.",
-    caught="Liger #1082, verl #1440 and #2016, transformers #26221",
-    check=check,
-)
+LAW = Law.of("DF", "paths", __doc__, check)

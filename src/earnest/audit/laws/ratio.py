@@ -1,9 +1,18 @@
-"""PG-RATIO: a token's gradient is proportional to the first power of its importance weight, however it is written.
+"""PG-RATIO: A token's gradient is proportional to the first power of its importance weight (or independent of it, where
+there is none).
 
 behaviour (and proximal) = now - log ρ    ∇L → ρᵏ·∇L, k = 1;  k = 0 without a weight;  k in between where it is tempered
 behaviour alone = now - log ρ             the same for the correction proximal / behaviour: k = 1, or 0 where the
                                           weights are divided by their own mean
 k = 2: the weight is applied twice;  k = -1: it is inverted
+
+Needs: roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)
+How: From the on-policy state all ratios are set to ρ, inside every clip, and the power of ρ is measured from the
+gradient; then the same for the sampler correction alone. The first needs no evaluation of its own: it is that of the
+linearity check.
+Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
+gradient as a whole: neither is judged.
+Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
 """
 
 from __future__ import annotations
@@ -260,19 +269,4 @@ def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
     return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
 
 
-LAW = Law(
-    code="PG-RATIO",
-    name="ratio",
-    sentence="A token's gradient is proportional to the first power of its importance weight (or independent of it, "
-    "where there is none).",
-    needs="roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)",
-    how="From the on-policy state all ratios are set to ρ, inside every clip, and the power of ρ is measured from the "
-    "gradient; then the same for the sampler correction alone. The first needs no evaluation of its own: it is that "
-    "of the linearity check.",
-    traps="A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the "
-    "gradient as a whole: neither is judged.",
-    caught="slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared "
-    "ratio",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib")

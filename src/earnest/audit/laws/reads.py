@@ -1,4 +1,11 @@
-"""IG-READS: which keys of the batch the loss never reads."""
+"""IG-READS: Lists batch tensors that have no declared role and are never read by the loss. Informational; never a
+failure.
+
+Needs: a batch with tensors that have no role
+How: One evaluation on a batch that records which keys are read.
+Exceptions: Passing the whole batch on (**batch) reads everything.
+Detects: masks and positions that are collated and never reach the loss
+"""
 
 from __future__ import annotations
 
@@ -85,15 +92,4 @@ def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str
     return [k for k in keys if k not in recording.accessed]
 
 
-LAW = Law(
-    code="IG-READS",
-    name="unread inputs",
-    sentence="Lists batch tensors that have no declared role and are never read by the loss. Informational; never a "
-    "failure.",
-    needs="a batch with tensors that have no role",
-    how="One evaluation on a batch that records which keys are read.",
-    traps="Passing the whole batch on (**batch) reads everything.",
-    caught="masks and positions that are collated and never reach the loss",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("IG-READS", "unread inputs", __doc__, check, quick=False, tier="contrib")

@@ -1,8 +1,17 @@
-"""PG-REWARD: rewards that the step turns into advantages itself.
+"""PG-REWARD: A better reward makes its row more likely, rewards that are equal within a group give a zero gradient, and
+a KL in the reward is a cost.
 
 one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
 rewards that are equal within every group     have a zero gradient, however the groups differ
 a row at the reference, not above it          is raised (a KL in the reward is a cost)
+
+Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference for the
+KL
+How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
+compared with that row's ∇Σlp.
+Exceptions: Only reward values that occur are used, since some estimators divide by a mean. With a critic's values, or a
+baseline over the batch (rows_interact=True), equal groups may legitimately have a gradient.
+Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
 """
 
 from __future__ import annotations
@@ -185,18 +194,4 @@ def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-LAW = Law(
-    code="PG-REWARD",
-    name="rewards",
-    sentence="A better reward makes its row more likely, rewards that are equal within a group give a zero gradient, "
-    "and a KL in the reward is a cost.",
-    needs="role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference "
-    "for the KL",
-    how="On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the "
-    "gradient is compared with that row's ∇Σlp.",
-    traps="Only reward values that occur are used, since some estimators divide by a mean. With a critic's values, or "
-    "a baseline over the batch (rows_interact=True), equal groups may legitimately have a gradient.",
-    caught="a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib")

@@ -1,6 +1,11 @@
-"""MI-LENGTH: attended, unsupervised tokens after the answers do not change a row's weight.
+"""MI-LENGTH: Unsupervised tokens after the answers do not change a row's weight.
 
 In a causal model they cannot change log-probs; they can only change what a row is divided by.
+
+Needs: roles ids, attention and mask or labels, or the same of either answer
+How: Three attended columns are added at the end; the gradient keeps its direction.
+Exceptions: Such tokens do matter to a model that is not causal, which is tested with other ids there.
+Detects: answers that are divided by the length of prompt and answer, tool output in a row's normaliser
 """
 
 from __future__ import annotations
@@ -56,14 +61,4 @@ def check(probe: Probe) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-LAW = Law(
-    code="MI-LENGTH",
-    name="row length",
-    sentence="Unsupervised tokens after the answers do not change a row's weight.",
-    needs="roles ids, attention and mask or labels, or the same of either answer",
-    how="Three attended columns are added at the end; the gradient keeps its direction.",
-    traps="Such tokens do matter to a model that is not causal, which is tested with other ids there.",
-    caught="answers that are divided by the length of prompt and answer, tool output in a row's normaliser",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("MI-LENGTH", "row length", __doc__, check, quick=False, tier="contrib")

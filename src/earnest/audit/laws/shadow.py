@@ -1,4 +1,11 @@
-"""F64: the step's gradient agrees with that of a float64 copy, on confident inputs too."""
+"""F64: The step's gradient agrees with that of a float64 copy, on confident inputs and large margins too.
+
+Needs: a model that can be deep-copied and a loss that uses the model it is given
+How: A copy of the model in float64 runs the same batch; once as it is, once with its last matrix scaled up.
+Exceptions: Hugging Face models cast to fp32 inside norms and rotary embeddings: such modules are counted and reported.
+A parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and is not judged.
+Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
+"""
 
 from __future__ import annotations
 
@@ -174,16 +181,4 @@ class _scaled:
                 self.tensor.copy_(self.kept)
 
 
-LAW = Law(
-    code="F64",
-    name="float64 shadow",
-    sentence="The step's gradient agrees with that of a float64 copy, on confident inputs and large margins too.",
-    needs="a model that can be deep-copied and a loss that uses the model it is given",
-    how="A copy of the model in float64 runs the same batch; once as it is, once with its last matrix scaled up.",
-    traps="Hugging Face models cast to fp32 inside norms and rotary embeddings: such modules are counted and "
-    "reported. A parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and "
-    "is not judged.",
-    caught="log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("F64", "float64 shadow", __doc__, check, quick=False)

@@ -1,7 +1,13 @@
-"""CV-SHIFT: a label is predicted from the token right before it, and from nothing after that one.
+"""CV-SHIFT: A label is predicted from the token right before it, and from nothing after that token.
 
 Only the last label of every row is supervised. Then the input that predicts it matters, and no input after that one
 does, above all not the label's own token.
+
+Needs: role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation
+How: Only the last label of every row is supervised; the token before it is changed, then all that come after.
+Exceptions: A mask as wide as the ids may mark tokens or the places that predict them: it is checked only where it marks
+a row's last token. A load-balancing term reads every input: rows_interact=True.
+Detects: a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised tokens)
 """
 
 from __future__ import annotations
@@ -185,17 +191,4 @@ def _moved(
     return by_last, by_own
 
 
-LAW = Law(
-    code="CV-SHIFT",
-    name="shift",
-    sentence="A label is predicted from the token right before it, and from nothing after that token.",
-    needs="role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation",
-    how="Only the last label of every row is supervised; the token before it is changed, then all that come after.",
-    traps="A mask as wide as the ids may mark tokens or the places that predict them: it is checked only where it "
-    "marks "
-    "a row's last token. A load-balancing term reads every input: rows_interact=True.",
-    caught="a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised "
-    "tokens)",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("CV-SHIFT", "shift", __doc__, check, quick=False)

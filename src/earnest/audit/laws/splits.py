@@ -1,8 +1,14 @@
-"""SE: order, repetition and cutting of the rows do not change the gradient, up to the normaliser.
+"""SE: Permuting, repeating or cutting the rows (unevenly) does not change the gradient, up to the normaliser.
 
 permuted rows     the same gradient
 every row twice   the same gradient, twice it (a sum), or something in between (a root of the count)
 whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
+
+Needs: a batch of at least two rows
+How: Gradients of the permuted, the doubled and the unevenly cut batch.
+Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
+parts: then every row gets equally many tokens. A loss that couples rows by definition declares rows_interact=True.
+Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
 """
 
 from __future__ import annotations
@@ -273,16 +279,4 @@ def _evenly(probe: Probe) -> Span | None:
         return None
 
 
-LAW = Law(
-    code="SE",
-    name="splits",
-    sentence="Permuting, repeating or cutting the rows (unevenly) does not change the gradient, up to the normaliser.",
-    needs="a batch of at least two rows",
-    how="Gradients of the permuted, the doubled and the unevenly cut batch.",
-    traps="Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of "
-    "its parts: then every row gets equally many tokens. A loss that couples rows by definition declares "
-    "rows_interact=True.",
-    caught="OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("SE", "splits", __doc__, check, quick=False)

@@ -1,6 +1,11 @@
-"""MR-SUM: where every term is declared, the loss is their sum.
+"""MR-SUM: Terms that are declared to be the whole loss add up to it.
 
 L = Σ weight·term + Σ fixed terms
+
+Needs: fixed=(metrics of weight 1,), and terms for the others
+How: Loss and metrics of the perturbed step, which are known already: no further evaluation.
+Exceptions: A metric with another normaliser than its term does not add up; then leave fixed undeclared.
+Detects: mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
 
 from __future__ import annotations
@@ -42,13 +47,4 @@ def check(probe: Probe) -> Iterator[Finding]:
     )
 
 
-LAW = Law(
-    code="MR-SUM",
-    name="sums",
-    sentence="Terms that are declared to be the whole loss add up to it.",
-    needs="fixed=(metrics of weight 1,), and terms for the others",
-    how="Loss and metrics of the perturbed step, which are known already: no further evaluation.",
-    traps="A metric with another normaliser than its term does not add up; then leave fixed undeclared.",
-    caught="mlx-lm-lora #65 (ORPO without its likelihood, which is logged)",
-    check=check,
-)
+LAW = Law.of("MR-SUM", "sums", __doc__, check)

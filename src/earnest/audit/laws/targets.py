@@ -1,6 +1,13 @@
-"""PAIR-TARGET: a larger target margin never reduces a pair's gradient.
+"""PAIR-TARGET: A larger target margin never reduces a pair's gradient.
 
 L = f(β·Δ - γ) with f' ≤ 0 growing:  γ up  →  -∂L/∂Δ up or as it was
+
+Needs: roles chosen and rejected, and the role margin or a setting with such a name (gamma, target_margin, offset)
+How: One pair alone, with its target margin and with a larger one.
+Exceptions: A squared loss that is past its target pulls back, and less so with a larger target: a far larger one
+decides. A setting with such a name that is not a target (a focal exponent) has no larger gradient at the other end, and
+is not judged.
+Detects: a reward model's or SimPO's margin that is added instead of subtracted
 """
 
 from __future__ import annotations
@@ -71,16 +78,4 @@ def _target(probe: Probe) -> Iterator[Finding]:
     )
 
 
-LAW = Law(
-    code="PAIR-TARGET",
-    name="target margins",
-    sentence="A larger target margin never reduces a pair's gradient.",
-    needs="roles chosen and rejected, and the role margin or a setting with such a name (gamma, target_margin, offset)",
-    how="One pair alone, with its target margin and with a larger one.",
-    traps="A squared loss that is past its target pulls back, and less so with a larger target: a far larger one "
-    "decides. A setting with such a name that is not a target (a focal exponent) has no larger gradient at the other "
-    "end, and is not judged.",
-    caught="a reward model's or SimPO's margin that is added instead of subtracted",
-    check=check,
-    quick=False,
-)
+LAW = Law.of("PAIR-TARGET", "target margins", __doc__, check, quick=False, tier="contrib")

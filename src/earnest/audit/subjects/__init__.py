@@ -8,11 +8,16 @@ from earnest.audit.subjects import (
     census,
     ema,
     gae,
+    gather,
     merge,
-    persistence,
+    merged_layer,
+    outer,
+    resume,
+    round_trip,
     schedule,
+    sync,
+    thinning,
     update,
-    weights,
 )
 from earnest.audit.subjects.accumulation import Accumulation as Accumulation
 from earnest.audit.subjects.advantages import AdvantageEstimator as AdvantageEstimator
@@ -20,18 +25,21 @@ from earnest.audit.subjects.base import Subject as Subject
 from earnest.audit.subjects.census import Census as Census
 from earnest.audit.subjects.ema import Ema as Ema
 from earnest.audit.subjects.gae import GAE as GAE
+from earnest.audit.subjects.gather import Gather as Gather
 from earnest.audit.subjects.merge import Merge as Merge
-from earnest.audit.subjects.merge import MergedLayer as MergedLayer
+from earnest.audit.subjects.merged_layer import MergedLayer as MergedLayer
 from earnest.audit.subjects.outer import OuterStep as OuterStep
-from earnest.audit.subjects.persistence import Resume as Resume
-from earnest.audit.subjects.persistence import RoundTrip as RoundTrip
+from earnest.audit.subjects.resume import Resume as Resume
+from earnest.audit.subjects.round_trip import RoundTrip as RoundTrip
 from earnest.audit.subjects.schedule import Schedule as Schedule
+from earnest.audit.subjects.sync import WeightSync as WeightSync
+from earnest.audit.subjects.thinning import Unbiased as Unbiased
 from earnest.audit.subjects.update import Update as Update
-from earnest.audit.subjects.weights import Gather as Gather
-from earnest.audit.subjects.weights import Unbiased as Unbiased
-from earnest.audit.subjects.weights import WeightSync as WeightSync
 
-LAWS: tuple[Law, ...] = (
-    advantages.LAW, gae.LAW, accumulation.LAW, update.LAW, *persistence.LAWS, *merge.LAWS, *weights.LAWS, ema.LAW,
-    schedule.LAW, census.LAW,
+LAWS: tuple[Law, ...] = tuple(
+    module.LAW
+    for module in (
+        advantages, gae, accumulation, update, round_trip, resume, merge, merged_layer, sync, outer, thinning, gather,
+        ema, schedule, census,
+    )
 )  # fmt: skip

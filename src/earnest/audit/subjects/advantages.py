@@ -1,4 +1,6 @@
-"""An advantage estimator: fn(rewards [B], groups [B]) -> advantages [B].
+"""ADV: A constant on a group's rewards changes nothing, groups are independent, a group sums to 0, scaling has the
+declared effect, order and names do not matter, equal rewards give 0, the only right answer is not below 0 and above the
+wrong ones, a missing reward does not become a number, inputs are not modified.
 
 shift     + a constant on all rewards of one group changes nothing (but a common factor, where it divides by the batch)
 locality  a change in one group leaves the others alone (likewise)
@@ -10,6 +12,16 @@ sign      one right answer in a group is not below 0, the wrong ones not above, 
 names     other names of the groups (100, 101, …) change nothing
 inputs    are not written into
 missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
+
+Needs: fn(rewards, groups), scale, over; scaled_over where the division is over something else, baseline where it is not
+the mean
+How: Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get other
+names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a denominator.
+Exceptions: Centring over the batch is legitimate where it is declared, and so is a division by the batch's spread
+(scaled_over="batch"); an estimator that takes rows by position declares interleaved=False. Rewards that never round (0
+and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.
+Detects: one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL #1518
+(spread of the others), NeMo-RL #4158 (equal rewards become ±1)
 """
 
 from __future__ import annotations
@@ -22,7 +34,8 @@ import torch
 from torch import Tensor
 
 from earnest.audit.law import Law
-from earnest.audit.subjects.base import judged, rounding
+from earnest.audit.precision import rounding
+from earnest.audit.subjects.base import untouched
 from earnest.audit.verdict import Finding
 
 SHIFT = 5.0
@@ -33,6 +46,21 @@ EXACT = (0.0, 1.0)  # values that no mean rounds
 EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
 
 
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Rewards, groups and their advantages; ``scale`` is what differences are relative to, ``room`` how large they may
+    be."""
+
+    rewards: Tensor
+    groups: Tensor
+    base: Tensor
+    scale: float
+    room: float
+
+    def same(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
+        return LAW.agrees(subject, float((a - b).abs().max()) / max(self.scale, 1e-12), self.room, meaning)
+
+
 @dataclass
 class AdvantageEstimator:
     """``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
@@ -40,7 +68,7 @@ class AdvantageEstimator:
     row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
     the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not checked. ``values``: the
     only rewards that occur, such as (0.0, 1.0): no other is drawn, so a shift or a factor that leads out of them is not
-    asked. ``interleaved=False``: a group's rows stand together, ``size`` each. ``in_place=True``: it writes into the
+    tried. ``interleaved=False``: a group's rows stand together, ``size`` each. ``in_place=True``: it writes into the
     rewards by design.
     """
 
@@ -62,50 +90,118 @@ class AdvantageEstimator:
         if self.interleaved:  # rows of a group need not stand together, unless the estimator assumes it
             groups = groups[torch.randperm(len(groups), generator=rng)]
         rewards = self._draw(groups, rng)
-        given, untouched = self._first(rewards, groups)
-        base, room = given.float(), _room(rewards, groups, given, self.over)
-        scale = float(base.abs().max())
-        yield judged(
-            "GL",
-            "advantages",
-            f"largest {scale:.3g}",
-            "not all 0",
-            scale > 0,
-            "Every advantage is 0: nothing will be learned.",
+        why = "The estimator writes into its inputs: what is logged or used afterwards are not the rewards any more."
+        given, unchanged = untouched(LAW, self.fn, {"rewards": rewards, "groups": groups}, why)
+        given = torch.as_tensor(given).detach().reshape(-1).clone()
+        base = given.float()
+        draw = Draw(rewards, groups, base, float(base.abs().max()), _room(rewards, groups, given, self.over))
+        largest = f"largest {draw.scale:.3g}"
+        yield LAW.finding(
+            "advantages", largest, "not all 0", draw.scale > 0, "Every advantage is 0: nothing is learned."
         )
         if not self.in_place:
-            yield untouched
+            yield unchanged
         if self.over == "group":
-            yield from self._lonely()
-            yield from self._grouped(rewards, groups, base, (scale, room))
-        elif self.over == "batch":
-            yield (
-                self._same(
-                    "ADV",
-                    "shift of all rewards",
-                    base,
-                    self._run(rewards + SHIFT, groups),
-                    (scale, room),
-                    "A constant on all rewards moves the advantages: they are not centred.",
-                )
-                if self.values is None
-                else self._outside("shift of all rewards")
-            )
-        yield self._scaled(rewards, groups, base, (scale, room))
-        order = self._order(rng)
-        yield self._same(
-            "SE",
-            "permuted rows",
-            base[order],
-            self._run(rewards[order], groups[order]),
-            (scale, room),
-            "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
-            "place.",
-        )
+            yield from self._alone()
+            yield from self._grouped(draw)
+        for subject, wanted, edit, meaning in self._relations(draw, rng):
+            if self.values is not None and subject != "permuted rows":
+                yield LAW.not_applicable(subject, "leads out of the declared values")
+            else:
+                yield draw.same(subject, wanted, self._run(*edit), meaning)
         if self.over != "none":
-            yield self._equal(scale)
+            yield self._equal(draw.scale)
             yield from self._one_of_many(rewards, groups)
-        yield self._missing(rewards, groups, (scale, room))
+        yield self._missing(draw)
+
+    def _relations(self, draw: Draw, rng: torch.Generator) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor], str]]:
+        """Subject, the advantages that are expected, the edited rewards and groups, what a failure means."""
+        rewards, groups, base = draw.rewards, draw.groups, draw.base
+        if self.over == "batch":
+            why = "A constant on all rewards moves the advantages: they are not centred."
+            yield "shift of all rewards", base, (rewards + SHIFT, groups), why
+        why = (
+            "Scaling the rewards does not have the declared effect: the division by the standard deviation is in the "
+            "wrong mode."
+        )
+        yield f"scale ({self.scale})", base if self.scale == "free" else base * 2, (rewards * 2, groups), why
+        order = self._order(rng)
+        why = "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
+        yield "permuted rows", base[order], (rewards[order], groups[order]), f"{why}place."
+
+    def _alone(self) -> Iterator[Finding]:
+        try:
+            rewards = [0.3, 1.7] if self.values is None else list(self._ends())
+            found = self._run(torch.tensor(rewards), torch.tensor([0, 1]))
+        except Exception:  # it refuses them, with an error that its user sees
+            return
+        if bool((found == 0).all()):
+            why = "One sample per prompt has a zero gradient here."
+            yield LAW.not_applicable("groups of one row", "advantages are 0", why)
+
+    def _grouped(self, draw: Draw) -> Iterator[Finding]:
+        rewards, groups, base, room = draw.rewards, draw.groups, draw.base, draw.room
+        first = groups == groups[0]
+        if self.values is not None:
+            yield LAW.not_applicable("shift of one group", "leads out of the declared values")
+        else:
+            shifted = self._run(rewards + SHIFT * first.float(), groups)
+            yield draw.same(
+                "shift of one group", base, self._alike(shifted, base, first),
+                "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
+                'over="batch", or scaled_over="batch" or "mean", where that is intended), or the groups are cut '
+                "wrongly (tiled against interleaved).",
+            )  # fmt: skip
+        yield self._refusable(
+            "other names of the groups", (rewards, groups + NAMES), draw, lambda found: (base, found),
+            f"The same groups are called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, and advantages change without an "
+            "error: a name is taken for a place or a number. Raise, or count the names that are there.",
+        )  # fmt: skip
+        other = self._run(torch.where(first, self._others(rewards, first), rewards), groups)
+        if bool(first.all()):
+            yield LAW.not_applicable("group locality", "one group", "Declare groups=2 or more.")
+        else:
+            yield draw.same(
+                "group locality", base[~first], self._alike(other[~first], base[~first], first[~first]),
+                "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
+                'design, declare scaled_over="batch".)',
+            )  # fmt: skip
+            rest = groups[:-1] != groups[-1]
+            mine, unchanged = base[:-1][rest], torch.zeros_like(rest[rest])
+            yield self._refusable(
+                "groups of unequal size", (rewards[:-1], groups[:-1]), draw,
+                lambda found: (mine, self._alike(found[rest], mine, unchanged)),
+                "A row is missing in one group (filtered, for example), and other groups' advantages change: groups "
+                "are cut by place, and rows of two prompts are compared. Raise where groups are not full.",
+            )  # fmt: skip
+        if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
+            means = torch.stack([rewards[groups == g].mean() for g in groups])
+            clear = (rewards - means).abs() > room * rewards.abs().max()  # not a reward that is its group's mean
+            wrong = int((torch.sign(base) != torch.sign(rewards - means))[clear].sum())
+            why = "A row's advantage has another sign than its reward against its group's mean."
+            measured = f"{wrong} of {len(base)} rows are not"
+            yield LAW.finding("above the group's mean is positive", measured, "none", wrong == 0, why)
+        elif self.baseline == "other":
+            yield LAW.not_applicable("sum over a group", "the baseline is not the mean")
+        else:
+            sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
+            near = room * draw.scale * self.size
+            yield LAW.finding(
+                "sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near,
+                "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is "
+                'intended, such as a median, declare baseline="other".)',
+            )  # fmt: skip
+
+    def _refusable(
+        self, subject: str, edit: tuple[Tensor, Tensor], draw: Draw,
+        pair: Callable[[Tensor], tuple[Tensor, Tensor]], meaning: str,
+    ) -> Finding:  # fmt: skip
+        """A change that an estimator may refuse (other names, other sizes); it must not change advantages."""
+        try:
+            found = self._run(*edit)
+        except Exception as error:
+            return LAW.not_applicable(subject, f"raises {type(error).__name__}")
+        return draw.same(subject, *pair(found), meaning)
 
     def _draw(self, groups: Tensor, rng: torch.Generator) -> Tensor:
         """Of the declared values, or normal. A group of declared ones keeps a spread when it loses any row, if its size
@@ -127,109 +223,12 @@ class AdvantageEstimator:
             raise ValueError(f"values={self.values}: give two different rewards or more, or leave values out.")
         return values[0], values[-1]
 
-    def _first(self, rewards: Tensor, groups: Tensor) -> tuple[Tensor, Finding]:
-        """What it gives, and whether it wrote into what it was handed."""
-        handed = rewards.clone(), groups.clone()
-        given = torch.as_tensor(self.fn(*handed)).detach().reshape(-1).clone()
-        written = [
-            n for n, a, b in zip(("rewards", "groups"), handed, (rewards, groups), strict=True) if not a.equal(b)
-        ]
-        return given, judged(
-            "ADV", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
-            not written,
-            "The estimator writes into its inputs: what is logged or used afterwards are no rewards any more. (Where "
-            "that is meant, declare in_place=True.)",
-        )  # fmt: skip
-
-    @staticmethod
-    def _outside(subject: str) -> Finding:
-        return Finding("ADV", subject, "leads out of the declared values", "-", "not applicable")
-
-    def _scaled(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
-        subject = f"scale ({self.scale})"
-        if self.values is not None:
-            return self._outside(subject)
-        return self._same(
-            "ADV",
-            subject,
-            base if self.scale == "free" else base * 2,
-            self._run(rewards * 2, groups),
-            size,
-            "Scaling the rewards does not have the declared effect: the division by the standard deviation is in the "
-            "wrong mode.",
-        )
-
     def _order(self, rng: torch.Generator) -> Tensor:
         """Any; where rows stand by place, whole groups change places, and rows within them."""
         if self.interleaved:
             return torch.randperm(self.groups * self.size, generator=rng)
         rows = [torch.randperm(self.size, generator=rng) for _ in range(self.groups)]
         return torch.cat([rows[g] + g * self.size for g in torch.randperm(self.groups, generator=rng).tolist()])
-
-    def _lonely(self) -> Iterator[Finding]:
-        try:
-            rewards = [0.3, 1.7] if self.values is None else list(self._ends())
-            found = self._run(torch.tensor(rewards), torch.tensor([0, 1]))
-        except Exception:  # it refuses them, and says so to its user
-            return
-        if bool((found == 0).all()):
-            why = "One sample per prompt has a zero gradient here."
-            yield Finding("GL", "groups of one row", "advantages are 0", "-", "not applicable", why)
-
-    def _grouped(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Iterator[Finding]:
-        scale, room = size
-        first = groups == groups[0]
-        if self.values is not None:
-            yield self._outside("shift of one group")
-        else:
-            shifted = self._run(rewards + SHIFT * first.float(), groups)
-            yield self._same(
-                "ADV",
-                "shift of one group",
-                base,
-                self._alike(shifted, base, first),
-                size,
-                "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
-                'over="batch", or scaled_over="batch" or "mean", where that is meant), or the groups are cut wrongly '
-                "(tiled against interleaved).",
-            )
-        yield self._renamed(rewards, groups, base, size)
-        other = self._run(torch.where(first, self._others(rewards, first), rewards), groups)
-        if bool(first.all()):
-            yield Finding("ADV", "group locality", "one group", "-", "not applicable", "Declare groups=2 or more.")
-        else:
-            yield self._same(
-                "ADV",
-                "group locality",
-                base[~first],
-                self._alike(other[~first], base[~first], first[~first]),
-                size,
-                "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
-                'design, declare scaled_over="batch".)',
-            )
-            yield self._unequal(rewards, groups, base, size)
-        if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
-            means = torch.stack([rewards[groups == g].mean() for g in groups])
-            clear = (rewards - means).abs() > room * rewards.abs().max()  # not a reward that is its group's mean
-            wrong = int((torch.sign(base) != torch.sign(rewards - means))[clear].sum())
-            yield judged(
-                "ADV", "above the group's mean is positive", f"{wrong} of {len(base)} rows are not", "none", wrong == 0,
-                "A row's advantage has another sign than its reward against its group's mean.",
-            )  # fmt: skip
-            return
-        if self.baseline == "other":
-            yield Finding("ADV", "sum over a group", "the baseline is not the mean", "-", "not applicable")
-            return
-        sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
-        yield judged(
-            "ADV",
-            "sum over a group",
-            f"{sums:.2g}",
-            f"0, up to {room * scale * self.size:.1g}",
-            sums <= room * scale * self.size,
-            "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is meant, "
-            'such as a median, declare baseline="other".)',
-        )
 
     def _others(self, rewards: Tensor, first: Tensor) -> Tensor:
         """Other rewards for one group; of declared values, one right answer becomes wrong, or the other way round."""
@@ -243,34 +242,6 @@ class AdvantageEstimator:
             changed[(first & (rewards == low)).nonzero().flatten()[:1]] = high
         return changed
 
-    def _renamed(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
-        """A group is known by which rows share its name; an estimator of names from 0 on may refuse others."""
-        subject = "other names of the groups"
-        try:
-            found = self._run(rewards, groups + NAMES)
-        except Exception as error:
-            return Finding("ADV", subject, f"raises {type(error).__name__}", "-", "not applicable")
-        return self._same(
-            "ADV", subject, base, found, size,
-            f"The same groups are called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, and advantages change in silence: "
-            "a name is taken for a place or a number. Raise, or count the names that are there.",
-        )  # fmt: skip
-
-    def _unequal(self, rewards: Tensor, groups: Tensor, base: Tensor, size: tuple[float, float]) -> Finding:
-        """Without the last row, the other groups are what they were; an estimator of one size may refuse."""
-        rest, subject = groups[:-1] != groups[-1], "groups of unequal size"
-        try:
-            found = self._run(rewards[:-1], groups[:-1])
-        except Exception as error:
-            return Finding("ADV", subject, f"raises {type(error).__name__}", "-", "not applicable")
-        mine = base[:-1][rest]
-        return self._same(
-            "ADV", subject, mine, self._alike(found[rest], mine, torch.zeros_like(rest[rest])), size,
-            "A row is missing in one group (filtered, for example), and other groups' advantages change: groups are "
-            "cut by "
-            "place, and rows of two prompts are compared. Raise where groups are not full.",
-        )  # fmt: skip
-
     def _alike(self, found: Tensor, base: Tensor, changed: Tensor) -> Tensor:
         """Where one number divides the whole batch, another batch may have another one: a factor above 0 is allowed.
         Where a group's mean divides it, so it is for the rows of the group that was ``changed``."""
@@ -283,7 +254,7 @@ class AdvantageEstimator:
 
     def _equal(self, scale: float) -> Finding:
         """Equal rewards, in group sizes and values whose mean is rounded: there rounding is divided by rounding."""
-        worst, where, asked, rounded = 0.0, "", False, 0.0
+        worst, where, tried, rounded = 0.0, "", False, 0.0
         sizes = [(self.size, 0.7), *EQUAL]
         values = EXACT if self.values is None else tuple(map(float, self.values))
         cases = [(n, v) for n, _ in sizes for v in values] + (sizes if self.values is None else [])
@@ -297,31 +268,26 @@ class AdvantageEstimator:
                 found = self._run(rewards, groups)[:size]
             except Exception:  # an estimator of groups of one size
                 continue
-            asked = True
+            tried = True
             largest = float(found.abs().max()) if bool(torch.isfinite(found).all()) else float("inf")
             if self.values is None and value not in EXACT and largest < float("inf"):
                 rounded = max(rounded, largest)
             elif largest > worst:
                 worst, where = largest, f" for {size} rewards of {value:g}"
-        if not asked:
-            return Finding("ADV", "equal rewards", "one group alone is refused", "-", "not applicable")
-        room = NOISE * scale
+        subject, room = "equal rewards", NOISE * scale
+        if not tried:
+            return LAW.not_applicable(subject, "one group alone is refused")
         if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
-            return Finding(
-                "ADV", "equal rewards", f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0",
-                "not declared",
+            return LAW.finding(
+                subject, f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0", "not declared",
                 "Where rewards are such numbers, a group without a signal is trained on its rounding: add 1e-6 or more "
                 "to the spread. Declare values=(…) with those that occur, and they are checked.",
             )  # fmt: skip
-        return judged(
-            "ADV",
-            "equal rewards",
-            f"largest {worst:.2g}{where}",
-            f"0, up to {room:.1g}",
-            worst <= room,
+        return LAW.finding(
+            subject, f"largest {worst:.2g}{where}", f"0, up to {room:.1g}", worst <= room,
             "All answers are worth the same, and advantages are as large as real ones (or not finite): the rounding of "
             "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0.",
-        )
+        )  # fmt: skip
 
     def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Iterator[Finding]:
         """One right answer among wrong ones: of n numbers none is further than √n standard deviations from the mean,
@@ -330,16 +296,12 @@ class AdvantageEstimator:
         one = torch.full_like(rewards, low)
         for g in groups.unique():
             one[(groups == g).nonzero()[0]] = high
-        largest, bound = self._run(one, groups), 2.0 * len(groups) * max(1.0, high - low)
-        finite = bool(torch.isfinite(largest).all())
-        found = float(largest.abs().max()) if finite else float("inf")
-        yield judged(
-            "ADV",
-            "one right answer among wrong ones",
-            f"largest {found:.3g}",
-            f"≤ {bound:g}",
-            found <= bound,
-            "One right answer gets an advantage without measure: it is divided by the others' spread, which is 0.",
+        given, bound = self._run(one, groups), 2.0 * len(groups) * max(1.0, high - low)
+        finite = bool(torch.isfinite(given).all())
+        found = float(given.abs().max()) if finite else float("inf")
+        why = "One right answer gets an unbounded advantage: it is divided by the others' spread, which is 0."
+        yield LAW.finding(
+            "one right answer among wrong ones", f"largest {found:.3g}", f"≤ {bound:g}", found <= bound, why
         )
         right = one == high
         if not finite or bool(right.all()):  # groups of one
@@ -347,48 +309,47 @@ class AdvantageEstimator:
         subject = "the right answer stands above the wrong ones"
         if found == 0:
             why = "One right answer has a zero gradient here: legitimate where such groups are left out by design."
-            yield Finding("ADV", subject, "every advantage is 0", "-", "not applicable", why)
+            yield LAW.not_applicable(subject, "every advantage is 0", why)
             return
-        worst, best = float(largest[right].min()), float(largest[~right].max())
+        worst, best = float(given[right].min()), float(given[~right].max())
         room = _room(one, groups, self._raw(one, groups), self.over) * found
-        yield judged(
-            "ADV",
-            subject,
-            f"right {worst:.3g}, wrong up to {best:.3g}",
+        yield LAW.finding(
+            subject, f"right {worst:.3g}, wrong up to {best:.3g}",
             f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
             worst >= -room and best <= room and worst > best,
             "The only right answer of a group is pushed down, or wrong ones are pushed up: a sign, an absolute value, "
             "or a baseline that lies outside of the rewards.",
-        )
+        )  # fmt: skip
 
-    def _missing(self, rewards: Tensor, groups: Tensor, size: tuple[float, float]) -> Finding:
-        """A reward that could not be made (a grader that failed, an answer that was cut) is no reward of 0."""
+    def _missing(self, draw: Draw) -> Finding:
+        """A reward that could not be computed (a grader that failed, an answer that was cut) is no reward of 0."""
         subject, expected = "a missing (NaN) reward", "an error, NaN, or a group without that row, or without any"
         if self.values is not None:
-            return self._outside(subject)
+            return LAW.not_applicable(subject, "leads out of the declared values")
+        rewards, groups = draw.rewards, draw.groups
         broken = rewards.clone()
         broken[0] = torch.nan
         try:
             found = self._run(broken, groups)
         except Exception as error:
-            return judged("ADV", subject, f"raises {type(error).__name__}", expected, True, "")
+            return LAW.finding(subject, f"raises {type(error).__name__}", expected, True)
         reach = groups == groups[0] if self.over == "group" else torch.ones_like(groups, dtype=torch.bool)
         reach[0] = False
         rest = torch.arange(len(groups)) != 0
         if bool(found[reach].isnan().all()) or bool((found[reach] == 0).all()):
             what = "NaN" if bool(found[reach].isnan().any()) else "left out"
-            return judged("ADV", subject, f"its group is {what}", expected, True, "")
+            return LAW.finding(subject, f"its group is {what}", expected, True)
         try:
             without = self._run(rewards[rest], groups[rest])
-        except Exception as error:  # an estimator of groups of one size cannot be asked
-            return Finding("ADV", subject, f"cannot be left out ({type(error).__name__})", "-", "not applicable")
+        except Exception as error:  # an estimator of groups of one size cannot be checked
+            return LAW.not_applicable(subject, f"cannot be left out ({type(error).__name__})")
         if not bool(torch.isfinite(without[reach[1:]]).all()):  # what is left of the group has no spread
-            return Finding("ADV", subject, "the rest of its group has no advantages", "-", "not applicable")
-        off = float((found[1:] - without)[reach[1:]].abs().max()) / max(size[0], 1e-12)
-        return judged(
-            "ADV", subject, f"the others are off by {off:.2g}", expected, off <= size[1],
-            "A missing reward becomes a number in silence, and the other answers are compared with it: leave the row "
-            "out of its group's statistics, or raise.",
+            return LAW.not_applicable(subject, "the rest of its group has no advantages")
+        off = float((found[1:] - without)[reach[1:]].abs().max()) / max(draw.scale, 1e-12)
+        return LAW.finding(
+            subject, f"the others are off by {off:.2g}", expected, off <= draw.room,
+            "A missing reward becomes a number without an error, and the other answers are compared with it: leave the "
+            "row out of its group's statistics, or raise.",
         )  # fmt: skip
 
     def _run(self, rewards: Tensor, groups: Tensor) -> Tensor:
@@ -397,12 +358,6 @@ class AdvantageEstimator:
     def _raw(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """As the estimator gives it, in its own dtype."""
         return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1)
-
-    @staticmethod
-    def _same(code: str, subject: str, a: Tensor, b: Tensor, scale: tuple[float, float], meaning: str) -> Finding:
-        """``scale``: what differences are relative to, and how large they may be."""
-        off = float((a - b).abs().max()) / max(scale[0], 1e-12)
-        return judged(code, subject, f"off by {off:.2g}", f"≤ {scale[1]:.1g}", off <= scale[1], meaning)
 
 
 def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
@@ -415,21 +370,4 @@ def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
     return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
 
 
-LAW = Law(
-    code="ADV",
-    name="advantages (AdvantageEstimator)",
-    sentence="A constant on a group's rewards changes nothing, groups are independent, a group sums to 0, scaling has "
-    "the declared effect, order and names do not matter, equal rewards give 0, the only right answer is not below 0 "
-    "and above the wrong ones, a missing reward does not become a number, inputs are not modified.",
-    needs="fn(rewards, groups), scale, over; scaled_over where the division is over something else, baseline where it "
-    "is not the mean",
-    how="Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get "
-    "other names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a "
-    "denominator.",
-    traps="Centring over the batch is legitimate where it is declared, and so is a division by the batch's spread "
-    '(scaled_over="batch"); an estimator that takes rows by position declares interleaved=False. Rewards that never '
-    "round (0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.",
-    caught="one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL "
-    "#1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)",
-    check=AdvantageEstimator.check,
-)
+LAW = Law.of("ADV", "advantages (AdvantageEstimator)", __doc__, AdvantageEstimator.check)

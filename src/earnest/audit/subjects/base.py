@@ -1,9 +1,8 @@
-"""A subject is something that is not a loss, declared like one, with laws of its own."""
+"""A subject is something that is not a loss, declared like one, with a law of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,24 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from earnest.audit.gradient import Gradient
+from earnest.audit.law import Law
+from earnest.audit.precision import COARSE
 from earnest.audit.verdict import Finding
-
-UNITS = 64  # what rounding may add up to, in units in the last place: far below a wrong formula (as the laws of a Step)
-COARSE = 1e-4  # bf16 and fp16 have a larger eps: there a multiple of eps would let anything pass
 
 
 @runtime_checkable
 class Subject(Protocol):
-    """``check`` yields findings; it leaves what it was given as it was, as far as it can be told how: what the caller's
-    own functions move (a perturbation, a run) only they can restored."""
+    """``check`` yields findings and restores what it changed itself. What the caller's own functions change (a
+    perturbation, a run), only they can restore."""
 
     def check(self) -> Iterator[Finding]: ...
-
-
-def rounding(*values: Tensor, precision: torch.dtype | None = None) -> float:
-    """The relative error that rounding may add up to, in the coarsest dtype of these; at most ⅛, in 8 bits of bf16."""
-    dtypes = [v.dtype for v in values if v.is_floating_point()] + ([precision] if precision is not None else [])
-    return min(0.125, UNITS * max((torch.finfo(d).eps for d in dtypes), default=0.0))
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:
@@ -42,8 +34,18 @@ def largest(t: Tensor) -> float:
     return float(t.max()) if t.numel() else 0.0
 
 
+def untouched(law: Law, call: Callable[..., Any], inputs: Mapping[str, Tensor], more: str) -> tuple[Any, Finding]:
+    """What ``call`` returns for copies of these inputs, and whether it wrote into them."""
+    handed = {name: t.clone() for name, t in inputs.items()}
+    given = call(*handed.values())
+    written = [name for name, t in inputs.items() if not handed[name].equal(t)]
+    measured = f"{' and '.join(written) or 'nothing'} changed"
+    meant = f"{more} (Where that is intended, declare in_place=True.)"
+    return given, law.finding("the inputs afterwards", measured, "nothing changed", not written, meant)
+
+
 def nudged(model: nn.Module, seed: int, precision: torch.dtype | None) -> float:
-    """Every trainable parameter moves by one unit in the last place of what the step computes in; returns the largest
+    """Moves every trainable parameter by one unit in the last place of what the step computes in; returns the largest
     such unit."""
     floating = [p for p in model.parameters() if p.requires_grad]
     rng = torch.Generator().manual_seed(seed)
@@ -90,35 +92,3 @@ def _has_rows(value: Any, rows: int) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0 and value.shape[0] == rows
     return isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields")
-
-
-@contextmanager
-def noticing(model: nn.Module) -> Iterator[list[torch.dtype]]:
-    """Fills a list with dtypes that are coarser than the parameters of the module that puts them out: autocast."""
-    seen: list[torch.dtype] = []
-
-    def look(module: nn.Module, _args: Any, output: Any) -> None:
-        own = [torch.finfo(p.dtype).eps for p in module.parameters(recurse=False) if p.is_floating_point()]
-        floats = isinstance(output, Tensor) and output.is_floating_point()
-        if own and floats and torch.finfo(output.dtype).eps > max(own):
-            seen.append(output.dtype)
-
-    hooks = [m.register_forward_hook(look) for m in model.modules()]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def coarsest(seen: Sequence[torch.dtype]) -> torch.dtype | None:
-    return max(seen, key=lambda d: torch.finfo(d).eps, default=None)
-
-
-def judged(code: str, subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
-    return Finding(code, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
-
-
-def unjudged(code: str, subject: str, measured: str, meaning: str) -> Finding:
-    """A row that is neither a pass nor a failure, with the reason."""
-    return Finding(code, subject, measured, "-", "not applicable", meaning)

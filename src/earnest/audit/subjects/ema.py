@@ -1,7 +1,17 @@
-"""Ema: a moving average of weights (an average for evaluation, a slow reference, a target network).
+"""EMA: Rate 0 keeps an average of weights, rate 1 copies the current ones, a small rate moves it a little, many such
+updates add up; equal weights stay equal, and the current weights are not modified.
 
 update(average, current, rate):  rate 0 keeps the average, 1 copies the current weights, a small one moves it little,
 many small ones add up, and the current weights are left alone
+
+Needs: update(average, current, rate), rate being the current weights' weight; dtype and rate where it is kept in 16
+bits
+How: Random weights at three rates, then 1/rate updates, which must move the average at least half as far as they
+should. The tolerance is rounding in the dtype.
+Exceptions: A decay is 1 - rate: pass the rate. A decay that warms up is judged after 2000 updates, where rate 0 may
+still move it a little.
+Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in bf16 at a
+decay of 0.999
 """
 
 from __future__ import annotations
@@ -14,9 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from earnest.audit.law import Law, not_declared
+from earnest.audit.law import Law
+from earnest.audit.precision import COARSE, rounding
 from earnest.audit.restore import seeded
-from earnest.audit.subjects.base import COARSE, gap, judged, largest, rounding
+from earnest.audit.subjects.base import gap, largest
 from earnest.audit.verdict import Finding
 
 SMALL = 2.0**-4  # exact in every dtype
@@ -29,10 +40,10 @@ MOST = 4096  # updates, however small a rate is
 class Ema:
     """``update(average, current, rate)`` changes ``average`` in place, or returns the new one. ``rate`` is the weight
     of the current weights: where the code has a decay, hand it 1 - rate. A decay that warms up with the number of
-    updates is told by its own behaviour; an ``update`` with such a count is an object that can be deep-copied.
+    updates is recognised by its own behaviour; an ``update`` with such a count is an object that can be deep-copied.
 
     ``dtype`` is what the average and the current weights are kept in, and passed in. The field ``rate`` is that of
-    the run: in 16 bits an average at a small rate stays constant, so it is asked whether this one's updates add up.
+    the run: in 16 bits an average at a small rate stays constant, so whether this one's updates add up is checked.
     """
 
     update: Callable[[Tensor, Tensor, float], Tensor | None]
@@ -71,16 +82,16 @@ class Ema:
             if before is not None:
                 room = max(room, min(SMALL, before / 4)) if rate == 0 else room
                 subject = f"{subject}, after {WARM} updates"
-            yield judged("EMA", subject, f"{off:.2g} of the way off", f"≤ {room:.1g}", off <= room, meaning)
+            yield LAW.agrees(subject, off, room, meaning, "{} of the way off")
 
     def _untouched(self, old: Tensor, new: Tensor) -> Finding:
         current = new.clone()
         self._copy(self.update)(old.clone(), current, SMALL)
         moved = largest(gap(current, new))
-        return judged(
-            "EMA", "the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", current.equal(new),
-            "An update of the average writes into the weights that are trained.",
-        )  # fmt: skip
+        why = "An update of the average writes into the weights that are trained."
+        return LAW.finding(
+            "the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", current.equal(new), why
+        )
 
     def _again(self, old: Tensor, new: Tensor) -> Finding:
         """Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later."""
@@ -93,16 +104,14 @@ class Ema:
             off = min(off, largest(gap(twice, wanted)) / largest(gap(old, new)))
             if off <= room:
                 break
-        return judged(
-            "EMA", f"rate {SMALL:g}, a second time", f"{off:.2g} of the way off", f"≤ {room:.1g}", off <= room,
-            "The second update is not like the first: it changes its own rate, or keeps something of the first.",
-        )  # fmt: skip
+        other = "The second update is not like the first: it changes its own rate, or keeps something of the first."
+        return LAW.agrees(f"rate {SMALL:g}, a second time", off, room, other, "{} of the way off")
 
     def _adds_up(self, old: Tensor, new: Tensor) -> Finding:
         """1/rate updates go two thirds of the way; at least half of that is required."""
         coarse = torch.finfo(self.dtype).eps > COARSE
         if self.rate is None and coarse:
-            return not_declared("EMA", "many updates", "rate=…, that of the run,")
+            return LAW.not_declared("many updates", "rate=…, that of the run,")
         rate = USUAL if self.rate is None else self.rate
         updates = min(MOST, math.ceil(1 / rate)) if rate > 0 else 0
         update, average = self._copy(self.update), old.clone()
@@ -112,8 +121,8 @@ class Ema:
         way = (new - old).double()
         share = float(((average - old).double() * way).sum() / (way * way).sum())
         wanted = 0.5 * (1 - (1 - rate) ** updates)
-        return judged(
-            "EMA", f"many updates at rate {rate:g}", f"{share:.2g} of the way after {updates}", f"≥ {wanted:.2g}",
+        return LAW.finding(
+            f"many updates at rate {rate:g}", f"{share:.2g} of the way after {updates}", f"≥ {wanted:.2g}",
             share >= wanted,
             f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32.",
         )  # fmt: skip
@@ -152,18 +161,4 @@ def _given(update: Callable[..., Tensor | None], average: Tensor, current: Tenso
     return given if isinstance(given, Tensor) else average
 
 
-LAW = Law(
-    code="EMA",
-    name="moving average (Ema)",
-    sentence="Rate 0 keeps an average of weights, rate 1 copies the current ones, a small rate moves it a little, "
-    "many such updates add up; equal weights stay equal, and the current weights are not modified.",
-    needs="update(average, current, rate), rate being the current weights' weight; dtype and rate where it is kept in "
-    "16 bits",
-    how="Random weights at three rates, then 1/rate updates, which must move the average at least half as far as they "
-    "should. The tolerance is rounding in the dtype.",
-    traps="A decay is 1 - rate: pass the rate. A decay that warms up is judged after 2000 updates, where rate 0 may "
-    "still move it a little.",
-    caught="TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in "
-    "bf16 at a decay of 0.999",
-    check=Ema.check,
-)
+LAW = Law.of("EMA", "moving average (Ema)", __doc__, Ema.check)

@@ -1,4 +1,5 @@
-"""Generalised advantage estimation: fn(rewards, values, mask, gamma, lam) -> advantages, or (advantages, returns).
+"""GAE: Values equal to the actual returns give zero advantages, λ = 1 gives returns that do not depend on the values, λ
+= 0 looks one step ahead, masked tokens are not read, returns are advantages + values, inputs are not modified.
 
 V = the trajectory's own discounted return   A = 0 at every token and for every λ
 λ = 1                                        A + V (the returns) does not depend on V
@@ -7,6 +8,13 @@ V = 0                                        γ and λ come as their product onl
 masked positions                             are not read
 returns                                      = A + V, with A before any whitening
 inputs                                       are not written into
+
+Needs: fn(rewards, values, mask, gamma, lam) -> advantages or (advantages, returns)
+How: Values, λ and masked entries are changed on ragged rows with a prompt and padding.
+Exceptions: Whitened advantages declare whitened=True and are judged by their returns. Masked tokens inside an answer
+are checked only with holes=True.
+Detects: γ that is missing in the temporal difference, TRL #5303 (bootstrap from padding), returns from whitened
+advantages
 """
 
 from __future__ import annotations
@@ -19,7 +27,8 @@ import torch
 from torch import Tensor
 
 from earnest.audit.law import Law
-from earnest.audit.subjects.base import judged, rounding
+from earnest.audit.precision import rounding
+from earnest.audit.subjects.base import untouched
 from earnest.audit.verdict import Finding
 
 
@@ -46,16 +55,16 @@ class GAE:
         base, returns = self._run(rewards, values, mask)
         if base.shape != mask.shape:
             shapes = (str(tuple(base.shape)), str(tuple(mask.shape)))
-            yield judged("GAE", "shape", *shapes, False, "One advantage per token is expected.")
+            yield LAW.finding("shape", *shapes, False, "One advantage per token is expected.")
             return
         if self.whitened and returns is None:
-            yield Finding(
-                "GAE", "GAE", "whitened advantages without returns", "-", "not declared",
-                "Return (advantages, returns): whitened advantages alone hide what is checked here.",
-            )  # fmt: skip
+            why = "Return (advantages, returns): whitened advantages alone hide what is checked here."
+            yield LAW.finding("GAE", "whitened advantages without returns", "-", "not declared", why)
             return
         if not self.in_place:
-            yield self._untouched(rewards, values, mask)
+            inputs = {"rewards": rewards, "values": values, "mask": mask}
+            why = "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards."
+            yield untouched(LAW, lambda *handed: self.fn(*handed, self.gamma, self.lam), inputs, why)[1]
         room = rounding(rewards) * self.length * max(1.0, float(base.abs().max()))
         yield from self._own_return(rewards, mask, room)
         yield self._without_values(rewards, (values, other), mask, room)
@@ -65,18 +74,6 @@ class GAE:
         yield from self._masked(rewards, values, mask, (base, returns), room)
         if returns is not None:
             yield self._returns(base, returns - values, mask, room)
-
-    def _untouched(self, *inputs: Tensor) -> Finding:
-        handed = [t.clone() for t in inputs]
-        self.fn(*handed, self.gamma, self.lam)
-        names = ("rewards", "values", "mask")
-        written = [n for n, a, b in zip(names, handed, inputs, strict=True) if not a.equal(b)]
-        return judged(
-            "GAE", "the inputs afterwards", f"{' and '.join(written) or 'nothing'} changed", "nothing changed",
-            not written,
-            "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards. (Where that "
-            "is meant, declare in_place=True.)",
-        )  # fmt: skip
 
     def _own_return(self, rewards: Tensor, mask: Tensor, room: float) -> Iterator[Finding]:
         """The values of a critic that knows the future: there is nothing to be surprised at."""
@@ -147,10 +144,8 @@ class GAE:
         if self.whitened:
             a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
         off = float((a - b).abs().max())
-        return judged(
-            "GAE", "returns = advantages + values", f"off by {off:.2g}", f"≤ {room:.1g}", off <= room,
-            "The critic is trained towards something else than what its advantages came from.",
-        )  # fmt: skip
+        why = "The critic is trained towards something else than what its advantages came from."
+        return LAW.agrees("returns = advantages + values", off, room, why)
 
     def _mask(self) -> Tensor:
         """A prompt in front, padding after, rows of several lengths; a hole where holes are declared."""
@@ -186,21 +181,7 @@ def _last(mask: Tensor) -> Tensor:
 
 def _near(subject: str, a: Tensor, b: Tensor, mask: Tensor, room: float, meaning: str) -> Finding:
     on = mask.bool()
-    off = float((a - b)[on].abs().max())
-    return judged("GAE", subject, f"off by {off:.2g}", f"≤ {room:.1g}", off <= room, meaning)
+    return LAW.agrees(subject, float((a - b)[on].abs().max()), room, meaning)
 
 
-LAW = Law(
-    code="GAE",
-    name="GAE (GAE)",
-    sentence="Values equal to the actual returns give zero advantages, λ = 1 gives returns that do not depend on the "
-    "values, λ = 0 looks one step ahead, masked tokens are not read, returns are advantages + values, inputs are not "
-    "modified.",
-    needs="fn(rewards, values, mask, gamma, lam) -> advantages or (advantages, returns)",
-    how="Values, λ and masked entries are changed on ragged rows with a prompt and padding.",
-    traps="Whitened advantages declare whitened=True and are judged by their returns. Masked tokens inside an answer "
-    "are checked only with holes=True.",
-    caught="γ that is missing in the temporal difference, TRL #5303 (bootstrap from padding), returns from whitened "
-    "advantages",
-    check=GAE.check,
-)
+LAW = Law.of("GAE", "GAE (GAE)", __doc__, GAE.check)

@@ -1,7 +1,16 @@
-"""The outer step of local SGD (DiLoCo): replicas train on their own, and their moves are averaged.
+"""OUTER: At outer learning rate 1 and momentum 0 one replica ends on its own weights and two on their mean, also after
+small moves; every setting matters, and momentum carries over to the next round.
 
 outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
 settings                 matter; a momentum carries over from the round before
+
+Needs: step(start, locals, **settings); precision where replicas send 16 bits
+How: Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate are
+set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not end on their mean; settings are tried
+over two rounds. The tolerance is rounding of the largest weight.
+Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on. Global
+weights in 16 bits are declared by precision.
+Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha)
 """
 
 from __future__ import annotations
@@ -15,7 +24,7 @@ import torch
 from torch import Tensor
 
 from earnest.audit.law import Law
-from earnest.audit.subjects.base import judged, rounding, unjudged
+from earnest.audit.precision import rounding
 from earnest.audit.verdict import Finding
 
 RATES = ("lr", "learning_rate", "step_size", "eta")
@@ -68,18 +77,16 @@ class OuterStep:
             if all(r.outcome == "holds" for r in rows):
                 break
         if not found:
-            yield unjudged(
-                "OUTER", "replicas, outer lr 1", f"raises {type(refused).__name__}",
-                "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked.",
-            )  # fmt: skip
+            why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
+            yield LAW.not_applicable("replicas, outer lr 1", f"raises {type(refused).__name__}", why)
             return
         rows, _ = found[-1]
         lands = all(r.outcome == "holds" for r in rows)
         if lands or not any(self.knobs[k] for k in plain):
             yield from rows if lands else found[0][0]
             return
-        yield unjudged(
-            "OUTER", "replicas, outer lr 1", "no setting of the settings that was tried lands on their mean",
+        yield LAW.not_applicable(
+            "replicas, outer lr 1", "no setting of the settings that was tried lands on their mean",
             f"Declare {', '.join(plain)} at the value at which the step is a plain mean, and it is checked.",
         )  # fmt: skip
 
@@ -93,12 +100,8 @@ class OuterStep:
             if values not in tried:
                 tried.append(values)
                 for still in (0.0, STILL) if momenta else (0.0,):
-                    yield {
-                        **self.knobs,
-                        **rates,
-                        **dict.fromkeys(momenta, still),
-                        **dict(zip(plain, values, strict=True)),
-                    }
+                    chosen = dict(zip(plain, values, strict=True))
+                    yield {**self.knobs, **rates, **dict.fromkeys(momenta, still), **chosen}
 
     def _landings(
         self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float], size: float
@@ -112,9 +115,7 @@ class OuterStep:
         ):  # fmt: skip
             landed = self._rounds(start, [locals_], knobs)[-1]
             off = float((landed - torch.stack(locals_).mean(0)).abs().max())
-            rows.append(
-                judged("OUTER", subject, f"lands {off:.2g} from {whose}", f"0, up to {room:.1g}", off <= room, meaning)
-            )
+            rows.append(LAW.agrees(subject, off, room, meaning, f"lands {{}} from {whose}"))
         if self.precision is None:
             rows.append(self._small(start, one, knobs))
         return rows
@@ -126,10 +127,11 @@ class OuterStep:
         landed = self._rounds(start, [[moved]], knobs)[-1]
         room = rounding(start) / SMALL
         off = float(((landed - moved) / (SMALL * start)).abs().max())
-        return judged(
-            "OUTER", "a small move", f"off by {off:.2g} of it", f"≤ {room:.1g}", off <= room,
+        return LAW.agrees(
+            "a small move", off, room,
             "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
-            "bits, where it is rounded away. (Where that is meant, declare precision=…)",
+            "bits, where it is rounded away. (Where that is intended, declare precision=…)",
+            "off by {} of it",
         )  # fmt: skip
 
     def _knob(self, knob: str, value: float, weights: tuple[Tensor, Tensor, Tensor]) -> Finding:
@@ -147,17 +149,11 @@ class OuterStep:
             except Exception as error:  # a value that is not allowed
                 refused = error
                 continue
-            return judged(
-                "KG",
-                f"setting {knob}",
-                "no change in two rounds" if same else "it matters",
-                "it matters",
-                not same,
-                f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round.",
-            )
-        return unjudged(
-            "KG", f"setting {knob}", f"raises {type(refused).__name__}", f"No other value of {knob} is taken."
-        )
+            why = f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round."
+            measured = "no change in two rounds" if same else "it matters"
+            return LAW.finding(f"setting {knob}", measured, "it matters", not same, why)
+        why = f"No other value of {knob} is taken."
+        return LAW.not_applicable(f"setting {knob}", f"raises {type(refused).__name__}", why)
 
     def _remembers(self, knob: str, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Finding]:
         """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
@@ -171,8 +167,8 @@ class OuterStep:
         if float((landed - start).norm()) <= float((first - start).norm()) * (1 + rounding(start)):
             return
         forgot = torch.equal(second, self._rounds(landed, [[two]], self.knobs)[-1])
-        yield judged(
-            "KG", f"{knob} remembers", "the second round is a first one" if forgot else "the second is none",
+        yield LAW.finding(
+            f"{knob} remembers", "the second round is a first one" if forgot else "the second is none",
             "the first round is in the second", not forgot,
             f"{knob} takes a step further and keeps nothing of it: its memory is made anew every round.",
         )  # fmt: skip
@@ -199,17 +195,4 @@ def _is_rate(knob: str) -> bool:
     return "inner" not in name and any(name == r or name.endswith(f"_{r}") for r in RATES)
 
 
-LAW = Law(
-    code="OUTER",
-    name="outer step (OuterStep)",
-    sentence="At outer learning rate 1 and momentum 0 one replica ends on its own weights and two on their mean, also "
-    "after small moves; every setting matters, and momentum carries over to the next round.",
-    needs="step(start, locals, **settings); precision where replicas send 16 bits",
-    how="Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate "
-    "are set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not end on their mean; "
-    "settings are tried over two rounds. The tolerance is rounding of the largest weight.",
-    traps="A momentum inside the step must be a setting; without Nesterov it acts from the second round on. Global "
-    "weights in 16 bits are declared by precision.",
-    caught="a pseudo-gradient with the wrong sign, torchft #233 (alpha)",
-    check=OuterStep.check,
-)
+LAW = Law.of("OUTER", "outer step (OuterStep)", __doc__, OuterStep.check)
