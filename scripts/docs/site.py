@@ -166,25 +166,10 @@ def _cell(text: str) -> str:
 
 
 def laws() -> str:
-    """A section for each law."""
-    from earnest.audit.laws import LAWS
-    from earnest.audit.subjects import LAWS as SUBJECTS
+    """A section for each law, from its own file."""
+    from earnest.audit.laws.__main__ import pages
 
-    parts = [
-        "# Laws of the audit\n\nEach section is made from the law's own declaration. "
-        "[The audit](../audit.md) explains how to declare a step.\n"
-    ]
-    for law in (*LAWS, *SUBJECTS):
-        parts.append(f"## {law.code}: {law.name}\n\n{law.sentence}\n")
-        for title, text in (
-            ("Needs", law.needs),
-            ("How it is checked", law.how),
-            ("Exceptions", law.traps),
-            ("Defects that it detects", law.caught),
-        ):
-            if text:
-                parts.append(f"**{title}.** {text}\n")
-    return "\n".join(parts)
+    return f"# Laws of the audit\n\n[The audit](../audit.md) explains how to declare a step.\n\n{pages()}\n"
 
 
 def changelog() -> str:
