@@ -24,7 +24,6 @@ app = typer.Typer(
     name="earnest",
     help="Post-training of language models in which nothing fails silently.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -325,7 +324,15 @@ def evaluate(
     measure_loops(read(what, changes, only or []), out, url=url, model=model)
 
 
-for listing in (listings.recipes, listings.objectives, listings.adapters, listings.tasks, listings.models):
+for listing in (
+    listings.recipes,
+    listings.objectives,
+    listings.adapters,
+    listings.tasks,
+    listings.models,
+    listings.runs,
+    listings.doctor,
+):
     app.command()(listing)
 
 

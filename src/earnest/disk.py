@@ -11,12 +11,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
     from torch import Tensor
+
+WINDOWS = os.name == "nt"
+
+
+def lock(path: Path) -> BaseFileLock | None:
+    """Lock the file at ``path`` until ``release()`` or the end of this process; None if another one holds it."""
+    from filelock import FileLock, Timeout
+
+    made = FileLock(path, mode=0o600, blocking=False)
+    try:
+        made.acquire()
+    except Timeout:
+        return None
+    return made
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a folder, so that its content is on disk before the rename that follows."""
-    handle = os.open(path, os.O_RDONLY)
+    """fsync a file or a folder, so that its content is on disk before the rename that follows.
+
+    Windows syncs no folder, and syncs a file only through a handle that may write.
+    """
+    if WINDOWS and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,43 +1,57 @@
-"""The tables of ``earnest recipes``, ``objectives``, ``adapters``, ``tasks`` and ``models``."""
+"""The tables of the commands that list: ``earnest recipes``, ``objectives``, ``adapters``, ``tasks``, ``models``,
+``runs`` and ``doctor``. A listing is printed as a table, or with ``--json`` as records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 if TYPE_CHECKING:
     from earnest.objectives.registry import TermInfo
     from earnest.settings import FieldInfo
 
 
-def _table(title: str, *columns: str, names: bool = True) -> Table:
-    """An empty table. ``names``: the first column has names for copying, so it is never wrapped."""
-    table = Table(title=escape(title), title_justify="left", header_style="bold", show_lines=False)
-    for place, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=names and place == 0)
-    return table
+@dataclass
+class Listing:
+    """Rows of texts under named columns. ``copied``: the first column has names for copying, so it is never wrapped."""
+
+    title: str
+    columns: tuple[str, ...]
+    copied: bool = True
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        assert len(cells) == len(self.columns), f"{cells} for {self.columns}"
+        self.rows.append(cells)
+
+    def records(self) -> list[dict[str, str]]:
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def __rich__(self) -> Table:
+        table = Table(title=escape(self.title), title_justify="left", header_style="bold", show_lines=False)
+        for place, column in enumerate(self.columns):
+            table.add_column(column, overflow="fold", no_wrap=self.copied and place == 0)
+        for row in self.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        return table
 
 
-def _row(table: Table, *cells: str) -> None:
-    """Add a row; brackets in the cells are text, not markup."""
-    table.add_row(*(escape(cell) for cell in cells))
-
-
-def recipes() -> Table:
+def recipes() -> Listing:
     """Every recipe and experiment of `earnest run`."""
     from earnest import config
     from earnest.objectives import describe
 
     papers = {info.kind: info.paper for info in describe()}
-    table = _table("earnest run RECIPE", "recipe", "what it does", "model", "task", "objective")
+    table = Listing("earnest run RECIPE", ("recipe", "what it does", "model", "task", "objective"))
     for r in config.list_recipes():
         terms = "\n".join(f"{kind} ({papers[kind]})" for kind in r.objective)
-        _row(table, r.name, r.description, r.model, r.task, terms)
+        table.add(r.name, r.description, r.model, r.task, terms)
     return table
 
 
@@ -46,18 +60,18 @@ def _reads(info: TermInfo) -> str:
     return ", ".join([*info.roles, *info.signals, *(f"{signal} ({when})" for signal, when in info.more_signals)])
 
 
-def objectives() -> Table:
+def objectives() -> Listing:
     """Every term of a loss."""
     from earnest.objectives import describe
 
-    table = _table("objective: [{kind: …, weight: …}]", "kind", "what it is", "paper", "reads", "fields")
+    table = Listing("objective: [{kind: …, weight: …}]", ("kind", "what it is", "paper", "reads", "fields"))
     for info in describe():
         fields = ", ".join(f.name for f in info.fields)
-        _row(table, info.kind, f"{info.summary}\n{info.equation}", info.paper, _reads(info), fields)
+        table.add(info.kind, f"{info.summary}\n{info.equation}", info.paper, _reads(info), fields)
     return table
 
 
-def objective(kind: str) -> Table:
+def objective(kind: str) -> Listing:
     """The fields of one term."""
     from earnest.objectives.registry import OBJECTIVES, info_of
 
@@ -65,7 +79,7 @@ def objective(kind: str) -> Table:
     return _fields(f"{kind}: {info.summary}\n{info.equation}\n{info.paper}\nreads {_reads(info)}", info.fields)
 
 
-def adapter(kind: str) -> Table:
+def adapter(kind: str) -> Listing:
     """The fields of one adapter."""
     from earnest.adapters.variant import VARIANTS
     from earnest.settings import field_infos
@@ -75,26 +89,26 @@ def adapter(kind: str) -> Table:
     return _fields(f"{kind}: {summary}\n{variant.equation}\narXiv {variant.paper}", field_infos(variant))
 
 
-def _fields(title: str, infos: Iterable[FieldInfo]) -> Table:
-    table = _table(title, "field", "default", "allowed", "meaning")
-    for field in infos:
-        _row(table, field.name, field.default, field.allowed, field.doc)
+def _fields(title: str, infos: Iterable[FieldInfo]) -> Listing:
+    table = Listing(title, ("field", "default", "allowed", "meaning"))
+    for info in infos:
+        table.add(info.name, info.default, info.allowed, info.doc)
     return table
 
 
-def adapters() -> Table:
+def adapters() -> Listing:
     """Every adapter with its paper and its learning rate."""
     from earnest.adapters import list_variants
 
-    table = _table("adapter: {kind: …}", "kind", "equation", "paper", "reference", "lr", "fields")
+    table = Listing("adapter: {kind: …}", ("kind", "equation", "paper", "reference", "lr", "fields"))
     for row in list_variants():
         fields = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
         lr = f"{row['lr']:g} ({row['lr_source']})"
-        _row(table, row["name"], row["equation"], row["paper"], row["reference"], lr, fields)
+        table.add(row["name"], row["equation"], row["paper"], row["reference"], lr, fields)
     return table
 
 
-def checked_adapters(compile: bool) -> tuple[Table, list[str]]:
+def checked_adapters(compile: bool) -> tuple[Listing, list[str]]:
     """Run the conformance checks with a bar on stderr: their results, and a line for each failure."""
     from rich.progress import track
 
@@ -103,53 +117,85 @@ def checked_adapters(compile: bool) -> tuple[Table, list[str]]:
     subjects = list(conformance.SUBJECTS)
     found = conformance.run(subjects, compile=compile)
     rows = track(found, "checking", len(subjects), console=Console(stderr=True), transient=True)
-    table = _table("every adapter on every model and precision", *conformance.COLUMNS)
+    table = Listing("every adapter on every model and precision", tuple(conformance.COLUMNS))
     failures: list[str] = []
     for row in rows:
-        _row(table, *conformance.cells(row))
+        table.add(*conformance.cells(row))
         failures += [f"{row.variant}: {fault}" for fault in row.faults]
     return table, failures
 
 
-def tasks() -> Table:
+def tasks() -> Listing:
     """Every task that has a name here."""
     from earnest.tasks import list_tasks
 
-    table = _table("task: NAME", "task", "what it is", "from")
+    table = Listing("task: NAME", ("task", "what it is", "from"))
     for info in list_tasks():
-        _row(table, info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
+        table.add(info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
     return table
 
 
-def task(name: str) -> Group:
+def task(name: str) -> list[Listing]:
     """One task: its description, its settings, and three prompts with the grades of the right and an empty answer."""
     from earnest.tasks import get_task
     from earnest.tasks.external_reasoning_gym import ReasoningGym
 
     found = get_task(name)
-    parts: list[Table] = []
+    parts: list[Listing] = []
     if isinstance(found, ReasoningGym):
-        settings = _table(f"task: {{name: {name}, …}}", "setting", "default")
+        settings = Listing(f"task: {{name: {name}, …}}", ("setting", "default"))
         for key, value in found.options().items():
-            _row(settings, key, str(value))
+            settings.add(key, str(value))
         parts.append(settings)
-    examples = _table("three held-out prompts", "prompt", "completion", "reward", "feedback", names=False)
+    examples = Listing(
+        f"{found.name}: {found.description}\nthree held-out prompts",
+        ("prompt", "completion", "reward", "feedback"),
+        False,
+    )
     for prompt in found.prompts("heldout", 3, 0):
         answer = prompt.data.get("answer")
         for completion in ([] if answer is None else [str(answer)]) + [""]:
             grade = found.grade(prompt, completion)
             text = "\n".join(str(m.get("content")) for m in prompt.messages)
-            _row(examples, text, completion or "(empty)", f"{grade.reward:g}", grade.feedback)
-    return Group(Text(f"{found.name}: {found.description}"), *parts, examples)
+            examples.add(text, completion or "(empty)", f"{grade.reward:g}", grade.feedback)
+    return [*parts, examples]
 
 
-def models() -> Table:
+def models() -> Listing:
     """Every model that has a name here."""
     from earnest.models import list_models
 
     columns = ("model", "what it is", "parameters", "licence", "offline", "where")
-    table = _table("model: NAME, a Hugging Face id, or a folder", *columns)
+    table = Listing("model: NAME, a Hugging Face id, or a folder", columns)
     for info in list_models():
         offline = "yes" if info.offline else "no"
-        _row(table, info.name, info.what, f"{info.parameters:,}", info.licence, offline, info.where)
+        table.add(info.name, info.what, f"{info.parameters:,}", info.licence, offline, info.where)
+    return table
+
+
+def runs(folder: Path) -> Listing:
+    """Every run below ``folder``, newest first: its state and its held-out numbers."""
+    from earnest.errors import ConfigError
+    from earnest.report.load import load
+    from earnest.report.record import ReportError, Run
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; give the folder of your runs, as in `earnest runs runs`.")
+    columns = ("run", "recipe", "task", "status", "steps", "before", "best", "after", "started")
+    table = Listing(f"runs in {folder}", columns)
+    found: list[tuple[str, Run]] = []
+    for path in sorted(folder.glob("**/run.json")):
+        try:
+            run = load(path.parent)
+        except ReportError as error:
+            table.add(str(path.parent), "", "", str(error), *[""] * 5)
+        else:
+            found.append((run.header.started, run))
+    for started, run in sorted(found, key=lambda pair: pair[0], reverse=True):
+        values = [e.value for e in run.evaluations if e.value is not None]
+        best = [(min if run.measure == "loss" else max)(values)] if values else []
+        numbers = (f"{number:.3f}" for number in (*values[:1], *best, *values[1:][-1:]))
+        cells = [*numbers, "", "", ""][:3]
+        steps = f"{run.header.steps_done}/{run.header.steps}"
+        table.add(str(run.folder), run.header.recipe, run.header.task, run.header.status, steps, *cells, started)
     return table

@@ -9,6 +9,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from earnest.listings import Listing
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -21,3 +23,19 @@ def show(what: RenderableType) -> None:
     from rich.console import Console
 
     Console().print(what)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def show_listings(listings: Listing | list[Listing], as_json: bool) -> None:
+    """A table for each listing; as JSON a list of records, or for several listings a list of such lists."""
+    several = listings if isinstance(listings, list) else [listings]
+    if as_json:
+        import json
+
+        records = [listing.records() for listing in several]
+        print(json.dumps(records if len(records) > 1 else records[0], indent=1, ensure_ascii=False))
+        return
+    for listing in several:
+        show(listing)

@@ -1,19 +1,20 @@
-"""`earnest recipes`, `objectives`, `adapters`, `tasks`, `models`: what there is."""
+"""`earnest recipes`, `objectives`, `adapters`, `tasks`, `models`, `runs`, `doctor`: what there is."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from earnest.commands.common import show
+from earnest.commands.common import Json, show_listings
 
 
-def recipes() -> None:
+def recipes(as_json: Json = False) -> None:
     """List the recipes and experiments."""
     from earnest import listings
 
-    show(listings.recipes())
+    show_listings(listings.recipes(), as_json)
 
 
 Imports = Annotated[
@@ -30,13 +31,15 @@ def _import(entries: list[str] | None) -> None:
 
 
 def objectives(
-    kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None, imports: Imports = None
+    kind: Annotated[str | None, typer.Argument(help="Show the fields of this one.")] = None,
+    imports: Imports = None,
+    as_json: Json = False,
 ) -> None:
     """The terms of a loss, each with its paper."""
     from earnest import listings
 
     _import(imports)
-    show(listings.objectives() if kind is None else listings.objective(kind))
+    show_listings(listings.objectives() if kind is None else listings.objective(kind), as_json)
 
 
 def adapters(
@@ -44,16 +47,17 @@ def adapters(
     imports: Imports = None,
     check: Annotated[bool, typer.Option("--check", help="Run the conformance checks; exit 1 on a failure.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="The checks, also under torch.compile.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The adapters, each with its paper and its learning rate."""
     from earnest import listings
 
     _import(imports)
     if not (check or compile):
-        show(listings.adapters() if kind is None else listings.adapter(kind))
+        show_listings(listings.adapters() if kind is None else listings.adapter(kind), as_json)
         return
     table, failures = listings.checked_adapters(compile)
-    show(table)
+    show_listings(table, as_json)
     print(*(f"✗ {failure}" for failure in failures), sep="\n", end="\n" if failures else "")
     raise typer.Exit(1 if failures else 0)
 
@@ -61,16 +65,34 @@ def adapters(
 def tasks(
     name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None,
     imports: Imports = None,
+    as_json: Json = False,
 ) -> None:
     """List the tasks; with NAME show its description, its settings and three prompts with grades."""
     from earnest import listings
 
     _import(imports)
-    show(listings.tasks() if name is None else listings.task(name))
+    show_listings(listings.tasks() if name is None else listings.task(name), as_json)
 
 
-def models() -> None:
+def models(as_json: Json = False) -> None:
     """List the models that have a name."""
     from earnest import listings
 
-    show(listings.models())
+    show_listings(listings.models(), as_json)
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="The folder with the run folders.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder, newest first: status, steps, held-out numbers."""
+    from earnest import listings
+
+    show_listings(listings.runs(folder), as_json)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, devices, free disk, and which extras are missing for what."""
+    from earnest.commands.doctor import checks
+
+    show_listings(checks(), as_json)

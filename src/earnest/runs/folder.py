@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from earnest import disk
 from earnest.disk import JsonLines, write_json, write_text
 from earnest.errors import CheckpointError
 from earnest.report.record import FORMAT, EvalRecord, EventRecord, Level, RunRecord, SampleRecord, StepRecord, written
@@ -48,14 +48,10 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise CheckpointError(
-                f"{path} is in use by another process; wait for it, or choose another out=DIR."
-            ) from None
+        lock = disk.lock(path / ".lock")
+        if lock is None:
+            raise CheckpointError(f"{path} is in use by another process; wait for it, or choose another out=DIR.")
+        self._lock = lock
         self.metrics = JsonLines(path / "metrics.jsonl", _metrics_line)
         self.samples = JsonLines(path / "samples.jsonl", lambda line: written(SampleRecord, line))
         self.header: dict[str, Any] = {}
@@ -118,7 +114,7 @@ class RunFolder:
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
-        self._lock.close()
+        self._lock.release()
 
 
 def _metrics_line(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
 import sqlite3
 from collections import Counter
 from collections.abc import Coroutine
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from earnest import disk
 from earnest.errors import ConfigError
 from earnest.serve import versions
 from earnest.serve.attempts import Attempts
@@ -27,6 +26,8 @@ from earnest.serve.store import ServerStore
 from earnest.serve.text import Text
 
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
     from earnest.serve.learner import Learner
 
 
@@ -137,17 +138,12 @@ class State:
         if self.learner is not None:  # it may have been started while the host was loading
             self.learner.close()
         self.store.close()
-        os.close(self._lock)
+        self._lock.release()
 
 
-def _lock(settings: ServeSettings) -> int:
+def _lock(settings: ServeSettings) -> BaseFileLock:
     """Lock the data folder: two servers in one folder would both apply its feedback."""
-    handle = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise ConfigError(
-            f"--data {settings.data} is in use by another server; stop it, or take another folder."
-        ) from None
-    return handle
+    found = disk.lock(settings.data / "lock")
+    if found is None:
+        raise ConfigError(f"--data {settings.data} is in use by another server; stop it, or take another folder.")
+    return found

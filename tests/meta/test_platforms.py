@@ -1,0 +1,65 @@
+"""The parts that depend on the platform, under a simulated other one: no fcntl, no folder sync, no POSIX signals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from earnest import disk
+
+WINDOWS_LIKE = """
+import signal, sys
+import torch, fastapi, obstore, torch.distributed, transformers.models.llama.modeling_llama  # others' code has its own
+import transformers.generation.utils
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None  # importing it raises, as on Windows
+for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):
+    delattr(signal, name)
+from earnest import disk
+disk.WINDOWS = True
+"""
+
+
+def run(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = (sys.executable, "-c", WINDOWS_LIKE + code, *words)
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_run_trains_and_is_listed(tmp_path: Path) -> None:
+    words = ("quickstart", "steps=1", "eval.prompts=2", "eval.samples=1", "out=runs/a", "check=false")
+    done = run("from earnest.cli import main; main(['run', *sys.argv[1:]])", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    listed = run("from earnest.cli import main; main(['runs', '--json'])", cwd=tmp_path)
+    assert listed.returncode == 0 and '"status": "finished"' in listed.stdout and '"1/1"' in listed.stdout, (
+        listed.stderr
+    )
+
+
+def test_the_server_is_imported(tmp_path: Path) -> None:
+    done = run("import earnest.serve.app, earnest.serve.state, earnest.diloco.launch", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_folders_are_not_synced_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    monkeypatch.setattr(disk, "WINDOWS", True)
+    disk.sync(tmp_path)
+    assert synced == []
+    (tmp_path / "a").write_text("a")
+    disk.sync(tmp_path / "a")
+    assert len(synced) == 1
+
+
+def test_a_lock_is_held_by_one_process(tmp_path: Path) -> None:
+    held = disk.lock(tmp_path / "lock")
+    assert held is not None
+    code = f"from pathlib import Path; from earnest import disk; print(disk.lock(Path({str(tmp_path / 'lock')!r})))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "None"
+    held.release()
+    again = disk.lock(tmp_path / "lock")
+    assert again is not None
+    again.release()
