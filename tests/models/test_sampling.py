@@ -14,7 +14,7 @@ from torch import nn
 
 from earnest.errors import SamplingError
 from earnest.models import Completion, Policy, SampleSpec, sample
-from earnest.models.sampling import _Row, _uniforms, truncate
+from earnest.models.sampling import SampleRow, truncate, uniforms
 from tests.models import tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [7], [8, 9, 30], [11, 12, 13, 14]]
@@ -97,7 +97,7 @@ def test_sixteen_bits() -> None:
 
 def reference_sampler(policy: Policy, prompt: list[int], draw: int, spec: SampleSpec) -> tuple[int, ...]:
     """One row, one token at a time, the whole model without a cache, the inverse CDF by a Python loop in float64."""
-    numbers = _uniforms([_Row(0, 0, tuple(prompt), draw)], spec.seed, spec.max_new_tokens)[0]
+    numbers = uniforms([SampleRow(0, 0, tuple(prompt), draw)], spec.seed, spec.max_new_tokens)[0]
     tokens: list[int] = []
     for u in numbers:
         with torch.no_grad():
@@ -153,15 +153,15 @@ def test_samples_of_one_prompt_differ() -> None:
 
 
 def test_numbers_are_uniform_and_independent_of_the_number_of_steps() -> None:
-    rows = [_Row(0, 0, (5, 6), d) for d in range(200)] + [_Row(0, 0, (6, 5), d) for d in range(200)]
-    u = _uniforms(rows, 0, 50)
+    rows = [SampleRow(0, 0, (5, 6), d) for d in range(200)] + [SampleRow(0, 0, (6, 5), d) for d in range(200)]
+    u = uniforms(rows, 0, 50)
     assert u.min() >= 0
     assert u.max() < 1
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / u.size)  # 5 sigma
     assert len({float(x) for x in u.ravel()}) == u.size
-    assert (_uniforms(rows, 0, 7) == u[:, :7]).all()
-    assert (_uniforms(rows[5:9], 0, 50) == u[5:9]).all()
-    assert (_uniforms(rows, 1, 50) != u).all()
+    assert (uniforms(rows, 0, 7) == u[:, :7]).all()
+    assert (uniforms(rows[5:9], 0, 50) == u[5:9]).all()
+    assert (uniforms(rows, 1, 50) != u).all()
 
 
 # --- the batch does not matter ----------------------------------------------------------------------------------------

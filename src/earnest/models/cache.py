@@ -1,10 +1,12 @@
 """Sequences that grow by one token per step: start from prompts, step, keep some rows.
 
-    buffered   earnest's preallocated keys and values; ragged prompts are padded on the left: attention-only
-    architectures dynamic    transformers' own cache; prompts of equal length only: hybrids, recurrent layers
+    buffered   earnest's preallocated keys and values; attention-only architectures. Ragged prompts are padded on the
+               left, so a row keeps its relative positions when it gets more padding; rows can be added and replaced.
+    dynamic    transformers' own cache; prompts of equal length only: hybrids, recurrent layers
     none       the whole sequence again at every token; equal length only: slow, used as the reference
 
-A test on the model selects the kind for an architecture: cached hidden states must equal uncached ones.
+A test on the model selects the kind for an architecture: cached hidden states must equal uncached ones. A row's hidden
+states do not depend on the other rows, up to the rounding of matrix products of other shapes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 CacheKind = Literal["buffered", "dynamic", "none"]
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _FIRST_ROOM = 64  # positions after the prompt in a new buffer
+_SPARE = 32  # padding columns that are tolerated before they are cut off
 
 
 class BufferLayer(CacheLayerMixin):
@@ -155,6 +158,85 @@ def start(
     room = max(map(len, prompts)) + min(new, _FIRST_ROOM)
     layers = [BufferLayer(room) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
     return Cached(policy, prompts, owner, new, Cache(layers=layers))
+
+
+# --- rows that join and leave (buffered only) ------------------------------------------------------------------------
+
+
+def join(first: Cached, second: Cached) -> None:
+    """Append the rows of ``second`` to ``first``. Both must be of the buffered kind."""
+    used = max(first.used, second.used)
+    pads = [(c, used - c.used) for c in (first, second)]
+    for ours, theirs in zip(_layers(first), _layers(second), strict=True):
+        room = used + _SPARE
+        for name in ("keys", "values"):
+            old = [getattr(ours, name), getattr(theirs, name)]
+            fresh = old[0].new_zeros(sum(o.shape[0] for o in old), old[0].shape[1], room, old[0].shape[3])
+            row = 0
+            for part, (cached, pad) in zip(old, pads, strict=True):
+                fresh[row : row + part.shape[0], :, pad:used] = part[:, :, : cached.used]
+                row += part.shape[0]
+            setattr(ours, name, fresh)
+        ours.used, ours.room = used, room
+    width = used + _SPARE
+    first.mask = torch.cat([_mask(c, pad, width) for c, pad in pads])
+    first.lengths = torch.cat([first.lengths, second.lengths])
+    first.last = torch.cat([first.last, second.last])
+    first.used = used
+    first.ragged = not bool(first.mask.all())
+
+
+def reuse(first: Cached, slots: Int[Tensor, " r"], second: Cached) -> None:
+    """Put the first rows of ``second`` into these rows of ``first``, which have ended. Both are buffered."""
+    count = len(slots)
+    if second.used > first.used:
+        _widen(first, second.used - first.used)
+    start, end = first.used - second.used, first.used
+    for ours, theirs in zip(_layers(first), _layers(second), strict=True):
+        for name in ("keys", "values"):
+            getattr(ours, name)[slots, :, start:end] = getattr(theirs, name)[:count, :, : second.used]
+    first.mask[slots, :start] = False
+    first.mask[slots, start:end] = second.mask[:count, : second.used]
+    first.lengths[slots], first.last[slots] = second.lengths[:count], second.last[:count]
+    first.ragged = not bool(first.mask.all())
+
+
+def _widen(cached: Cached, columns: int) -> None:
+    """Put this many columns of padding in front of every row."""
+    for layer in _layers(cached):
+        for name in ("keys", "values"):
+            setattr(layer, name, torch.nn.functional.pad(getattr(layer, name), (0, 0, columns, 0)))
+        layer.used, layer.room = layer.used + columns, layer.room + columns
+    cached.mask = torch.nn.functional.pad(cached.mask, (columns, 0), value=False)
+    cached.used += columns
+
+
+def trim(cached: Cached) -> None:
+    """Cut off columns that are padding in every row, once there are many, and make room in the mask."""
+    lead = int(cached.mask[:, : cached.used].any(0).int().argmax())
+    if lead > _SPARE:
+        for layer in _layers(cached):
+            for name in ("keys", "values"):
+                setattr(layer, name, getattr(layer, name)[:, :, lead:].clone())
+            layer.used, layer.room = layer.used - lead, layer.room - lead
+        cached.mask, cached.used = cached.mask[:, lead:], cached.used - lead
+        cached.ragged = not bool(cached.mask.all())
+    if cached.used + 1 >= cached.mask.shape[1]:
+        cached.mask = torch.nn.functional.pad(cached.mask, (0, 2 * _SPARE), value=True)
+
+
+def _layers(cached: Cached) -> list[BufferLayer]:
+    layers: list[Any] = cached.cache.layers
+    assert all(isinstance(layer, BufferLayer) for layer in layers), "only buffered caches are joined"
+    return layers
+
+
+def _mask(cached: Cached, pad: int, width: int) -> Tensor:
+    mask = torch.nn.functional.pad(cached.mask[:, : cached.used], (pad, 0), value=False)
+    return torch.nn.functional.pad(mask, (0, width - mask.shape[1]), value=True)
+
+
+# --- the kind of an architecture --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from earnest.errors import EarnestError, SamplingError
 from earnest.settings import Checked, setting
@@ -73,11 +73,14 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class _Row:
+class SampleRow:
+    """A completion to sample: the ``draw``-th among those of the same prompt, of at most ``limit`` tokens."""
+
     prompt_index: int
     sample_index: int
     prompt: tuple[int, ...]
-    draw: int  # index among the completions of the same prompt
+    draw: int
+    limit: int = 2**31
 
 
 def sample(
@@ -94,32 +97,24 @@ def sample(
     """``n`` completions of each prompt, prompt by prompt.
 
     progress(finished, total) is called when completions finish.
-    max_rows: sequences in one batch.
-    compact_below: drop finished rows once the unfinished are at most this share of the batch (0: never).
-    cache: default: the fastest kind that works for the architecture (`Policy.cache_kind`); a slower one is allowed.
+    The other settings are those of ``SlotSampler``.
     """
+    from earnest.models.slots import SlotSampler
+
     rows = _rows(policy, prompts, n, spec)
     done: dict[tuple[int, int], Completion] = {}
-    # Not inference_mode: the next training step uses what adapters cache while sampling.
-    with torch.no_grad(), _evaluating(policy.model):
-        kind = _kind(policy, cache)
-        for wave in _waves(rows, max_rows, ragged=kind == "buffered"):
-            for row, completion in _decode(
-                policy, wave, spec, kind, compact_below, lambda k: progress and progress(len(done) + k, len(rows))
-            ):
+    with evaluating(policy):
+        slots = SlotSampler(policy, spec, max_rows=max_rows, compact_below=compact_below, cache=cache)
+        slots.submit(sorted(rows, key=lambda row: len(row.prompt)))
+        while len(done) < len(rows):
+            for row, completion in slots.step():
                 done[row.prompt_index, row.sample_index] = completion
+            if progress is not None:
+                progress(len(done), len(rows))
     return [done[i, j] for i in range(len(prompts)) for j in range(n)]
 
 
-def _kind(policy: Policy, wanted: CacheKind | None) -> CacheKind:
-    slower: tuple[CacheKind, ...] = ("buffered", "dynamic", "none")
-    allowed = slower[slower.index(policy.cache_kind) :]
-    if wanted is not None and wanted not in allowed:
-        raise SamplingError(f"cache is {wanted!r}; {policy.name} works with {', '.join(allowed)}.")
-    return wanted or policy.cache_kind
-
-
-def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[_Row]:
+def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[SampleRow]:
     if n < 1:
         raise SamplingError(f"n is {n}; give at least 1 completion per prompt.")
     if not prompts:
@@ -145,24 +140,12 @@ def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: Sample
                 f"Prompt {i} has {len(ids)} tokens; with max_new_tokens={spec.max_new_tokens} that is more than the "
                 f"{limit} positions of {policy.name}. Shorten the prompt or lower max_new_tokens."
             )
-        rows += [_Row(i, j, ids, seen[ids] + j) for j in range(n)]
+        rows += [SampleRow(i, j, ids, seen[ids] + j, spec.max_new_tokens) for j in range(n)]
         seen[ids] += n
     return rows
 
 
-def _waves(rows: list[_Row], size: int, *, ragged: bool) -> Iterator[list[_Row]]:
-    """Batches of at most ``size`` rows, of similar prompt length, or of equal length unless ``ragged``."""
-    wave: list[_Row] = []
-    for row in sorted(rows, key=lambda r: len(r.prompt)):
-        if wave and (len(wave) >= size or (not ragged and len(row.prompt) != len(wave[0].prompt))):
-            yield wave
-            wave = []
-        wave.append(row)
-    if wave:
-        yield wave
-
-
-def _uniforms(rows: list[_Row], seed: int, steps: int) -> Float64[np.ndarray, "R S"]:
+def uniforms(rows: Sequence[SampleRow], seed: int, steps: int) -> Float64[np.ndarray, "R S"]:
     """Row i's numbers in [0, 1), one per step; a function of (seed, prompt, draw)."""
     out = np.empty((len(rows), steps))
     heads: dict[tuple[int, ...], Any] = {}
@@ -178,72 +161,7 @@ def _uniforms(rows: list[_Row], seed: int, steps: int) -> Float64[np.ndarray, "R
     return out
 
 
-def uniforms(prompt: tuple[int, ...], seed: int, draw: int, steps: int) -> Float64[np.ndarray, " S"]:
-    """The random numbers of the ``draw``-th completion of a prompt, one per step."""
-    return _uniforms([_Row(0, draw, prompt, draw)], seed, steps)[0]
-
-
-def _decode(
-    policy: Policy,
-    rows: list[_Row],
-    spec: SampleSpec,
-    kind: CacheKind,
-    compact_below: float,
-    finished: Callable[[int], object],
-) -> list[tuple[_Row, Completion]]:
-    """Sample one batch to its last token."""
-    from earnest.models.cache import start
-
-    device, steps, total = policy.device, spec.max_new_tokens, len(rows)
-    prompts = list(dict.fromkeys(row.prompt for row in rows))
-    place = {prompt: i for i, prompt in enumerate(prompts)}
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    uniforms = torch.as_tensor(_uniforms(rows, spec.seed, steps)).to(device=device, dtype=exact)
-    tokens = torch.zeros(steps, total, dtype=torch.long, device=device)
-    logprobs = torch.zeros(steps, total, device=device)
-    eos = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=device)
-    length = torch.full((total,), steps, device=device)  # of finished rows; the others have all steps
-    stopped = torch.zeros(total, dtype=torch.bool, device=device)
-    batch = torch.arange(total, device=device)  # the row of each sequence in the batch
-
-    sequences = start(policy, kind, prompts, torch.as_tensor([place[r.prompt] for r in rows], device=device), steps)
-    for step in range(steps):
-        token, logprob = _choose(policy, sequences.last, uniforms[batch, step], spec)
-        tokens[step, batch], logprobs[step, batch] = token, logprob
-        ends = torch.isin(token, eos)
-        if spec.stop:
-            ends |= _completes(policy, tokens[: step + 1, batch], spec.stop)
-        ends &= ~stopped[batch]
-        if bool(ends.any()):
-            stopped[batch[ends]], length[batch[ends]] = True, step + 1
-            finished(int(stopped.sum()))
-        alive = (~stopped[batch]).nonzero()[:, 0]
-        if step + 1 == steps or not len(alive):
-            break
-        if len(alive) <= compact_below * len(batch):
-            sequences.keep(alive)
-            batch, token = batch[alive], token[alive]
-        sequences.step(token)
-    finished(total)
-
-    lengths, stops = length.tolist(), stopped.tolist()
-    ids, values = tokens.T.tolist(), logprobs.T.tolist()
-    return [
-        (
-            row,
-            Completion(
-                row.prompt_index,
-                row.sample_index,
-                tuple(ids[i][:k]),
-                tuple(values[i][:k]),
-                "stop" if stops[i] else "length",
-            ),
-        )
-        for i, (row, k) in enumerate(zip(rows, lengths, strict=True))
-    ]
-
-
-def _choose(
+def choose(
     policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
     """The next token of each row and its log-prob, in parts of the rows, so that [R, V] stays small."""
@@ -287,23 +205,18 @@ def truncate(logits: Float[Tensor, "r V"], top_k: int, top_p: float) -> Float[Te
     return logits
 
 
-def _completes(policy: Policy, tokens: Int[Tensor, "S r"], stop: tuple[str, ...]) -> Tensor:
-    """Whether each row's text contains a stop string; special tokens count as text."""
-    texts = [
-        policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        for ids in tokens.T.tolist()
-    ]
-    return torch.as_tensor([any(s in text for s in stop) for text in texts], device=tokens.device)
-
-
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode inside the block; afterwards every module has its own mode again."""
-    training = [m for m in model.modules() if m.training]
+def evaluating(policy: Policy) -> Iterator[None]:
+    """Inside the block: no gradients, and every module in eval mode; afterwards each has its own mode again.
+
+    Not inference_mode: the next training step uses what adapters cache while sampling.
+    """
+    training = [m for m in policy.model.modules() if m.training]
     for module in training:
         module.training = False
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for module in training:
             module.training = True

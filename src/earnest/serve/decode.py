@@ -20,11 +20,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.errors import EarnestError, SamplingError
-from earnest.models.cache import Cached, Sequences, start
+from earnest.models.cache import Cached, Sequences, join, start, trim
 from earnest.models.policy import Policy
-from earnest.models.sampling import SampleSpec, pick, uniforms
+from earnest.models.sampling import SampleRow, SampleSpec, pick, uniforms
 from earnest.serve.grammar import Matcher
-from earnest.serve.kv_cache import join, trim
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
@@ -206,8 +205,8 @@ class DecodeBatch:
                 place = places.setdefault((r.prompt, id(r.adapter)), len(places))
                 if place == len(adapters):
                     adapters.append(r.adapter)
-                for index in range(r.n):
-                    numbers = uniforms(r.prompt, r.spec.seed, index, r.spec.max_new_tokens)
+                own = [SampleRow(0, index, r.prompt, index) for index in range(r.n)]
+                for index, numbers in enumerate(uniforms(own, r.spec.seed, r.spec.max_new_tokens)):
                     matcher = None if r.shaping.grammar is None else self.host.grammars.matcher(r.shaping.grammar)
                     rows.append(_Row(pending, index, numbers.tolist(), matcher=matcher))
                     owner.append(place)

@@ -1,0 +1,222 @@
+"""Continuous batching: rows join and leave the decoding batch at every token.
+
+A row that has ended leaves its slot to the next row that waits. Each row has its own random numbers, and its prompt is
+computed once for all rows that wait with the same one. So a completion is a function of (weights, prompt, seed, draw),
+whatever else is in the batch and whenever it joined, up to the rounding of matrix products of other shapes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from earnest.errors import SamplingError
+from earnest.models.cache import Cached, CacheKind, Sequences, join, reuse, start, trim
+from earnest.models.policy import Policy
+from earnest.models.sampling import Completion, SampleRow, SampleSpec, choose, uniforms
+
+_TRIM_EVERY = 32  # steps between two looks for columns that are padding in every row
+
+Finished = list[tuple[SampleRow, Completion]]
+
+
+@dataclass(eq=False)
+class _Group:
+    """Rows that are decoded together. R slots, S = max_new_tokens."""
+
+    rows: list[SampleRow]
+    sequences: Sequences
+    uniforms: Float[Tensor, "R S"]
+    tokens: Int[Tensor, "R S"]
+    logprobs: Float[Tensor, "R S"]
+    count: Int[Tensor, " R"]
+    """Tokens that each row has."""
+    limit: Int[Tensor, " R"]
+    alive: Bool[Tensor, " R"]
+    steps: int = 0
+
+    _state: ClassVar[tuple[str, ...]] = ("uniforms", "tokens", "logprobs", "count", "limit", "alive")
+
+    def keep(self, slots: Int[Tensor, " r"]) -> None:
+        """Continue with these slots only."""
+        self.sequences.keep(slots)
+        self.rows = [self.rows[i] for i in slots.tolist()]
+        for name in self._state:
+            setattr(self, name, getattr(self, name)[slots])
+
+    def take(self, fresh: _Group) -> None:
+        """Put the rows of ``fresh`` into the slots of rows that have ended, and append those for which none is left."""
+        assert isinstance(self.sequences, Cached) and isinstance(fresh.sequences, Cached)
+        free = (~self.alive).nonzero()[:, 0][: len(fresh.rows)]
+        count = len(free)
+        if count:
+            reuse(self.sequences, free, fresh.sequences)
+            for name in self._state:
+                getattr(self, name)[free] = getattr(fresh, name)[:count]
+            for slot, row in zip(free.tolist(), fresh.rows[:count], strict=True):
+                self.rows[slot] = row
+        if count < len(fresh.rows):
+            if count:
+                fresh.keep(torch.arange(count, len(fresh.rows), device=free.device))
+            join(self.sequences, fresh.sequences)
+            self.rows += fresh.rows
+            for name in self._state:
+                setattr(self, name, torch.cat([getattr(self, name), getattr(fresh, name)]))
+
+
+class SlotSampler:
+    """Samples rows as they are submitted; ``step`` decodes one more token of every row. Use it inside ``evaluating``.
+
+    max_rows: rows that are decoded together; the others wait.
+    compact_below: drop ended rows once the others are at most this share of the batch and none waits (0: never).
+    cache: default: the fastest kind that works for the architecture (`Policy.cache_kind`); a slower one is allowed.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        spec: SampleSpec,
+        *,
+        max_rows: int = 256,
+        compact_below: float = 0.75,
+        cache: CacheKind | None = None,
+    ) -> None:
+        self.policy, self.spec, self.max_rows, self.compact_below = policy, spec, max_rows, compact_below
+        self.kind = _allowed(policy, cache)
+        self.tokens = 0
+        """Tokens that were sampled so far."""
+        self._waiting: deque[SampleRow] = deque()
+        self._groups: list[_Group] = []
+        self._ends = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=policy.device)
+        self._alive = 0
+
+    def __len__(self) -> int:
+        """Rows that wait or are being decoded."""
+        return len(self._waiting) + self._alive
+
+    def submit(self, rows: Iterable[SampleRow]) -> None:
+        """Add rows; they are decoded from the next step on that has a slot for them."""
+        self._waiting.extend(rows)
+
+    def step(self) -> Finished:
+        """Decode one more token of every row; returns the rows that end with it."""
+        self._admit()
+        finished: Finished = []
+        for group in list(self._groups):
+            finished += self._advance(group)
+        self._alive -= len(finished)
+        return finished
+
+    # --- rows that join -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        count = min(len(self._waiting), self.max_rows - self._alive)
+        if count <= 0:
+            return
+        rows = [self._waiting.popleft() for _ in range(count)]
+        self._alive += count
+        if self.kind == "buffered":
+            fresh = self._start(rows)
+            if self._groups:
+                self._groups[0].take(fresh)
+            else:
+                self._groups.append(fresh)
+            return
+        rows.sort(key=lambda row: len(row.prompt))  # the other caches need prompts of equal length
+        self._groups += [self._start(list(same)) for _, same in groupby(rows, key=lambda row: len(row.prompt))]
+
+    def _start(self, rows: list[SampleRow]) -> _Group:
+        device, steps = self.policy.device, self.spec.max_new_tokens
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+        owner = torch.as_tensor([place[row.prompt] for row in rows], device=device)
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        return _Group(
+            rows,
+            start(self.policy, self.kind, list(place), owner, steps),
+            torch.as_tensor(uniforms(rows, self.spec.seed, steps)).to(device=device, dtype=exact),
+            torch.zeros(len(rows), steps, dtype=torch.long, device=device),
+            torch.zeros(len(rows), steps, device=device),
+            torch.zeros(len(rows), dtype=torch.long, device=device),
+            torch.as_tensor([min(row.limit, steps) for row in rows], device=device),
+            torch.ones(len(rows), dtype=torch.bool, device=device),
+        )
+
+    # --- one token ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, group: _Group) -> Finished:
+        at = group.count.clamp_max(group.tokens.shape[1] - 1)[
+            :, None
+        ]  # an ended row writes over its last token, which was read already
+        token, logprob = choose(self.policy, group.sequences.last, group.uniforms.gather(1, at)[:, 0], self.spec)
+        group.tokens.scatter_(1, at, token[:, None])
+        group.logprobs.scatter_(1, at, logprob[:, None])
+        group.count += 1
+        stops = torch.isin(token, self._ends)
+        if self.spec.stop:
+            stops |= self._completes(group)
+        over = (stops | (group.count >= group.limit)) & group.alive
+        finished: Finished = []
+        if bool(over.any()):
+            finished = self._collect(group, over, stops)
+            group.alive &= ~over
+        alive = group.alive.nonzero()[:, 0]
+        if not len(alive):
+            self._groups.remove(group)
+            return finished
+        if len(alive) <= self.compact_below * len(group.rows) and not (self._waiting and self.kind == "buffered"):
+            group.keep(alive)
+            token = token[alive]
+        self._make_room(group)
+        group.sequences.step(token)
+        return finished
+
+    def _collect(self, group: _Group, over: Bool[Tensor, " R"], stops: Bool[Tensor, " R"]) -> Finished:
+        places = over.nonzero()[:, 0]
+        counts, stopped = group.count[places].tolist(), stops[places].tolist()
+        ids, values = group.tokens[places].tolist(), group.logprobs[places].tolist()
+        self.tokens += sum(counts)
+        finished: Finished = []
+        for i, place in enumerate(places.tolist()):
+            row, k = group.rows[place], counts[i]
+            done = Completion(
+                row.prompt_index,
+                row.sample_index,
+                tuple(ids[i][:k]),
+                tuple(values[i][:k]),
+                "stop" if stopped[i] else "length",
+            )
+            finished.append((row, done))
+        return finished
+
+    def _make_room(self, group: _Group) -> None:
+        """Rows that joined late may need more columns than the first ones; those that left may have needed more."""
+        group.steps += 1
+        rows = group.sequences
+        if self.kind == "buffered" and isinstance(rows, Cached):
+            full = rows.used + 1 >= rows.mask.shape[1]
+            if full or (rows.ragged and group.steps % _TRIM_EVERY == 0):
+                trim(rows)
+
+    def _completes(self, group: _Group) -> Bool[Tensor, " R"]:
+        """Whether each row's text contains a stop string; special tokens count as text."""
+        counts = group.count.tolist()
+        texts = [
+            self.policy.tokenizer.decode(ids[:n], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for ids, n in zip(group.tokens.tolist(), counts, strict=True)
+        ]
+        return torch.as_tensor([any(s in text for s in self.spec.stop) for text in texts], device=group.tokens.device)
+
+
+def _allowed(policy: Policy, wanted: CacheKind | None) -> CacheKind:
+    slower: Sequence[CacheKind] = ("buffered", "dynamic", "none")
+    allowed = slower[slower.index(policy.cache_kind) :]
+    if wanted is not None and wanted not in allowed:
+        raise SamplingError(f"cache is {wanted!r}; {policy.name} works with {', '.join(allowed)}.")
+    return wanted or policy.cache_kind
