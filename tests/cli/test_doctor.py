@@ -26,10 +26,8 @@ def test_a_missing_extra_has_its_install_line(monkeypatch: pytest.MonkeyPatch) -
     assert row["state"] == "missing: pip install 'earnest[ray]'"
 
 
-@pytest.mark.parametrize(
-    "words", [["tasks"], ["recipes"], ["models"], ["adapters"], ["objectives"], ["objectives", "grpo"]]
-)
-def test_listings_as_json(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", ["tasks", "recipes", "models", "adapters", "objectives", "objectives grpo"])
+def test_listings_as_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*words.split(), "--json"])
     records = json.loads(capsys.readouterr().out)
