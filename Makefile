@@ -31,7 +31,7 @@ FAST := not slow$(if $(BROWSER),, and not browser)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test environments lint format nightly bench docs-tables site docs pins clean
+.PHONY: help demo test environments lint format nightly bench docs-tables site docs wheels pins clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,11 @@ site: $(DEV)  ## build the documentation site into build/site; a warning or a de
 docs: site  ## build the site and show it in the browser (Ctrl-C ends it)
 	@echo "http://127.0.0.1:8009"
 	@($(BIN)/python -m webbrowser -t http://127.0.0.1:8009 >/dev/null 2>&1 &) ; $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8009 2>/dev/null
+
+wheels: $(DEV)  ## build sdist and wheel into dist/, install the wheel in an empty environment and try it
+	rm -rf dist build/wheel-env
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m scripts.try_wheels dist
 
 pins: $(DEV)  ## write constraints.txt from what is installed
 	$(BIN)/python -m scripts.pins --write
