@@ -100,6 +100,7 @@ def run(
         else:
             finished = runs.start(name, config, out)
     out.print(finished)
+    raise typer.Exit(finished.exit_code)
 
 
 @app.command()

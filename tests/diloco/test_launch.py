@@ -20,7 +20,7 @@ from rich.console import Console
 from earnest import runs
 from earnest.config import RunConfig, load_file
 from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
-from earnest.diloco.launch import falling, job_of, resume, start
+from earnest.diloco.launch import job_of, resume, start
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
@@ -485,22 +485,3 @@ def test_files_and_tokens_of_this_machine_are_found(
     job = job_of(make("replicas=2"), "s3://b/r", tmp_path)
     assert job.files == {"model": str(tiny)} and job.env["HF_TOKEN"] == "hf_x"
     assert "model" not in job_of(make("replicas=2", "model=nano"), "s3://b/r", tmp_path).files
-
-
-def _measured(*pairs: tuple[float, float]) -> list[dict[str, Any]]:
-    """(the replicas' own reward, the held-out reward after it), every 10 steps."""
-    lines: list[dict[str, Any]] = []
-    for i, (own, heldout) in enumerate(pairs):
-        lines.append({"kind": "step", "reward": {"mean": own}})
-        lines.append({"kind": "eval", "reward": heldout, "se": 0.03, "step": 10 * i})
-    return lines
-
-
-def test_a_held_out_reward_that_falls_is_reported() -> None:
-    fell = falling(_measured((0.5, 0.45), (0.7, 0.90), (0.9, 0.51)))
-    assert fell == (
-        "the held-out reward fell from 0.900 at step 10 to 0.510 at step 20, "
-        "while the replicas' own went from 0.700 to 0.900"
-    )
-    assert falling(_measured((0.5, 0.45), (0.7, 0.90), (0.9, 0.84))) is None, "two standard errors of the difference"
-    assert falling(_measured((0.5, 0.9))) is None

@@ -14,10 +14,11 @@ from rich.console import Console
 
 import earnest as en
 from earnest import report
-from earnest.config import RunConfig
-from earnest.runs import start
+from earnest.cli import main
+from earnest.config import RunConfig, dump
+from earnest.report.watch import Watch
+from earnest.runs import resume, start
 from earnest.runs.errors import RunStopped
-from earnest.runs.learning import Learning
 from tests.runs.compare import lines
 
 Make = Callable[..., RunConfig]
@@ -105,7 +106,8 @@ def test_a_run_that_learns_has_the_same_row_and_it_holds(tmp_path: Path, make_co
 
 
 def step(number: int, reason: str | None, correct: float = 0.5) -> dict[str, Any]:
-    return {"kind": "step", "step": number, "learned_nothing": reason, "metrics": {"correct": correct}}
+    line = {"kind": "step", "step": number, "version": number, "terms": {}}
+    return line | {"learned_nothing": reason, "metrics": {"correct": correct}}
 
 
 @pytest.mark.parametrize(
@@ -118,11 +120,50 @@ def step(number: int, reason: str | None, correct: float = 0.5) -> dict[str, Any
     ],
 )
 def test_three_steps_in_a_row_or_all_of_them(reasons: list[str | None], warned: list[int], problem: bool) -> None:
-    found = Learning()
-    said = [number for number, why in enumerate(reasons, 1) if found.add(step(number, why)) is not None]
+    found = Watch()
+    said = [number for number, why in enumerate(reasons, 1) if found.add(step(number, why))]
     assert said == warned and (found.problem() is not None) is problem
-    assert Learning([step(n, why) for n, why in enumerate(reasons, 1)]).problem() == found.problem(), "resumed"
+    assert Watch([step(n, why) for n, why in enumerate(reasons, 1)]).problem() == found.problem(), "resumed"
 
 
 def test_a_solved_task_is_not_a_problem() -> None:
-    assert Learning([step(n, "x", correct=1.0) for n in range(1, 6)]).problem() is None
+    assert Watch([step(n, "x", correct=1.0) for n in range(1, 6)]).problem() is None
+
+
+def test_on_stall_stop_ends_the_run_with_exit_code_1_and_a_whole_folder(
+    tmp_path: Path, make_config: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stops after the third step of six, with a checkpoint, the evaluation after, the adapter and the report."""
+    run = tmp_path / "run"
+    config = make_config("task=sort", "check=false", "steps=6", "eval.every=0", "on_stall=stop")
+    (tmp_path / "stall.yaml").write_text(dump(config))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(tmp_path / "stall.yaml"), f"out={run}"])
+    assert ended.value.code == 1
+    assert "steps 1 to 3 learned nothing" in capsys.readouterr().out
+    found = lines(run / "metrics.jsonl")
+    assert [(line["kind"], line["step"]) for line in found] == [
+        ("eval", 0), ("step", 1), ("step", 2), ("step", 3), ("eval", 3)
+    ]  # fmt: skip
+    header = json.loads((run / "run.json").read_text())
+    assert header["status"] == "failed" and header["steps_done"] == 3 and "learned nothing" in header["reason"]
+    assert (run / "checkpoints" / "step-000003").is_dir() and (run / "adapter" / "adapter_config.json").is_file()
+    page = (run / "report.html").read_text()
+    assert "The run failed after 3 of 6 steps" in page and 'id="watch"' in page
+    again = resume(run, console=Console(file=io.StringIO()))
+    assert again.exit_code == 1 and len(lines(run / "metrics.jsonl")) == 5, "a resumed run stays stopped"
+
+
+def test_a_warning_at_an_evaluation_stops_the_run_and_is_evaluated_once(
+    tmp_path: Path, make_config: Make, quiet: Console
+) -> None:
+    """Weight -1 trains the rewards away, so that the held-out reward falls."""
+    config = make_config(
+        "objective.0.weight=-1", "optimizer.lr=0.1", "check=false", "steps=8", "eval={every: 2, prompts: 16}",
+        "sampling.prompts_per_step=8", "on_stall=stop", f"out={tmp_path / 'run'}",
+    )  # fmt: skip
+    finished = start("test", config, quiet)
+    assert finished.stalled and finished.problem is not None
+    assert finished.problem.startswith("the held-out reward fell from")
+    measured = [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
+    assert measured == sorted(set(measured)) and measured[-1] < 8

@@ -58,6 +58,9 @@ class LoopConfig(Strict):
     max_grader_errors: float = Field(
         0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
     )
+    on_stall: Literal["warn", "stop"] = Field(
+        "warn", description="what a warning of the watch does: only warn, or also stop the run, which then exits with 1"
+    )
     shares_every: int = Field(
         1,
         ge=0,

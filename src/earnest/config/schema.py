@@ -376,6 +376,8 @@ class RunConfig(LoopConfig):
             raise ConfigError("sampler: sampling.workers are samplers too; leave one of the two out")
         if self.sampler is not None and self.engine.kind != "local":
             raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")
+        if self.replicated and self.on_stall == "stop":
+            raise ConfigError("on_stall: replicas train elsewhere, so the watch can only warn; set on_stall=warn")
         if self.replicated:
             plan(self)
         elif self.sync != SyncConfig():

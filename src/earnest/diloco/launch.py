@@ -22,9 +22,9 @@ from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Execut
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import SyncSchedule, WeightCopies
+from earnest.report.watch import FALLING, Watch
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
-from earnest.runs.learning import Learning
 from earnest.runs.lifecycle import Finished, complete
 from earnest.runs.loop import TrainingLoop
 from earnest.runs.preflight import preflight
@@ -170,7 +170,12 @@ class Launcher(TrainingLoop):
         self.agreed = Globals(self.weights.tensors(), SyncSchedule.of(config.sync).outer, config.sync.max_norm)
         known = self.run.metrics.read()
         self.evaluations = [line for line in known if line["kind"] == "eval"]
-        self.learning = Learning(known)
+        gain = config.sync.lr / (1 - config.sync.momentum)
+        undone = (
+            f"The outer step moves the weights by sync.lr / (1 - sync.momentum) = {gain:.3g} times the replicas' "
+            "average progress; try sync.lr=1 sync.momentum=0, or a lower optimizer.lr."
+        )
+        self.watch = Watch(known, {FALLING: undone})
         self.seen = max([line["version"] for line in known if line["kind"] == "step"], default=0) // self.plan.interval
         self.step = self.plan.steps_at(self.seen)
 
@@ -257,18 +262,6 @@ class Launcher(TrainingLoop):
             if self._last_measured() < self.step < self.setup.config.steps:  # on a Lighthouse states are rare
                 self._evaluate(None)
 
-    def _evaluate(self, phase: str | None) -> None:
-        """Evaluate, and warn where the held-out reward has fallen: the outer step may undo what the replicas learn."""
-        super()._evaluate(phase)
-        found = falling(self.run.metrics.read())
-        if found is not None:
-            sync = self.plan.config.sync
-            gain = sync.lr / (1 - sync.momentum)
-            self._say(
-                f"{found}. The outer step moves the weights by sync.lr / (1 - sync.momentum) = {gain:.3g} times the "
-                "replicas' average progress; try sync.lr=1 sync.momentum=0, or a lower optimizer.lr"
-            )
-
     def _last_measured(self) -> int:
         """The step of the newest evaluation."""
         return max((int(line["step"]) for line in self.evaluations), default=0)
@@ -283,28 +276,6 @@ class Launcher(TrainingLoop):
 
     def save(self) -> None:
         """Nothing is trained here: the bucket is the checkpoint."""
-
-
-def falling(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """A warning if the newest held-out reward is below the best one by more than two standard errors of the
-    difference; it also gives the replicas' own rewards in the rounds before both."""
-    own, measured = None, []
-    for line in lines:
-        if line["kind"] == "step" and line.get("reward"):
-            own = line["reward"]["mean"]
-        elif line["kind"] == "eval":
-            measured.append((float(line["reward"]), float(line["se"] or 0.0), int(line["step"]), own))
-    if len(measured) < 2:
-        return None
-    best, last = max(measured), measured[-1]
-    if best[0] - last[0] <= 2 * math.hypot(best[1], last[1]):
-        return None
-    rewards = (
-        ""
-        if best[3] is None or last[3] is None
-        else f", while the replicas' own went from {best[3]:.3f} to {last[3]:.3f}"
-    )
-    return f"the held-out reward fell from {best[0]:.3f} at step {best[2]} to {last[0]:.3f} at step {last[2]}{rewards}"
 
 
 def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

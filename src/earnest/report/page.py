@@ -51,6 +51,7 @@ def render(run: Run) -> str:
         update,
         gallery.samples(run),
         laws.verdict(run),
+        sections.watch(run),
         sections.events(run),
         sections.config(run),
         sections.environment(run),
@@ -83,7 +84,8 @@ def render(run: Run) -> str:
 
 def _contents(run: Run) -> Html:
     first = "Reward" if run.measure == "reward" else "Held-out rows"
-    names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict", "config": "Config"}
+    names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict"}
+    names |= ({"watch": "Watch"} if run.steps else {}) | {"config": "Config"}
     return el("nav", *(el("a", title, href=f"#{key}") for key, title in names.items()), aria_label="Sections")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from earnest.report import curves
-from earnest.report.blocks import none, note, scroll, section
+from earnest.report.blocks import badge, none, note, scroll, section
 from earnest.report.curves import Chart
 from earnest.report.markup import Html, el, join, number
 from earnest.report.record import Run
+from earnest.report.watch import FALLING, Watch
 
 
 def figure(chart: Chart, large: bool = False) -> Html:
@@ -110,6 +111,33 @@ def update(run: Run) -> tuple[Html | None, list[Chart]]:
         note(f"Changed by less than {number(curves.UNCHANGED_BELOW)} of their size: {hardly}." if hardly else ""),
     ]
     return section("update", "The update", _grid(charts), *notes), charts
+
+
+def watch(run: Run) -> Html | None:
+    """Each condition of the watch: how many steps in a row it was true of, and when it warned."""
+    if not run.steps:
+        return None
+    found = Watch.of(run)
+    rows = [
+        _condition(
+            streak.condition.name,
+            f"{streak.longest} of {streak.condition.steps} in a row" if streak.count else "no step",
+            "" if not streak.warned else "step " + ", ".join(f"{step:,}" for step in streak.warned),
+        )
+        for streak in found.streaks
+    ]
+    fell = [text for text in found.warnings if text.startswith("the held-out")]
+    rows.append(_condition(FALLING, f"{len(run.evaluations)} evaluations", f"{len(fell)} times" if fell else ""))
+    head = el("tr", *(el("th", name, scope="col") for name in ("condition", "true of", "warned at")))
+    table = scroll("Watch", el("table", el("thead", head), el("tbody", *rows), class_="checks"))
+    told = el("ul", *(el("li", text) for text in found.warnings)) if found.warnings else None
+    lead = "Conditions under which a run trains in vain or gets worse; each warns after several steps in a row."
+    return section("watch", "Watch", el("p", lead), told, table)
+
+
+def _condition(name: str, seen: str, warned: str) -> Html:
+    outcome = badge(warned, "warn") if warned else badge("never", "good")
+    return el("tr", el("th", name, scope="row"), el("td", seen), el("td", outcome))
 
 
 def events(run: Run) -> Html | None:

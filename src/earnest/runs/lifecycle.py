@@ -45,7 +45,14 @@ class Finished(Comparison):
     adapter: Path
     report: Path
     problem: str | None = None
-    """Why the run learned little or nothing, if three steps in a row (or all) had nothing to learn from."""
+    """Why the run learned little or nothing, if three steps in a row (or all) had nothing to learn from; or the
+    warning that stopped it."""
+    stalled: bool = False
+    """Whether the watch stopped the run (``on_stall: stop``)."""
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.stalled else 0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield ""
@@ -158,9 +165,11 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
             adapter = setup.adapter.save(run.path / "adapter", base_model=setup.model)
         if setup.chat_template is not None:
             (adapter / TEMPLATE).write_text(setup.chat_template, encoding="utf-8")
-        verdicts.add(run.path, loop.learning.check())
-        run.update(status="finished", steps_done=config.steps, seconds=round(loop.seconds, 3))
-        run.event("info", "finished")
+        for check in loop.watch.checks():
+            verdicts.add(run.path, check)
+        status = "finished" if loop.stalled is None else "failed"
+        run.update(status=status, reason=loop.stalled, steps_done=loop.step, seconds=round(loop.seconds, 3))
+        run.event("info", "finished" if loop.stalled is None else f"stopped after step {loop.step} (on_stall is stop)")
         page = report.write(run.path)
     return Finished(
         **compared(loop.evaluations[0], loop.evaluations[-1]),
@@ -168,7 +177,8 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
         seconds=loop.seconds,
         adapter=Path(adapter),
         report=Path(page),
-        problem=loop.learning.problem(),
+        problem=loop.stalled or loop.watch.problem(),
+        stalled=loop.stalled is not None,
     )
 
 

@@ -21,15 +21,20 @@ def step_line(step: int, version: int, collected: Rollouts, seconds: dict[str, f
 
 def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
     """``entropy``: minus the mean log-prob of the sampled tokens, an estimate of the sampling distribution's entropy in
-    nats per token. ``groups_without_spread``: the share of prompts whose completions all have the same reward."""
+    nats per token. ``groups_without_spread``: the share of prompts whose completions all have the same reward.
+    ``groups_identical``: the share of prompts whose completions are all the same, where a prompt has several."""
     if not attempts:
         return {}
     logprobs = [lp for a in attempts for lp in a.rollout.logprobs]
     rewards: dict[int, set[float]] = defaultdict(set)
+    texts: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for a in attempts:
         rewards[a.rollout.prompt_index].add(a.grade.reward)
-    spread = sum(len(r) == 1 for r in rewards.values()) / len(rewards)
-    return {"groups_without_spread": spread} | ({"entropy": -sum(logprobs) / len(logprobs)} if logprobs else {})
+        texts[a.rollout.prompt_index].add(tuple(a.rollout.tokens))
+    found = {"groups_without_spread": sum(len(r) == 1 for r in rewards.values()) / len(rewards)}
+    if len(attempts) > len(texts):
+        found["groups_identical"] = sum(len(t) == 1 for t in texts.values()) / len(texts)
+    return found | ({"entropy": -sum(logprobs) / len(logprobs)} if logprobs else {})
 
 
 def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: float) -> dict[str, Any]:

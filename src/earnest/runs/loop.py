@@ -19,13 +19,13 @@ import torch
 
 from earnest.errors import EarnestError, NothingToTrain
 from earnest.proving import prove
+from earnest.report.watch import WAY_OUT, Watch
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.collect import BatchSource, own_samples, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import evaluate
 from earnest.runs.folder import RunFolder
-from earnest.runs.learning import WAY_OUT, Learning
 from earnest.runs.lines import step_line, trained, untrained
 from earnest.runs.loggers import Logger
 from earnest.runs.progress import ProgressReporter
@@ -58,7 +58,7 @@ class TrainingLoop:
         self.saved_at = -1
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
-        self.learning = Learning()
+        self.watch = Watch()
 
     # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class TrainingLoop:
         self.seconds = float(state["seconds"])
         earlier = self.run.metrics.read()
         self.evaluations = [line for line in earlier if line["kind"] == "eval"]
-        self.learning = Learning(earlier)
+        self.watch = Watch(earlier)
         self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
 
     def save(self) -> None:
@@ -142,10 +142,11 @@ class TrainingLoop:
             self._check()
         if self.step == 0:
             self._evaluate("before")
-        while self.step < config.steps:
+        while self.step < config.steps and self.stalled is None:
             self._stop_if_asked(stopper)
             self._one_step(self.step + 1)
-            if config.eval.every and self.step % config.eval.every == 0 and self.step < config.steps:
+            due = config.eval.every and self.step % config.eval.every == 0
+            if due and self.step < config.steps and self.stalled is None:
                 self._evaluate(None)
             if self.step % config.checkpoint.every == 0:
                 self.save()
@@ -182,13 +183,18 @@ class TrainingLoop:
             self.run.samples.append(sample_record(a, "train", step))
 
     def _record_step(self, line: dict[str, Any]) -> None:
-        """Write a step's line, show it, and warn if the last steps learned nothing."""
+        """Write a step's line, show it, and warn if a condition of the watch is true of the last steps."""
         self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
         self.progress.step(line)
-        if (warning := self.learning.add(line)) is not None:
+        for warning in self.watch.add(line):
             self._warn(warning)
+
+    @property
+    def stalled(self) -> str | None:
+        """The warning that stops this run; None if there is none, or if ``on_stall`` is "warn"."""
+        return next(iter(self.watch.warnings), None) if self.setup.config.on_stall == "stop" else None
 
     def _warn(self, sentence: str) -> None:
         self.run.event("warning", sentence)
@@ -224,18 +230,24 @@ class TrainingLoop:
         self.progress.note(f"evaluating {phase or f'after step {self.step}'}")
         started = time.perf_counter()
         found = evaluate(self.setup, self.step)
-        line = found.record(time.perf_counter() - started)
-        self.evaluations.append(line)
-        self.run.metrics.append(line)
+        if self.step not in [line["step"] for line in self.evaluations]:
+            self._record_evaluation(found.record(time.perf_counter() - started))
         if phase is not None:
             firsts = [a for a in found.attempts if a.rollout.sample_index == 0]
             samples = [sample_record(a, phase, self.step) for a in firsts[: self.setup.config.samples.heldout]]
             for sample in samples if self.setup.task is not None else own_samples(self.setup, phase, self.step):
                 self.run.samples.append(sample)
+        self.run.update(steps_done=self.step, seconds=round(self.seconds, 3))
+
+    def _record_evaluation(self, line: dict[str, Any]) -> None:
+        """Write an evaluation's line, show it, and warn if the held-out result has fallen."""
+        self.evaluations.append(line)
+        self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
         self.progress.evaluation(line)
-        self.run.update(steps_done=self.step, seconds=round(self.seconds, 3))
+        for warning in self.watch.add(line):
+            self._warn(warning)
 
     def _stop_if_asked(self, stopper: Stopper) -> None:
         if stopper.requested is not None:

@@ -1,0 +1,264 @@
+"""The watch over a run: conditions under which its steps teach nothing, or make the policy worse.
+
+``CONDITIONS`` are about steps: each warns when it is true of a number of steps in a row, because one such step is
+normal. ``fallen`` is about evaluations. Everything is a function of the lines of metrics.jsonl, so a resumed run
+continues the watch, and the report shows it without further files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from earnest.report.record import Change, EvalRecord, Run, StepRecord
+
+COLLAPSED = 0.01
+"""Nats per token: below this entropy the next token has a probability of about 0.999 on average."""
+
+SOLVED = 0.9
+"""A policy that is right this often may have a low entropy."""
+
+UNCHANGED = 1e-7
+"""A loss that changes by less than this fraction of itself is computed from the same weights on the same rows, or is
+constant."""
+
+FALL = 3.0
+"""Standard errors of the difference between two evaluations, above which a fall is not noise."""
+
+WAY_OUT = (
+    "Look at the rewards in samples.jsonl; an easier task, more completions per prompt, a higher sampling temperature "
+    "or another learning rate may help."
+)
+EXPLORE = "Raise sampling.temperature, lower optimizer.lr, or go back to an earlier checkpoint."
+
+
+def _solved(step: StepRecord) -> bool:
+    return step.metrics.get("correct") == 1
+
+
+def _surrogate(step: StepRecord) -> bool:
+    """Whether a term of this step reads rewards."""
+    return any(term.surrogate for term in step.terms.values())
+
+
+def _nothing(step: StepRecord, _: StepRecord | None) -> str | None:
+    if step.learned_nothing is None or _solved(step):
+        return None
+    return f"learned nothing, because {step.learned_nothing}"
+
+
+def _no_spread(step: StepRecord, _: StepRecord | None) -> str | None:
+    flat = step.metrics.get("groups_without_spread") == 1 and _surrogate(step) and not _solved(step)
+    if not flat or step.learned_nothing is not None:
+        return None
+    return "trained the other terms only, because no two completions of a prompt differ in their reward"
+
+
+def _saturated(step: StepRecord, _: StepRecord | None) -> str | None:
+    if not _solved(step) or not (_surrogate(step) or not step.terms):
+        return None
+    return "had correct completions only, so their rewards leave nothing to learn"
+
+
+def _collapsed(step: StepRecord, _: StepRecord | None) -> str | None:
+    entropy, correct = step.metrics.get("entropy"), step.metrics.get("correct")
+    if entropy is None or entropy >= COLLAPSED or (correct or 0.0) >= SOLVED:
+        return None
+    return f"sampled with an entropy of {entropy:.2g} nats per token, so the policy explores nothing"
+
+
+def _cut_off(step: StepRecord, _: StepRecord | None) -> str | None:
+    return "cut off every completion at sampling.max_new_tokens" if step.metrics.get("cut_off") == 1 else None
+
+
+def _identical(step: StepRecord, _: StepRecord | None) -> str | None:
+    if step.metrics.get("groups_identical") != 1 or (step.metrics.get("correct") or 0.0) >= SOLVED:
+        return None
+    return "sampled the same completion every time for each prompt"
+
+
+def _constant(step: StepRecord, before: StepRecord | None) -> str | None:
+    if before is None or step.loss is None or before.loss is None or not step.terms or _surrogate(step):
+        return None
+    if abs(step.loss - before.loss) > UNCHANGED * max(abs(step.loss), abs(before.loss)):
+        return None
+    return f"left the loss at {step.loss:.6g}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``found(step, the step before it)`` is what a step shows, as the predicate of a sentence, or None.
+
+    ``steps`` in a row make a warning. ``fails``: a warning is also a row of the verdict that fails.
+    """
+
+    name: str
+    steps: int
+    found: Callable[[StepRecord, StepRecord | None], str | None]
+    advice: str
+    fails: bool = True
+
+
+NOTHING = Condition("nothing to learn from", 3, _nothing, WAY_OUT)
+CONDITIONS = (
+    NOTHING,
+    Condition("no spread of rewards", 3, _no_spread, WAY_OUT),
+    Condition("rewards at their maximum", 10, _saturated, "Stop here, or train on harder prompts.", fails=False),
+    Condition("collapsed entropy", 5, _collapsed, EXPLORE),
+    Condition("identical completions", 3, _identical, EXPLORE),
+    Condition(
+        "completions cut off",
+        3,
+        _cut_off,
+        "Raise sampling.max_new_tokens, or reward short answers that end by themselves.",
+        fails=False,
+    ),
+    Condition(
+        "constant loss", 5, _constant, "Look whether the rows of the steps differ, and whether any weight changes."
+    ),
+)
+FALLING = "falling held-out result"
+ADVICE = {condition.name: condition.advice for condition in CONDITIONS} | {
+    FALLING: "Lower optimizer.lr, keep the best checkpoint, or use more data."
+}
+
+
+@dataclass
+class Streak:
+    """A condition over the steps so far: ``shown`` has what each step showed, or None."""
+
+    condition: Condition
+    steps: list[int] = field(default_factory=list)
+    shown: list[str | None] = field(default_factory=list)
+    warned: list[int] = field(default_factory=list)
+    """The steps at which it warned."""
+
+    def add(self, step: StepRecord, before: StepRecord | None) -> str | None:
+        """Add a step; a sentence if it completes a sequence of ``condition.steps`` steps."""
+        k = self.condition.steps
+        self.steps.append(step.step)
+        self.shown.append(self.condition.found(step, before))
+        last = self.shown[-k:]
+        if len(last) < k or None in last or (len(self.shown) > k and self.shown[-k - 1] is not None):
+            return None
+        self.warned.append(step.step)
+        return f"steps {self.steps[-k]} to {self.steps[-1]} {last[-1]}"
+
+    @property
+    def count(self) -> int:
+        """The number of steps of which the condition is true."""
+        return sum(what is not None for what in self.shown)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence of such steps."""
+        best = now = 0
+        for what in self.shown:
+            now = 0 if what is None else now + 1
+            best = max(best, now)
+        return best
+
+
+class Watch:
+    """The conditions over a run so far. ``advice`` replaces what a condition (by its name) advises."""
+
+    def __init__(
+        self, lines: Iterable[StepRecord | EvalRecord | Mapping[str, Any]] = (), advice: Mapping[str, str] | None = None
+    ) -> None:
+        self.streaks = [Streak(condition) for condition in CONDITIONS]
+        self.advice = ADVICE | dict(advice or {})
+        self.warnings: list[str] = []
+        self.lines: list[StepRecord | EvalRecord] = []
+        self._before: StepRecord | None = None
+        self._fell = False
+        for line in lines:
+            self.add(line)
+
+    @classmethod
+    def of(cls, run: Run) -> Watch:
+        """The watch over a run folder that was read."""
+        lines: list[StepRecord | EvalRecord] = [*run.steps, *run.evaluations]
+        lines.sort(key=lambda line: (line.step, line.kind == "eval"))
+        return cls(lines)
+
+    def add(self, line: StepRecord | EvalRecord | Mapping[str, Any]) -> list[str]:
+        """Add a line of metrics.jsonl. Returns the warnings that begin with it."""
+        if isinstance(line, Mapping):
+            line = (StepRecord if line["kind"] == "step" else EvalRecord).model_validate(line)
+        self.lines.append(line)
+        if isinstance(line, EvalRecord):
+            fell = fallen(self.lines)
+            found = [f"{fell}. {self.advice[FALLING]}"] if fell is not None and not self._fell else []
+            self._fell = fell is not None
+        else:
+            pairs = [(streak, streak.add(line, self._before)) for streak in self.streaks]
+            found = [f"{what}. {self.advice[s.condition.name]}" for s, what in pairs if what is not None]
+            self._before = line
+        self.warnings += found
+        return found
+
+    def problem(self) -> str | None:
+        """A sentence if three steps in a row, or all of them, learned nothing; else None."""
+        nothing = self.streaks[0]
+        reasons = [what.partition(", because ")[2].split(";")[0] for what in nothing.shown if what is not None]
+        if not reasons or (nothing.longest < NOTHING.steps and len(reasons) < len(nothing.shown)):
+            return None
+        (common, _), *_ = Counter(reasons).most_common(1)
+        count = f"{len(reasons)} of {len(nothing.shown)} steps learned nothing, {nothing.longest} of them in a row"
+        return f"{count}, because {common}"
+
+    def checks(self) -> list[dict[str, Any]]:
+        """Rows for verdict.json: whether the steps had something to learn from, and each other condition that warned
+        and means that the run trains in vain."""
+        problem, nothing = self.problem(), self.streaks[0]
+        first = {
+            "law": "GL",
+            "subject": "steps during training",
+            "measured": f"{nothing.count} of {len(nothing.shown)} had nothing to learn from",
+            "expected": f"fewer than {NOTHING.steps} in a row, and not all",
+            "outcome": "holds" if problem is None else "fails",
+            "detail": "" if problem is None else f"{problem}. {WAY_OUT}",
+        }
+        return [first] + [
+            {
+                "law": "GL",
+                "subject": f"during training: {streak.condition.name}",
+                "measured": f"{streak.longest} steps in a row",
+                "expected": f"fewer than {streak.condition.steps}",
+                "outcome": "fails",
+                "detail": streak.condition.advice,
+            }
+            for streak in self.streaks[1:]
+            if streak.warned and streak.condition.fails
+        ]
+
+
+def fallen(lines: Sequence[StepRecord | EvalRecord]) -> str | None:
+    """A sentence if the last evaluation is worse than the best one by more than ``FALL`` standard errors of the
+    difference; it also has the mean training reward (or loss) of the steps before each."""
+    training: list[float] = []
+    measured: list[tuple[float, EvalRecord, float | None]] = []
+    name = "loss"
+    for line in lines:
+        if isinstance(line, EvalRecord):
+            if line.value is not None:
+                sign = -1.0 if line.measure == "loss" else 1.0
+                measured.append((sign * line.value, line, sum(training) / len(training) if training else None))
+            training = []
+        elif line.reward is not None and line.reward.mean is not None:
+            name = "reward"
+            training.append(line.reward.mean)
+        elif line.loss is not None and not _surrogate(line):
+            training.append(line.loss)
+    if len(measured) < 2:
+        return None
+    best, last = max(measured, key=lambda one: one[0]), measured[-1]
+    se = Change(best[1], last[1]).se
+    if best[0] <= last[0] or best[0] - last[0] <= FALL * (se or 0.0):
+        return None
+    moved = "rose" if last[1].measure == "loss" else "fell"
+    places = [f"{one[1].value:.3f} at step {one[1].step}" for one in (best, last)]
+    own = "" if None in (best[2], last[2]) else f", while the training {name} went from {best[2]:.3f} to {last[2]:.3f}"
+    return f"the held-out {last[1].measure} {moved} from {places[0]} to {places[1]}{own}"
