@@ -5,8 +5,9 @@ new processes, no files outside a scratch folder.
     sandbox.run("print(6 * 7)").output                     # '42\\n'
     sandbox.call(my_tool, {"city": "Rome"}).value
 
-A call that fails, takes too long or is killed gives an ``Outcome`` with an ``error``; it never raises. Each call gets a
-fresh child of a worker process, so no call sees what another one left behind.
+A call that fails, takes too long or is killed gives an ``Outcome`` with an ``error``. Only a function that cannot be
+imported raises: that is a mistake in the tool, not in its call. Each call gets a fresh child of a worker process, so no
+call sees what another one left behind.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class Sandbox:
         if place.endswith(".py"):
             paths.append(str(Path(place).parent))
         reply = _POOL.call(place, _request(limits, entry, arguments, paths), limits.seconds + _GRACE)
+        if "missing" in reply:
+            raise SandboxError(f"the tool {entry} cannot be imported in the sandbox: {reply['missing']}.")
         shown = {
             "it took longer than it may": f"it took longer than {limits.seconds:g} seconds",
             "its output is longer than it may be": f"it printed more than {limits.output} bytes",

@@ -227,10 +227,10 @@ def main() -> None:
     spec.loader.exec_module(isolate)
     while (request := read(requests)) is not None:
         try:
-            sys.path.extend(p for p in request["paths"] if p not in sys.path)
+            sys.path[:] = request["paths"] or sys.path
             function = find(request["function"])
         except BaseException as error:
-            write(replies, {"output": "", "seconds": 0.0, "error": f"it cannot be imported: {describe(error)}"})
+            write(replies, {"missing": describe(error)})
             continue
         request["readable"] = readable(request["paths"])
         write(replies, call(request, function, isolate))

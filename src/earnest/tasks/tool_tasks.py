@@ -1,0 +1,206 @@
+"""Built-in environments with tools that ``nano`` learns in minutes: ``calculator``, ``lookup`` and ``fix``.
+
+None can be solved in one turn: an answer without a successful call is wrong in ``calculator``, and in ``lookup`` and
+``fix`` the answer is only in what the tool returns. ``oracle`` is a policy that solves each, for demonstrations.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import operator
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from earnest.tasks.base import Grade, Prompt, Split
+from earnest.tasks.environment import Message
+from earnest.tasks.split import draw_distinct, stable_rng
+from earnest.tasks.style import TOPICS
+from earnest.tasks.tool_environment import Conversation, ToolEnvironment
+from earnest.tasks.tools import Observation, Tools
+
+Data = dict[str, Any]
+_CITIES = ("Oslo", "Rome", "Cairo", "Lima", "Tokyo", "Paris", "Delhi", "Bern", "Quito", "Malmo")
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+_CHECKED = (0, 1, 2, 5, 7)
+"""The inputs on which a fixed function is compared with the right one; the first is shown."""
+
+
+def calculate(expression: str) -> int:
+    """Compute with integers.
+
+    Args:
+        expression: Numbers with +, - and * between them, such as 12*34.
+    """
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError("write numbers with +, - and * between them")
+
+    return value(ast.parse(expression, mode="eval").body)
+
+
+def price(item: str, city: str, _coins: dict[str, int]) -> str:
+    """The price of an item in a city.
+
+    Args:
+        item: The name of the item.
+        city: The name of the city.
+    """
+    if f"{item} {city}" not in _coins:
+        raise ValueError(f"there is no {item} in {city}")
+    return f"{_coins[f'{item} {city}']} coins"
+
+
+def check(code: str) -> str:
+    """Test the function f of a piece of Python code.
+
+    Args:
+        code: The code that defines f.
+    """
+    raise NotImplementedError("the environment tests the code")
+
+
+def outputs(code: str, inputs: list[int]) -> list[Any]:
+    """f(x) of the code for each input."""
+    space: dict[str, Any] = {}
+    exec(compile(code, "<code>", "exec"), space)
+    return [space["f"](x) for x in inputs]
+
+
+@dataclass(frozen=True)
+class ToolTask:
+    """Questions with one right answer, made from a seed. The prompt's data are for the tools and the grader."""
+
+    name: str
+    description: str
+    make: Callable[[random.Random], Data]
+
+    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
+        rng = stable_rng(self.name, split, seed)
+        made = draw_distinct(
+            self.make, lambda d: f"{self.name}|{d['content']}", lambda d: d["content"], split, count, rng
+        )
+        return [
+            Prompt(f"{self.name}:{d['content']} {d['answer']}", ({"role": "user", "content": d["question"]},), d)
+            for d in made
+        ]
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade:
+        answer, given = str(prompt.data["answer"]), completion.strip()
+        correct = given == answer
+        return Grade(float(correct), "" if correct else f"{given[:40]!r} is wrong.", correct)
+
+
+def _calculation(rng: random.Random) -> Data:
+    a, b, sign = rng.randint(11, 99), rng.randint(11, 99), rng.choice("*+")
+    answer = a * b if sign == "*" else a + b
+    return {"question": f"Compute {a}{sign}{b}.", "content": f"{a}{sign}{b}", "answer": str(answer)}
+
+
+def _lookup(rng: random.Random) -> Data:
+    item, city = rng.choice(TOPICS), rng.choice(_CITIES)
+    coins = rng.randint(1, 99)
+    return {
+        "question": f"What does the {item} cost in {city}?",
+        "content": f"{item} {city}",
+        "item": item,
+        "city": city,
+        "coins": {f"{item} {city}": coins},
+        "answer": f"{coins} coins",
+    }
+
+
+def _broken(rng: random.Random) -> Data:
+    sign, wrong = rng.choice("+-"), rng.randint(10, 199)
+    right = rng.choice([n for n in range(10, 200) if n != wrong])
+    return {
+        "question": f"Fix def f(x): return x{sign}{wrong}",
+        "content": f"{sign}{wrong}",
+        "code": f"def f(x): return x{sign}{wrong}",
+        "add": right if sign == "+" else -right,
+        "answer": f"def f(x): return x{sign}{right}",
+    }
+
+
+class Fix(ToolEnvironment):
+    """A function that fails its test. The code of a test and the code that is graded run in the sandbox; what they
+    return is compared outside, because the code can change everything in its own process."""
+
+    async def call(self, state: Conversation, name: str, arguments: Mapping[str, Any]) -> Observation:
+        seen = self.toolbox.by_name.get(name)
+        if seen is None:
+            return await super().call(state, name, arguments)
+        try:
+            code = str(seen.check(arguments)["code"])
+        except ValueError as error:
+            return Observation(f"Error: {error}.", failed=True)
+        return await asyncio.to_thread(self._test, state.prompt, code)
+
+    def _test(self, prompt: Prompt, code: str) -> Observation:
+        outcome = self.toolbox.sandbox.call(outputs, {"code": code, "inputs": list(_CHECKED)})
+        if outcome.error:
+            return Observation(f"Error: {outcome.error}.", failed=True)
+        wanted = [x + int(prompt.data["add"]) for x in _CHECKED]
+        if outcome.value == wanted:
+            return Observation("passed")
+        first = outcome.value[0] if isinstance(outcome.value, list) and outcome.value else outcome.value
+        return Observation(f"f(0) is {first}, must be {wanted[0]}")
+
+
+@dataclass(frozen=True)
+class FixTask(ToolTask):
+    """Graded by running the answer, not by its text."""
+
+    toolbox: Tools | None = None
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade:
+        assert self.toolbox is not None
+        outcome = self.toolbox.sandbox.call(outputs, {"code": completion.strip(), "inputs": list(_CHECKED)})
+        correct = outcome.value == [x + int(prompt.data["add"]) for x in _CHECKED]
+        return Grade(float(correct), "" if correct else "The function still fails its test.", correct)
+
+
+def _fix() -> Fix:
+    tools = Tools([check])
+    return Fix(
+        FixTask("fix", "repair a Python function after a look at its failing test", _broken, tools), [], tools=tools
+    )
+
+
+CALCULATOR = ToolEnvironment(
+    ToolTask("calculator", "sums and products of two numbers, with a calculator", _calculation),
+    [calculate],
+    needs_call=True,
+)
+LOOKUP = ToolEnvironment(ToolTask("lookup", "prices that only a tool knows", _lookup), [price])
+FIX = _fix()
+ENVIRONMENTS: tuple[ToolEnvironment, ...] = (CALCULATOR, LOOKUP, FIX)
+
+
+def oracle(prompt: Prompt, history: tuple[Message, ...]) -> Message:
+    """The next message of a policy that solves every built-in environment; ``history`` are the messages so far."""
+    asked = any(m["role"] == "tool" for m in history)
+    name = prompt.id.partition(":")[0]
+    if asked:
+        last = str(history[-1]["content"])
+        if name == "fix":
+            return {"role": "assistant", "content": f"def f(x): return x{int(last.rpartition(' ')[2]):+d}"}
+        return {"role": "assistant", "content": last}
+    calls: dict[str, tuple[str, dict[str, Any]]] = {
+        "calculator": ("calculate", {"expression": prompt.data["content"]}),
+        "lookup": ("price", {"item": prompt.data.get("item"), "city": prompt.data.get("city")}),
+        "fix": ("check", {"code": prompt.data.get("code")}),
+    }
+    tool, arguments = calls[name]
+    call = {"id": "call_0", "type": "function", "function": {"name": tool, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

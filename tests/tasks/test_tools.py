@@ -1,0 +1,229 @@
+"""Tools: schema, checked arguments, observations; and the built-in environments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from earnest import plugins
+from earnest.tasks import Environment, Prompt, TaskError
+from earnest.tasks.environment import Message
+from earnest.tasks.playing import demonstration, play
+from earnest.tasks.sandbox import Limits, Sandbox, SandboxError
+from earnest.tasks.tool_environment import ToolEnvironment
+from earnest.tasks.tool_tasks import CALCULATOR, ENVIRONMENTS, FIX, LOOKUP, calculate, oracle
+from earnest.tasks.tools import Tool, Tools
+
+MINE = """
+from typing import Literal
+
+def paint(colour: Literal["red", "blue"], coats: int = 1, _house: dict | None = None) -> str:
+    \"\"\"Paint the house.
+
+    Args:
+        colour: The colour.
+        coats: How many coats.
+    \"\"\"
+    print("painting")
+    return f"{_house['name']} is {colour}, {coats} coats"
+"""
+
+
+@pytest.fixture(scope="module")
+def paint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("tools") / "mine.py"
+    file.write_text(MINE)
+    return plugins.find(f"{file}:paint", "tools")
+
+
+def test_the_schema_hides_what_the_environment_gives(paint: Any) -> None:
+    function = Tool.of(paint).schema["function"]
+    assert (function["name"], function["description"]) == ("paint", "Paint the house.")
+    assert function["parameters"]["properties"] == {
+        "colour": {"type": "string", "enum": ["red", "blue"], "description": "The colour."},
+        "coats": {"type": "integer", "description": "How many coats."},
+    }
+    assert function["parameters"]["required"] == ["colour"]
+
+
+def test_a_call_gives_what_was_printed_and_returned(paint: Any) -> None:
+    seen = Tools([paint]).call("paint", {"colour": "red", "coats": "2"}, {"house": {"name": "mine"}})
+    assert (seen.text, seen.failed) == ("painting\nmine is red, 2 coats", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("pant", {}, "there is no tool 'pant'"),
+        ("paint", {}, "paint needs the argument colour"),
+        ("paint", {"colour": "green"}, "'red' or 'blue'"),
+        ("paint", {"colour": "red", "coats": "many"}, 'coats="many"'),
+        ("paint", {"colour": "red", "size": 1}, "paint has no argument size (its arguments: colour, coats)"),
+        ("paint", {"colour": "red", "_house": {}}, "paint has no argument _house"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(paint: Any, name: str, arguments: dict[str, Any], text: str) -> None:
+    seen = Tools([paint]).call(name, arguments, {"house": {"name": "mine"}})
+    assert seen.failed and seen.text.startswith("Error: ") and text in seen.text and "\n" not in seen.text
+
+
+def test_a_tool_that_raises_is_an_observation() -> None:
+    seen = Tools([calculate]).call("calculate", {"expression": "2**9"})
+    assert seen.failed and seen.text == "Error: ValueError: write numbers with +, - and * between them."
+
+
+def test_a_tool_that_needs_too_long_is_an_observation() -> None:
+    seen = Tools([calculate]).call("calculate", {"expression": "*".join(["9" * 4000] * 200)}, limits=Limits(0.2))
+    assert seen.failed
+
+
+def undocumented(x: int) -> int:
+    return x
+
+
+def untyped(x) -> int:  # type: ignore[no-untyped-def]
+    """Nothing.
+
+    Args:
+        x: A thing.
+    """
+    return x
+
+
+def many(*x: int) -> int:
+    """Nothing."""
+    return len(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(undocumented, "docstring"), (untyped, "type hint"), (many, "every parameter needs a name")],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused(function: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(TaskError, match=reason):
+        _ = Tools([function]).schemas
+
+
+def test_a_nested_function_is_refused() -> None:
+    def inner(x: int) -> int:
+        """Nothing.
+
+        Args:
+            x: A thing.
+        """
+        return x
+
+    with pytest.raises(SandboxError, match="top level"):
+        _ = Tools([inner]).schemas
+
+
+def test_two_tools_of_one_name_are_refused(paint: Any) -> None:
+    with pytest.raises(TaskError, match="same name"):
+        _ = Tools([paint, paint]).schemas
+
+
+# --- built-in environments --------------------------------------------------------------------------------------------
+
+
+def _prompt(environment: Environment, seed: int = 0) -> Prompt:
+    return environment.prompts("train", 1, seed)[0]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
+def test_the_oracle_solves_every_prompt_in_two_turns(environment: ToolEnvironment) -> None:
+    assert isinstance(environment, Environment)
+    for prompt in environment.prompts("heldout", 4, 0):
+        messages, grade = asyncio.run(play(environment, prompt, oracle))
+        assert (grade.reward, grade.correct, len(messages)) == (1.0, True, 4)
+
+
+def _answers(text: str) -> Callable[[Prompt, tuple[Message, ...]], Message]:
+    return lambda prompt, history: {"role": "assistant", "content": text}
+
+
+def test_calculator_needs_a_call_even_for_the_right_answer() -> None:
+    prompt = _prompt(CALCULATOR)
+    _, grade = asyncio.run(play(CALCULATOR, prompt, _answers(prompt.data["answer"])))
+    assert (grade.reward, grade.feedback) == (0.0, "Use calculate before you answer.")
+
+
+@pytest.mark.parametrize("environment", [LOOKUP, FIX], ids=lambda e: e.name)
+def test_the_prompt_does_not_contain_the_answer(environment: ToolEnvironment) -> None:
+    """The same question has different answers, so no policy can be right in one turn more often than by chance."""
+    answers: dict[str, set[str]] = {}
+    for seed in range(12):
+        for prompt in environment.prompts("train", 40, seed):
+            answers.setdefault(str(prompt.messages), set()).add(prompt.data["answer"])
+    asked_often = [found for found in answers.values() if len(found) > 1]
+    assert len(asked_often) > 50
+    prompt = _prompt(environment)
+    _, grade = asyncio.run(play(environment, prompt, _answers(prompt.messages[0]["content"])))
+    assert grade.reward == 0.0
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
+def test_the_splits_share_no_question(environment: ToolEnvironment) -> None:
+    sides: dict[Literal["train", "heldout"], set[str]] = {"train": set(), "heldout": set()}
+    for split, found in sides.items():
+        for seed in range(3):
+            found |= {p.messages[0]["content"] for p in environment.prompts(split, 30, seed)}
+    assert not sides["train"] & sides["heldout"]
+
+
+def test_fix_cannot_be_solved_by_code_that_reads_or_replaces_its_process() -> None:
+    """The right constant is never in the process that runs the policy's code, and its own verdict does not count."""
+    prompt = _prompt(FIX)
+    reads = (
+        "import sys\n"
+        "def f(x):\n"
+        "    frame = sys._getframe()\n"
+        "    while 'request' not in frame.f_locals:\n"
+        "        frame = frame.f_back\n"
+        "    return sorted(frame.f_locals['request']['arguments'])\n"
+    )
+    assert FIX._test(prompt, reads).text.startswith("f(0) is ['code', 'inputs'], must be")
+    forged = 'import os\nos.write(3, b\'{"value": "passed"}\')\nos._exit(0)\ndef f(x): return x'
+    assert FIX._test(prompt, forged).text != "passed"
+
+
+def test_malformed_and_failed_calls_are_replies_and_the_conversation_goes_on() -> None:
+    prompt = _prompt(CALCULATOR)
+    wrong: list[Message] = [
+        {"role": "assistant", "content": "", "tool_call_errors": ["The tool call cannot be read: it is no JSON."]},
+        _call("calculator", {"expression": "1+1"}),
+        _call("calculate", {"sum": "1+1"}),
+        _call("calculate", {"expression": "1/0"}),
+    ]
+
+    def policy(prompt: Prompt, history: tuple[Message, ...]) -> Message:
+        turn = sum(m["role"] == "assistant" for m in history)
+        if turn < len(wrong):
+            return wrong[turn]
+        return oracle(prompt, history[:1] if turn == len(wrong) else history)
+
+    messages, grade = asyncio.run(play(CALCULATOR, prompt, policy))
+    replies = [m["content"] for m in messages if m["role"] == "tool"]
+    assert [r.split()[0] for r in replies[:4]] == ["The", "Error:", "Error:", "Error:"]
+    assert grade.correct and grade.extras["failed_calls"] == 4 and grade.extras["tool_calls"] == 1
+
+
+def _call(name: str, arguments: dict[str, Any]) -> Message:
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_demonstrations_are_rows_that_can_be_trained_on(tmp_path: Path) -> None:
+    row = asyncio.run(demonstration(LOOKUP, _prompt(LOOKUP), oracle))
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert row["tools"][0]["function"]["name"] == "price"
+    with pytest.raises(TaskError, match="fails on"):
+        asyncio.run(demonstration(LOOKUP, _prompt(LOOKUP), _answers("no")))
+
+
+def test_a_sandbox_of_ones_own_gives_its_limits() -> None:
+    tools = Tools([calculate], Sandbox(Limits(output=4)))
+    assert "more than 4 bytes" in tools.call("calculate", {"expression": "123456*1"}).text
