@@ -150,7 +150,7 @@ def check_tools(policy: PolicyLike) -> None:
 
 
 @dataclass(frozen=True)
-class Delta:
+class MessagePart:
     """A piece of an answer: text, reasoning, a whole call, or the error of one."""
 
     kind: Literal["content", "reasoning", "call", "error"]
@@ -183,10 +183,10 @@ class MessageReader:
         if template is not None:
             self._parser = ResponseParser(template, prefix=prompt)
 
-    def feed(self, text: str) -> Iterator[Delta]:
+    def feed(self, text: str) -> Iterator[MessagePart]:
         """Read more of the answer's text (special tokens included)."""
         if self._parser is None:
-            yield Delta("content", text)
+            yield MessagePart("content", text)
             return
         try:
             events = self._parser.feed(text)
@@ -195,7 +195,7 @@ class MessageReader:
             return
         yield from self._deltas(events)
 
-    def finish(self) -> Iterator[Delta]:
+    def finish(self) -> Iterator[MessagePart]:
         """The end of the answer: a call that was not closed counts, too."""
         if self._parser is None:
             return
@@ -206,20 +206,20 @@ class MessageReader:
             return
         yield from self._deltas(events)
 
-    def _malformed(self, error: Exception) -> Iterator[Delta]:
+    def _malformed(self, error: Exception) -> Iterator[MessagePart]:
         self._parser = None  # what follows is text
         yield self._error(f"The tool call cannot be read: {str(error).splitlines()[0]}.")
 
-    def _deltas(self, events: Sequence[Mapping[str, Any]]) -> Iterator[Delta]:
+    def _deltas(self, events: Sequence[Mapping[str, Any]]) -> Iterator[MessagePart]:
         for event in events:
             region = event["field"]
             if region == "tool_calls":
                 if event["type"] == "region_close":
                     yield from self._region(event["value"])
             elif event["type"] == "region_chunk" and event["text"]:
-                yield Delta("content" if region == "content" else "reasoning", event["text"])
+                yield MessagePart("content" if region == "content" else "reasoning", event["text"])
 
-    def _region(self, value: Any) -> Iterator[Delta]:
+    def _region(self, value: Any) -> Iterator[MessagePart]:
         try:
             found = list(read_calls(value, self._format, self.tools))
         except ValueError as error:
@@ -230,11 +230,11 @@ class MessageReader:
             function = {"name": name, "arguments": arguments}
             call = {"id": f"call_{len(self.calls)}", "type": "function", "function": function}
             self.calls.append(call)
-            yield Delta("call", call=call)
+            yield MessagePart("call", call=call)
 
-    def _error(self, text: str) -> Delta:
+    def _error(self, text: str) -> MessagePart:
         self.errors.append(text)
-        return Delta("error", text)
+        return MessagePart("error", text)
 
 
 def read_message(

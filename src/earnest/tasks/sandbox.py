@@ -5,7 +5,7 @@ new processes, no files outside a scratch folder.
     sandbox.run("print(6 * 7)").output                     # '42\\n'
     sandbox.call(my_tool, {"city": "Rome"}).value
 
-A call that fails, takes too long or is killed gives an ``Outcome`` with an ``error``. Only a function that cannot be
+A call that fails, takes too long or is killed gives an ``CallResult`` with an ``error``. Only a function that cannot be
 imported raises: that is a mistake in the tool, not in its call. Each call gets a fresh child of a worker process, so no
 call sees what another one left behind.
 """
@@ -57,7 +57,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """The result of a call: ``value`` (JSON data), what was printed, and one sentence in ``error`` if it failed."""
 
     value: Any = None
@@ -85,13 +85,13 @@ class Sandbox:
                 )
             _log.warning("%s; run only code that you trust", text)
 
-    def run(self, code: str, limits: Limits | None = None) -> Outcome:
+    def run(self, code: str, limits: Limits | None = None) -> CallResult:
         """Run Python code as a script."""
         return self._call("", ":run_code", {"code": code}, limits)
 
     def call(
         self, function: Callable[..., Any] | str, arguments: Mapping[str, Any], limits: Limits | None = None
-    ) -> Outcome:
+    ) -> CallResult:
         """Call a function with JSON arguments. It must be a module's own function, so that the worker can import it.
 
         function: the function, or ``module:name``, or ``file.py:name``.
@@ -99,7 +99,7 @@ class Sandbox:
         entry = function if isinstance(function, str) else entry_of(function)
         return self._call(entry.rpartition(":")[0], entry, arguments, limits)
 
-    def _call(self, place: str, entry: str, arguments: Mapping[str, Any], limits: Limits | None) -> Outcome:
+    def _call(self, place: str, entry: str, arguments: Mapping[str, Any], limits: Limits | None) -> CallResult:
         limits = limits or self.limits
         paths = [os.path.abspath(p) for p in sys.path] if place else []
         if place.endswith(".py"):
@@ -113,7 +113,7 @@ class Sandbox:
             "its result is longer than it may be": f"its result has more than {limits.output} bytes",
         }
         error = str(reply.get("error", ""))
-        return Outcome(reply.get("value"), reply["output"], shown.get(error, error), reply["seconds"])
+        return CallResult(reply.get("value"), reply["output"], shown.get(error, error), reply["seconds"])
 
 
 def _request(limits: Limits, entry: str, arguments: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:

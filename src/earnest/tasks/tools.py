@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from earnest.errors import nearest
 from earnest.tasks.base import TaskError
-from earnest.tasks.sandbox import Limits, Outcome, Sandbox, entry_of
+from earnest.tasks.sandbox import CallResult, Limits, Sandbox, entry_of
 
 if TYPE_CHECKING:
     import pydantic
@@ -144,7 +144,7 @@ class Tools:
         return observe(self.sandbox.call(tool.function, {**checked, **hidden}, limits))
 
 
-def observe(outcome: Outcome) -> Observation:
+def observe(outcome: CallResult) -> Observation:
     """The text that the policy reads of an outcome: what was printed, then the result or the error."""
     printed = outcome.output.rstrip("\n")
     if outcome.error:
