@@ -23,7 +23,7 @@ from earnest.runs.setup import Setup, build
 from earnest.sync.base import Weights
 from earnest.sync.pool import SamplerPool
 from earnest.sync.probe import TOLERANCE
-from earnest.sync.servers import ServerSampler, already_gone, already_loaded
+from earnest.sync.server import Server, already_gone, already_loaded
 from tests.sync.served import proxied, served, speak, swallow_pushes
 
 RECIPE: dict[str, Any] = {
@@ -195,7 +195,7 @@ def test_a_push_and_an_unload_whose_answers_get_lost_are_done(
 
 def test_a_name_that_is_taken_before_the_first_push_is_refused(server: str, local: Setup) -> None:
     """Somebody else's: only a push that was sent before can find its own name there."""
-    remote, weights = ServerSampler(server), Weights.of(local.engine)
+    remote, weights = Server(server), Weights.of(local.engine)
     remote.load("earnest-twice", weights)
     with pytest.raises(SamplingError, match="HTTP 409: there is an adapter 'earnest-twice' already"):
         remote.load("earnest-twice", weights)

@@ -53,11 +53,12 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
     assert wanted is not None
     say(f"looking for the sampler at {wanted.url}")
     if wanted.url.startswith(("http://", "https://")):
+        from earnest.sync.server import Server
         from earnest.sync.servers import ServerSampler
 
         secret = os.environ.get(wanted.key, "").strip()
-        server = ServerSampler(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
-        return SamplerPool(engine, rows, [server])
+        server = Server(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
+        return SamplerPool(engine, rows, [ServerSampler(server)])
     bucket = Bucket.open(wanted.url, writer="trainer")
     bucket.probe()
     put_config(bucket, dump(config))

@@ -10,8 +10,10 @@ A transport (Ray actors, HTTP servers, a bucket) implements ``Sampler``; ``earne
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -39,12 +41,26 @@ class Weights:
     state: Mapping[str, Tensor]
     policy: Policy
     adapter: Adapter
+    _files: dict[bool, dict[str, bytes]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: LocalEngine) -> Weights:
         """The engine's weights as they are now, copied to the CPU."""
         state = {name: tensor.detach().cpu() for name, tensor in engine.adapter.state_dict().items()}
         return cls(engine.version, digest(engine.version, state), state, engine.policy, engine.adapter)
+
+    def files(self, plain: bool) -> dict[str, bytes]:
+        """The adapter as files: a plain LoRA, which vLLM and SGLang read, or PEFT's and earnest's own.
+
+        They are written once, from the live adapter: a trainer that samples and trains at the same time calls this
+        before its next update.
+        """
+        if plain not in self._files:
+            write = self.adapter.export_lora if plain else self.adapter.save
+            with tempfile.TemporaryDirectory(prefix="earnest-push-") as scratch:
+                made = write(Path(scratch) / "adapter", self.policy.name)
+                self._files[plain] = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
+        return self._files[plain]
 
 
 class Sampler(Protocol):

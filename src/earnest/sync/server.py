@@ -1,0 +1,225 @@
+"""An HTTP server that samples: `earnest serve`, vLLM, SGLang, or another one with OpenAI's completions and token ids.
+
+Prompts go out as token ids and completions come back as token ids with the log-prob of each: text would be tokenized
+again, and a policy gradient on other tokens than those sampled is wrong without an error. A server without token ids is
+refused.
+
+    POST /v1/completions   prompt=[ids], logprobs=1, return_token_ids=true      sampling
+    POST /v1/completions   prompt=[ids], logprobs=1, echo=true, max_tokens=0    the log-probs of a given text
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter                         vLLM (SGLang: without /v1)
+    POST /v1/upload_lora_adapter                                                earnest: no common folder is needed
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from earnest.errors import ConfigError, SamplingError
+from earnest.http import Client, NoAnswer, Refused
+from earnest.models import SampleSpec
+from earnest.sync.base import Weights
+
+KINDS = ("earnest", "vllm", "sglang")
+"""The servers that adapters can be pushed to, by the owner of their models."""
+EXACT = (
+    "Use `earnest serve`, a vLLM with return_token_ids (0.10.2 or later), or an SGLang with it (July 2026): text alone "
+    "would be tokenized again, to other tokens than those that were sampled."
+)
+
+
+class RequestRefused(SamplingError):
+    """The server answered with an error status."""
+
+    def __init__(self, sentence: str, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One completion as the server gave it: exact tokens with a finite log-prob each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+    text: str
+
+
+class Server:
+    """Requests to one server. ``base`` is the name of the model without an adapter.
+
+    ``key`` is the name of an environment variable, ``secret`` its value. ``folder`` is where vLLM and SGLang read
+    adapters; both machines see it under the same path.
+    """
+
+    def __init__(
+        self, url: str, *, folder: str | None = None, key: str = "", secret: str = "", timeout: float = 600.0
+    ) -> None:
+        self.url, self.folder, self.key = url.rstrip("/").removesuffix("/v1"), folder, key
+        self.http = Client(self.url, secret, timeout=timeout)
+        listed = self.models()
+        if not listed:
+            raise SamplingError(f"sampler: {self.url}/v1/models lists no model; does the key in ${key} allow any?")
+        self.kind, self.base = str(listed[0].get("owned_by")), str(listed[0]["id"])
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """What /v1/models lists."""
+        found = self.call("GET", "/v1/models")
+        listed = found.get("data") if isinstance(found, dict) else None
+        return listed if isinstance(listed, list) else []
+
+    def require_pushes(self) -> None:
+        """Raise if adapters cannot be pushed to this server."""
+        if self.kind not in KINDS:
+            raise SamplingError(
+                f"sampler: the models of {self.url} belong to {self.kind!r}; adapters can be pushed to "
+                f"{', '.join(KINDS)}."
+            )
+        if self.kind != "earnest" and self.folder is None:
+            raise ConfigError(
+                f"sampler.folder: {self.kind} reads adapters from a folder that it shares with this machine; name it."
+            )
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def load(self, name: str, weights: Weights) -> None:
+        """Give the server these weights under ``name``, which must be free."""
+        files = weights.files(plain=self.kind != "earnest")
+        if self.kind == "earnest":
+            self._change(f"/v1/upload_lora_adapter?lora_name={quote(name)}", _zipped(files), already_loaded)
+            return
+        assert self.folder is not None
+        place = Path(self.folder).resolve() / name
+        place.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            (place / file).write_bytes(content)
+        body = {"lora_name": name, "lora_path": str(place)}
+        self._change(f"{self._prefix()}/load_lora_adapter", body, already_loaded)
+
+    def unload(self, name: str) -> None:
+        self._change(f"{self._prefix()}/unload_lora_adapter", {"lora_name": name}, already_gone)
+        if self.folder is not None and self.kind != "earnest":
+            shutil.rmtree(Path(self.folder) / name, ignore_errors=True)
+
+    def model(self, name: str) -> str:
+        """What a request names to get the adapter ``name``."""
+        return f"{self.base}:{name}" if self.kind == "sglang" else name
+
+    def _prefix(self) -> str:
+        return "" if self.kind == "sglang" else "/v1"
+
+    # --- log-probs and samples ----------------------------------------------------------------------------------------
+
+    def score(self, model: str, tokens: Sequence[int]) -> list[float]:
+        """log π(token_t | token_<t) for t ≥ 1 at temperature 1."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 0, "echo": True, "logprobs": 1}
+        found = self._choices({**body, "temperature": 1.0}, 1)[0]
+        values = (found.get("logprobs") or {}).get("token_logprobs")
+        if not isinstance(values, list) or len(values) < len(tokens) or not _finite(values[1 : len(tokens)]):
+            raise SamplingError(
+                f"sampler: {self.url} does not give the log-probs of a prompt (echo with logprobs), so its weights "
+                "cannot be checked; use `earnest serve` or vLLM."
+            )
+        return [float(v) for v in values[1 : len(tokens)]]
+
+    def complete(
+        self, model: str, prompt: Sequence[int], n: int, spec: SampleSpec, ends: Collection[int], **more: Any
+    ) -> list[Choice]:
+        """``n`` completions with the settings and the seed of ``spec``. Every setting is in the request, since servers
+        have defaults of their own."""
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": spec.max_new_tokens,
+            "n": n,
+            "temperature": spec.temperature,
+            "top_p": spec.top_p,
+            "top_k": spec.top_k,
+            "seed": spec.seed,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+        if self.kind != "earnest":
+            body |= {"top_k": spec.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": sorted(ends)}
+        return [self._choice(choice, prompt) for choice in self._choices(body | more, n)]
+
+    def _choice(self, choice: Mapping[str, Any], prompt: Sequence[int]) -> Choice:
+        tokens, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+            raise SamplingError(f"sampler: {self.url} gives no exact token ids of what it sampled. {EXACT}")
+        if not isinstance(values, list) or len(values) != len(tokens) or not _finite(values):
+            raise SamplingError(f"sampler: {self.url} gives no log-prob for each token that it sampled. {EXACT}")
+        if choice.get("prompt_token_ids") not in (None, list(prompt)):
+            raise SamplingError(
+                f"sampler: {self.url} answered another prompt than the tokens that it was given. Does it, or a program "
+                "in front of it, tokenize prompts again?"
+            )
+        logprobs = tuple(float(v) for v in values)
+        return Choice(tuple(tokens), logprobs, str(choice.get("finish_reason")), str(choice.get("text")))
+
+    def _choices(self, body: Mapping[str, Any], n: int) -> list[Mapping[str, Any]]:
+        found = self.call("POST", "/v1/completions", body)
+        choices = found.get("choices") if isinstance(found, dict) else None
+        if not isinstance(choices, list) or len(choices) != n:
+            raise SamplingError(f"sampler: {self.url} gave another number of completions than the {n} requested.")
+        return sorted(choices, key=lambda c: c.get("index", 0))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _change(self, path: str, body: Mapping[str, Any] | bytes, done: Any) -> None:
+        """A request whose answer was lost may have been carried out: ``done`` recognises the refusals that mean it."""
+        try:
+            self.http.call("POST", path, body, read=lambda response: response.text)
+        except Refused as error:
+            if not done(error.status, error.text, error.tries > 1):
+                raise self._refusal(path, error) from None
+        except NoAnswer as error:
+            raise self._no_answer(path, error) from None
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that the server answers."""
+        try:
+            return self.http.call(method, path, body).value
+        except Refused as error:
+            raise self._refusal(path, error) from None
+        except NoAnswer as error:
+            raise self._no_answer(path, error) from None
+
+    def _refusal(self, path: str, error: Refused) -> RequestRefused:
+        hint = f" Is ${self.key} set to a key of it?" if error.status in (401, 403) else ""
+        return RequestRefused(f"sampler: {self.url}{path} refused with {error}{hint}", error.status)
+
+    def _no_answer(self, path: str, error: NoAnswer) -> SamplingError:
+        return SamplingError(
+            f"sampler: {self.url}{path} failed {self.http.tries} times; the last time: {error}. Is it running?"
+        )
+
+
+def already_loaded(status: int, text: str, again: bool) -> bool:
+    """A push sent again finds its name taken: the first one arrived. The probe looks at its weights."""
+    return again and status in (400, 409) and "already" in text
+
+
+def already_gone(status: int, text: str, again: bool) -> bool:
+    """Whether the adapter is unloaded already; SGLang answers 400 to it, and to other errors."""
+    return status == 404 or (status == 400 and again and "does not exist" in text)
+
+
+def _zipped(files: Mapping[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return content.getvalue()
+
+
+def _finite(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, (int, float)) and math.isfinite(v) for v in values)
