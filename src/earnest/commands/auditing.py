@@ -1,4 +1,4 @@
-"""`earnest audit`: the laws of a training step, of a grader, or of the tests of a user's code."""
+"""`earnest audit`: the laws of a training step, of a grader, of a sampling server, or of the tests of a user's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def audit(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help="A recipe, a YAML file, a training script (.py), or the place of a task (my_task.py:Name)."
+            help="A recipe, a YAML file, a training script (.py), the place of a task (my_task.py:Name), or "
+            "`sampler URL`: a server."
         ),
     ] = None,
     overrides: Overrides = None,
@@ -30,10 +31,18 @@ def audit(
     source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
     out: Annotated[Path | None, typer.Option(help="With --tests: results (JSON lines), to continue from.")] = None,
+    model: Annotated[str, typer.Option(help="With sampler: the model that the server should run.")] = "nano",
+    folder: Annotated[
+        Path | None, typer.Option(help="With sampler: a folder that vLLM or SGLang reads under the same path.")
+    ] = None,
+    key: Annotated[
+        str, typer.Option(help="With sampler: the environment variable with the server's API key.")
+    ] = "EARNEST_SAMPLER_KEY",
 ) -> None:
     """Prove the training step of a recipe or a script (further arguments go to the script); exit 1 if a law fails.
 
-    With my_task.py:Name, audit the grader of that task; KEY=VALUE are the settings of its class.
+    With my_task.py:Name, audit the grader of that task; KEY=VALUE are the settings of its class. With `sampler URL`,
+    check that the server there can sample for a run; temperature=T is the run's.
     """
     if tests is not None:
         raise typer.Exit(_score_tests(tests, source, limit, out, as_json))
@@ -41,7 +50,9 @@ def audit(
         raise EarnestError(
             "give something to audit: a recipe (see `earnest recipes`), a script.py, my_task.py:Name, or --tests PATH."
         )
-    if ":" in recipe:
+    if recipe == "sampler":
+        found = _sampler_verdict(overrides or [], model, folder, key)
+    elif ":" in recipe:
         found = _grader_verdict(recipe, overrides or [])
     else:
         found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
@@ -59,6 +70,18 @@ def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
     from earnest.tasks.audit import audit_grader
 
     return audit_grader(check_mapping(TaskConfig, {"name": task}, overrides).build())
+
+
+def _sampler_verdict(arguments: list[str], model: str, folder: Path | None, key: str) -> Verdict:
+    """The contract between trainer and sampler, on the server at a URL."""
+    from rich.console import Console
+
+    from earnest.runs.progress import note_on
+    from earnest.runs.sampling import audited
+
+    if not arguments or not arguments[0].startswith(("http://", "https://")):
+        raise EarnestError("give the address of the server: earnest audit sampler http://127.0.0.1:8000 --model FOLDER")
+    return audited(arguments[0], arguments[1:], model, folder, key, note_on(Console(stderr=True)))
 
 
 def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import Field
 from rich.console import Console
 
+from earnest.adapters import LoRA, attach
+from earnest.audit import Verdict
 from earnest.config import RunConfig, dump, from_mapping
+from earnest.config.load import check_mapping
+from earnest.config.schema import Strict
 from earnest.config.text import parse
 from earnest.engines import LocalEngine
 from earnest.errors import SamplingError
+from earnest.models import load
 from earnest.store import Bucket
 from earnest.sync import bucket as buckets
 from earnest.sync.pool import SamplerPool
@@ -64,6 +71,27 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
     put_config(bucket, dump(config))
     processes: list[Sampler] = [buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)]
     return SamplerPool(engine, rows, processes)
+
+
+class AuditSettings(Strict):
+    """The keys of `earnest audit sampler URL`."""
+
+    temperature: float = Field(0.7, gt=0, le=2, description="the run's sampling temperature")
+
+
+def audited(
+    url: str, overrides: Sequence[str], model: str, folder: Path | None, key: str, say: Callable[[str], None]
+) -> Verdict:
+    """`earnest audit sampler URL`: check that the server runs ``model`` and can sample for a run."""
+    from earnest.sync.contract import audit_sampler
+    from earnest.sync.server import Server
+
+    settings = check_mapping(AuditSettings, {}, overrides)
+    place = None if folder is None else str(folder)
+    server = Server(url, folder=place, key=key, secret=os.environ.get(key, "").strip())
+    policy = load(model, say=say)
+    engine = LocalEngine(policy, attach(policy, LoRA(rank=8)))
+    return audit_sampler(server, engine, temperature=settings.temperature, progress=say)
 
 
 def put_config(bucket: Bucket, text: str) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -61,6 +62,17 @@ class Weights:
                 made = write(Path(scratch) / "adapter", self.policy.name)
                 self._files[plain] = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
         return self._files[plain]
+
+
+@contextmanager
+def holding(engine: LocalEngine, weights: Weights) -> Iterator[None]:
+    """Inside the block the engine's adapter has these weights; afterwards its own, bit for bit."""
+    own = engine.adapter.state_dict()
+    engine.adapter.load_state_dict(weights.state)
+    try:
+        yield
+    finally:
+        engine.adapter.load_state_dict(own)
 
 
 class Sampler(Protocol):

@@ -17,7 +17,8 @@ from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.signals import Batch
-from earnest.sync.base import Sampler, SamplerLost, Weights, logprobs, rows_batch
+from earnest.sync.base import Sampler, SamplerLost, Weights, holding, logprobs, rows_batch
+from earnest.sync.behaviour import BASE, OLD, RAW, reason
 from earnest.sync.probe import Link, Target, apart, tolerance
 
 TRIES = 3
@@ -43,6 +44,7 @@ class SamplerPool:
         self.links = [Link(m) for m in members]
         self.metrics: dict[str, float] = {"sampler/restarts": 0.0}
         self._target: Target | None = None
+        self._before: Weights | None = None  # of the version before the target's
         self._close = close
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
@@ -102,6 +104,7 @@ class SamplerPool:
         if old is None or old.weights.digest != weights.digest:
             batch = rows_batch(self.rows, self.engine.policy.pad_id)
             base = logprobs(self.engine, batch, "base") if old is None else old.base
+            self._before = None if old is None else old.weights
             self._target = Target(weights, self.rows, logprobs(self.engine, batch), base)
         assert self._target is not None
         return self._target
@@ -118,12 +121,18 @@ class SamplerPool:
         policy, temperature = self.engine.policy, rollouts[0].temperature
         batch = Batch.from_rows([r.prompt for r in rollouts], [r.tokens for r in rollouts], pad=policy.pad_id)
         theirs = torch.tensor([v for r in rollouts for v in r.logprobs], dtype=torch.float64)
-        off, allowed = apart(theirs, logprobs(self.engine, batch, "live", temperature)), tolerance(policy.dtype)
+        own, allowed = logprobs(self.engine, batch, "live", temperature), tolerance(policy.dtype)
+        off = apart(theirs, own)
         if not off <= allowed:
+            others = {RAW: logprobs(self.engine, batch, "live", 1.0)}
+            if self._before is not None:
+                with holding(self.engine, self._before):
+                    others[OLD] = logprobs(self.engine, batch, "live", temperature)
+            others[BASE] = logprobs(self.engine, batch, "base", temperature)
             raise SamplingError(
                 f"{self.links[0].sampler.place} reports log-probs of what it sampled that are {off:.3g} nats per token "
                 f"off those of version {self.engine.version} at temperature {temperature:g} (allowed: {allowed:g}). "
-                "vLLM reports them before temperature unless it is started with --logprobs-mode processed_logprobs."
+                f"{reason(theirs, own, others, allowed)}"
             )
         self.metrics |= {"sampler/behaviour": off}
 

@@ -71,10 +71,11 @@ class Link:
         distinct = moved > APART * self.noise
         version, place = target.weights.version, self.sampler.place
         if distinct and old < off:
+            base = " (the base model: no adapter is applied)" if torch.equal(before, target.base) else ""
             raise SamplingError(
                 f"{place} still runs old weights: after the push of version {version} its log-probs of the probe are "
-                f"{off:.3g} nats per token from that version and {old:.3g} from the one before. It accepted the push "
-                "and did not apply it; look at its log, and remove caches between it and the trainer."
+                f"{off:.3g} nats per token from that version and {old:.3g} from the one before{base}. It accepted the "
+                "push and did not apply it; look at its log, and remove caches between it and the trainer."
             )
         if not off <= target.tolerance:
             dtype = str(target.weights.policy.dtype).removeprefix("torch.")

@@ -170,7 +170,9 @@ class Server:
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or len(choices) != n:
             raise SamplingError(f"sampler: {self.url} gave another number of completions than the {n} requested.")
-        return sorted(choices, key=lambda c: c.get("index", 0))
+        prompts = found.get("prompt_token_ids")  # earnest: of all prompts; vLLM: in each choice
+        shared = {"prompt_token_ids": prompts[0]} if isinstance(prompts, list) and len(prompts) == 1 else {}
+        return sorted(({**shared, **c} for c in choices), key=lambda c: c.get("index", 0))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
