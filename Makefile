@@ -15,23 +15,26 @@ BASE := .venv/.base-$(HASH)
 DEV := .venv/.dev-$(HASH)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
-# Integrations that cannot share .venv: envs/NAME.txt has all their pins, .venv-NAME is made from it (docs/adr/0002).
+# Integrations that cannot share .venv: envs/NAME.txt has all their pins, .venv-NAME is made from it (docs/adr/0002), and
+# envs/repair_NAME.py, where there is one, makes the result usable and checks it. LARGE ones are not for `make test`.
 ENVS := $(patsubst envs/%.txt,%,$(wildcard envs/*.txt))
-env-hash = $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + open(sys.argv[1], "rb").read()).hexdigest()[:16])' envs/$(1).txt)
-OTHERS := $(foreach name,$(ENVS),.venv-$(name)/.made-$(call env-hash,$(name)))
+LARGE := vllm
+env-hash = $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest()[:16])' envs/$(1).txt $(wildcard envs/repair_$(1).py))
+stamps = $(foreach name,$(1),.venv-$(name)/.made-$(call env-hash,$(name)))
+OTHERS := $(call stamps,$(filter-out $(LARGE),$(ENVS)))
 
 # One thread each: two workers on two cores beat two threads that fight, and sums come out the same everywhere.
-test nightly bench docs-tables: export OMP_NUM_THREADS := 1
+test nightly vllm bench docs-tables: export OMP_NUM_THREADS := 1
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 # Pages are tested where there is a browser; in CI there has to be one.
 BROWSER := $(if $(CI),yes,$(shell command -v chromium || command -v chromium-browser || command -v google-chrome))
-FAST := not slow$(if $(BROWSER),, and not browser)
+FAST := not slow and not vllm$(if $(BROWSER),, and not browser)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test environments lint format nightly bench docs-tables site docs wheels pins clean
+.PHONY: help demo test environments lint format nightly bench docs-tables site docs wheels pins clean vllm
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,8 +58,11 @@ format: $(DEV)  ## let ruff write what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-nightly: $(DEV) $(OTHERS)  ## the slow tests too, and more examples for each property
+nightly: $(DEV) $(call stamps,$(ENVS))  ## the slow tests too, and more examples for each property
 	EARNEST_HYPOTHESIS=nightly $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 30 $(ARGS)
+
+vllm: $(DEV) $(call stamps,vllm)  ## the tests against a real vLLM on the CPU (its environment has 3.5 GB)
+	$(BIN)/python -m pytest -m vllm --durations 15 $(ARGS)
 
 bench: $(DEV)  ## every benchmark, one after the other, each with its JSON in benchmarks/results
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
@@ -97,10 +103,11 @@ $(DEV): | $(BIN)/python
 	@touch $(BASE) $@
 
 define other-environment
-.venv-$(1)/.made-$(call env-hash,$(1)): envs/$(1).txt
+.venv-$(1)/.made-$(call env-hash,$(1)): envs/$(1).txt $(wildcard envs/repair_$(1).py)
 	@echo "Installing what the tests of '$(1)' need into .venv-$(1) (once)"
 	$(PYTHON) -m venv .venv-$(1)
 	PIP_CONSTRAINT= .venv-$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --requirement envs/$(1).txt
+	$(if $(wildcard envs/repair_$(1).py),PIP_CONSTRAINT= .venv-$(1)/bin/python envs/repair_$(1).py)
 	@touch $$@
 endef
 $(foreach name,$(ENVS),$(eval $(call other-environment,$(name))))

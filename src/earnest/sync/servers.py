@@ -13,8 +13,8 @@ from earnest.engines.base import Rollout
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.seeds import derive
-from earnest.sync.base import Weights
-from earnest.sync.server import Choice, Server
+from earnest.sync.base import SamplerLost, Weights
+from earnest.sync.server import Choice, RequestRefused, Server
 
 MOST = 16
 """Completions in one request."""
@@ -42,7 +42,9 @@ class ServerSampler:
         self._weights = weights
 
     def restart(self) -> None:
-        raise SamplingError(f"{self.place} is gone; start it again, then resume the run.")
+        """Find the server again. What was loaded is forgotten: a server that was started again has no adapters."""
+        self._loaded.clear()
+        self.server.models()
 
     def close(self) -> None:
         """Unload this run's adapters, where the server still answers."""
@@ -66,9 +68,14 @@ class ServerSampler:
             del self._loaded[0]
         ends = spec.ends(self._weights.policy)
         parts = [(i, first) for i in range(len(prompts)) for first in range(0, n, MOST)]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = pool.map(lambda part: self._request(prompts[part[0]], part, n, spec, ends), parts)
-            return [rollout for answer in answers for rollout in answer]
+        try:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                answers = pool.map(lambda part: self._request(prompts[part[0]], part, n, spec, ends), parts)
+                return [rollout for answer in answers for rollout in answer]
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            raise SamplerLost(f"{self.place} no longer has {self._loaded[-1]}; was it started again?") from None
 
     def _request(
         self, prompt: Sequence[int], part: tuple[int, int], n: int, spec: SampleSpec, ends: Collection[int]

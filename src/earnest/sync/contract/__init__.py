@@ -14,6 +14,7 @@
     reused name     the same where an unloaded name is loaded again with other weights
     versions        a name is listed from its push to its unload, and refused afterwards
     isolation       requests at the same time have their own adapter, temperature and seed
+    base isolation  the same with requests for the base model among them
 
 The server is compared with the policy in ``FOLDER``, computed here.
 """

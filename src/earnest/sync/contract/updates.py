@@ -101,22 +101,29 @@ def versions(session: Session) -> Iterator[Finding]:
 
 
 def isolation(session: Session) -> Iterator[Finding]:
-    """Requests at the same time for the base and two adapters, each with its own temperature and seed."""
+    """Requests at the same time, each with its own weights, temperature and seed: two adapters, then also the base."""
     first, second = session.version(1), session.version(2)
     session.load(first)
     session.load(second)
+    wanted: list[tuple[Weights | None, float]] = [(first, 0.6), (second, 1.4)]
+    yield _at_once(session, "isolation", wanted, "Adapters")
+    yield _at_once(session, "base isolation", [*wanted, (None, 1.0)], "The base model and adapters")
+
+
+def _at_once(session: Session, law: str, wanted: list[tuple[Weights | None, float]], who: str) -> Finding:
     asked = [
         Request(weights, prompt, session.spec(temperature=temperature, seed=seed))
         for seed, prompt in enumerate(session.prompts)
-        for weights, temperature in ((None, 1.0), (first, 0.6), (second, 1.4))
+        for weights, temperature in wanted
     ]
     with ThreadPoolExecutor(len(asked)) as pool:
         found = list(pool.map(session.ask, asked))
     offs = [apart(values(c), session.own(r, c)) for r, c in zip(asked, found, strict=True)]
     wrong = sum(not off <= session.allowed for off in offs)
-    yield session.finding(
-        "isolation", f"{wrong} of {len(asked)} requests at once answered with others' settings", "none", wrong == 0,
-        "Requests at the same time change each other's adapter, temperature or log-probs.",
+    return session.finding(
+        law, f"{wrong} of {len(asked)} requests at once have others' log-probs", "none", wrong == 0,
+        f"{who} that are requested at the same time change each other's weights, temperature or log-probs; send such "
+        "requests one after the other, or to servers of their own.",
     )  # fmt: skip
 
 
