@@ -76,14 +76,16 @@ def hits(vllm: Vllm) -> float:
 def test_rollouts_of_every_version_are_the_trainers_own(vllm: Vllm, local: Setup, temperature: float) -> None:
     """Push and probe over three versions, more completions than one request has, ends at the policy's own tokens."""
     remote, spec = sampler(local, vllm.url, folder=str(vllm.loras)), replace(SPEC, temperature=temperature)
-    for step in range(3):
+    for _ in range(3):
+        cut_off = remote.sample(prompts(local, 3), 4, replace(spec, max_new_tokens=2))
+        assert any(r.finish == "length" and len(r.tokens) == 2 for r in cut_off)
         found = remote.sample(prompts(local, 3), 20, spec)
         assert [(r.prompt_index, r.sample_index) for r in found] == [(i, k) for i in range(3) for k in range(20)]
         assert {r.policy_version for r in found} == {local.engine.version}
         theirs, ours = own(local, found, temperature)
         assert theirs == pytest.approx(ours, abs=1e-4)
         assert all((r.tokens[-1] in local.policy.eos_ids) == (r.finish == "stop") for r in found)
-        assert {r.finish for r in found} == {"stop", "length"} or step
+        assert any(r.finish == "stop" for r in found)
         assert len({r.tokens for r in found[:20]}) > 1, "the completions of one prompt are draws of their own"
         assert remote.metrics["sampler/probe"] < 1e-4 and remote.metrics["sampler/behaviour"] < 1e-4
         train(local, 0.05)
