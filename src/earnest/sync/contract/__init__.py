@@ -27,10 +27,10 @@ from earnest.audit.verdict import Finding, Verdict, unchecked
 from earnest.engines.local import LocalEngine
 from earnest.errors import ConfigError, EarnestError
 from earnest.sync.contract import requests, updates
-from earnest.sync.contract.session import Session
+from earnest.sync.contract.session import SamplerAudit
 from earnest.sync.server import KINDS, Server
 
-Law = Callable[[Session], Iterator[Finding]]
+Law = Callable[[SamplerAudit], Iterator[Finding]]
 LAWS: dict[str, Law] = {**requests.LAWS, **updates.LAWS}
 
 
@@ -46,7 +46,7 @@ def audit_sampler(
     afterwards; what is pushed to the server is unloaded."""
     if unknown := sorted(set(laws) - set(LAWS)):
         raise ConfigError(f"{unknown[0]!r} is not a law of the contract; there are {', '.join(LAWS)}.")
-    session = Session(server, engine, temperature)
+    session = SamplerAudit(server, engine, temperature)
     findings: list[Finding] = []
     try:
         for name in (law for law in LAWS if law in laws):

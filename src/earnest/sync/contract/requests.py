@@ -12,7 +12,7 @@ import torch
 from earnest.audit.verdict import Finding
 from earnest.errors import SamplingError
 from earnest.sync import behaviour
-from earnest.sync.contract.session import Request, Session, values
+from earnest.sync.contract.session import SampleRequest, SamplerAudit, values
 from earnest.sync.server import Choice, RequestRefused
 
 SURPRISE = 5.0
@@ -23,10 +23,10 @@ NUCLEUS = 0.8
 """Draws outside the most probable tokens of this mass are counted."""
 
 
-def token_ids(session: Session) -> Iterator[Finding]:
+def token_ids(session: SamplerAudit) -> Iterator[Finding]:
     law, expected = "token ids", "the tokens of prompt and completion"
     try:
-        found = [(p, c) for p in session.prompts for c in session.ask(Request(None, p, session.spec()), 2)]
+        found = [(p, c) for p in session.prompts for c in session.ask(SampleRequest(None, p, session.spec()), 2)]
     except RequestRefused:
         raise
     except SamplingError as error:
@@ -43,8 +43,8 @@ def token_ids(session: Session) -> Iterator[Finding]:
     yield session.finding(law, f"{len(strange)} of {len(found)} differ from their text", "none", not strange, meaning)
 
 
-def log_probs(session: Session) -> Iterator[Finding]:
-    request = Request(None, session.prompts[0], session.spec())
+def log_probs(session: SamplerAudit) -> Iterator[Finding]:
+    request = SampleRequest(None, session.prompts[0], session.spec())
     asked = [replace(request, prompt=p) for p in session.prompts]
     found = [session.ask(r, 2) for r in asked]
     flat = [c for choices in found for c in choices]
@@ -53,7 +53,7 @@ def log_probs(session: Session) -> Iterator[Finding]:
     yield session.judged("log-probs", values(flat), own, {behaviour.RAW: torch.cat(raw)})
 
 
-def draws(session: Session) -> Iterator[Finding]:
+def draws(session: SamplerAudit) -> Iterator[Finding]:
     """First tokens of many completions: how many lie outside the nucleus."""
     spec = session.spec(temperature=HOT, max_new_tokens=1)
     outside, expected, variance, total = 0, 0.0, 0.0, 0
@@ -63,7 +63,7 @@ def draws(session: Session) -> Iterator[Finding]:
         tail = set(index[(ordered.cumsum(-1) - ordered) >= NUCLEUS].tolist())
         mass = float(p[list(tail)].sum())
         for part in range(2):
-            request = Request(None, prompt, replace(spec, seed=100 * place + part))
+            request = SampleRequest(None, prompt, replace(spec, seed=100 * place + part))
             found = session.ask(request, 16)
             outside += sum(c.tokens[0] in tail for c in found)
             expected, variance, total = expected + 16 * mass, variance + 16 * mass * (1 - mass), total + 16
@@ -84,9 +84,9 @@ def draws(session: Session) -> Iterator[Finding]:
     yield session.finding("draws", measured, wanted, abs(off) <= SURPRISE, meaning)
 
 
-def _truncated(law: str, min_p: float = 0.0, **settings: float) -> Callable[[Session], Iterator[Finding]]:
-    def check(session: Session) -> Iterator[Finding]:
-        request = Request(None, session.prompts[0], session.spec(temperature=HOT, **settings), min_p)
+def _truncated(law: str, min_p: float = 0.0, **settings: float) -> Callable[[SamplerAudit], Iterator[Finding]]:
+    def check(session: SamplerAudit) -> Iterator[Finding]:
+        request = SampleRequest(None, session.prompts[0], session.spec(temperature=HOT, **settings), min_p)
         asked = [replace(request, prompt=p) for p in session.prompts]
         try:
             found = [session.ask(r, 2) for r in asked]
@@ -103,10 +103,10 @@ def _truncated(law: str, min_p: float = 0.0, **settings: float) -> Callable[[Ses
     return check
 
 
-def seeds(session: Session) -> Iterator[Finding]:
+def seeds(session: SamplerAudit) -> Iterator[Finding]:
     spec = session.spec(temperature=HOT, max_new_tokens=12)
     first, second, other = (
-        [c.tokens for p in session.prompts for c in session.ask(Request(None, p, replace(spec, seed=seed)))]
+        [c.tokens for p in session.prompts for c in session.ask(SampleRequest(None, p, replace(spec, seed=seed)))]
         for seed in (3, 3, 4)
     )
     yield session.finding(
@@ -117,10 +117,10 @@ def seeds(session: Session) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_tokens(session: Session) -> Iterator[Finding]:
+def end_tokens(session: SamplerAudit) -> Iterator[Finding]:
     law, expected, ends = "end tokens", "all at the policy's end of turn, or at max_tokens", session.ends
-    long = [c for p in session.prompts for c in session.ask(Request(None, p, session.spec(max_new_tokens=48)), 2)]
-    short = [c for p in session.prompts for c in session.ask(Request(None, p, session.spec(max_new_tokens=2)))]
+    long = [c for p in session.prompts for c in session.ask(SampleRequest(None, p, session.spec(max_new_tokens=48)), 2)]
+    short = [c for p in session.prompts for c in session.ask(SampleRequest(None, p, session.spec(max_new_tokens=2)))]
 
     def wrong(choice: Choice, limit: int) -> bool:
         stopped = choice.finish == "stop"
@@ -141,9 +141,9 @@ def end_tokens(session: Session) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def stop_strings(session: Session) -> Iterator[Finding]:
+def stop_strings(session: SamplerAudit) -> Iterator[Finding]:
     law, expected, decode = "stop strings", "ends with the token that completes it", session.policy.decode
-    request = Request(None, session.prompts[0], session.spec(max_new_tokens=12))
+    request = SampleRequest(None, session.prompts[0], session.spec(max_new_tokens=12))
     for prompt in session.prompts:
         request = replace(request, prompt=prompt)
         tokens = session.ask(request)[0].tokens
@@ -169,12 +169,12 @@ def stop_strings(session: Session) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def independent(session: Session) -> Iterator[Finding]:
+def independent(session: SamplerAudit) -> Iterator[Finding]:
     """Completions of one request: pairs with the same first token, against the number that independent draws have."""
     law, n = "n > 1", 16
     equal, expected, variance, same = 0, 0.0, 0.0, 0
     for prompt in session.prompts:
-        found = session.ask(Request(None, prompt, session.spec(temperature=HOT)), n)
+        found = session.ask(SampleRequest(None, prompt, session.spec(temperature=HOT)), n)
         p = (session.logits(None, prompt)[-1] / HOT).softmax(-1)
         two, three = float((p**2).sum()), float((p**3).sum())
         equal += sum(a.tokens[0] == b.tokens[0] for a, b in combinations(found, 2))

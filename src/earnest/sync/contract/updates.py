@@ -11,17 +11,17 @@ import torch
 from earnest.audit.verdict import Finding
 from earnest.sync import behaviour
 from earnest.sync.base import Weights
-from earnest.sync.contract.session import Request, Session, values
+from earnest.sync.contract.session import SampleRequest, SamplerAudit, values
 from earnest.sync.probe import apart
 from earnest.sync.server import RequestRefused
 
 
-def adapter(session: Session) -> Iterator[Finding]:
+def adapter(session: SamplerAudit) -> Iterator[Finding]:
     """Scores of fixed text, with the adapter against without it."""
     yield _followed(session, "adapter", session.version(1), None, behaviour.BASE)
 
 
-def perturbation(session: Session) -> Iterator[Finding]:
+def perturbation(session: SamplerAudit) -> Iterator[Finding]:
     session.load(session.version(1))
     meaning = (
         "The log-probs are those of the version before: the server accepted the push and did not apply it. Look at its "
@@ -30,7 +30,7 @@ def perturbation(session: Session) -> Iterator[Finding]:
     yield _followed(session, "perturbation", session.version(2), session.version(1), meaning)
 
 
-def _followed(session: Session, law: str, weights: Weights, before: Weights | None, meaning: str) -> Finding:
+def _followed(session: SamplerAudit, law: str, weights: Weights, before: Weights | None, meaning: str) -> Finding:
     session.load(weights)
     model = session.name_of(weights)
     theirs = torch.tensor([v for row in session.prompts for v in session.server.score(model, row)], dtype=torch.float64)
@@ -41,13 +41,13 @@ def _followed(session: Session, law: str, weights: Weights, before: Weights | No
     return session.finding(law, moved, f"≤ {session.allowed:g}", off <= session.allowed, why)
 
 
-def prefix_cache(session: Session) -> Iterator[Finding]:
+def prefix_cache(session: SamplerAudit) -> Iterator[Finding]:
     """Prompts that were sampled under the version before, so that their prefixes are cached: once under the new
     version's name, and once under the old name, which now has the new weights."""
     old, new = session.version(1), session.version(2)
     long = tuple(t for prompt in session.prompts for t in prompt)
     name = session.load(old)
-    asked = [Request(old, p, session.spec()) for p in (long, *session.prompts)]
+    asked = [SampleRequest(old, p, session.spec()) for p in (long, *session.prompts)]
     for request in asked:
         session.ask(request)
         session.ask(request)
@@ -62,7 +62,7 @@ def prefix_cache(session: Session) -> Iterator[Finding]:
         session.server.unload(name)
 
 
-def _sampled(session: Session, law: str, asked: list[Request], model: str) -> Finding:
+def _sampled(session: SamplerAudit, law: str, asked: list[SampleRequest], model: str) -> Finding:
     found = [session.ask(r, model=model) for r in asked]
     own = torch.cat([session.own(r, c) for r, c in zip(asked, found, strict=True)])
     return session.judged(law, values([c for choices in found for c in choices]), own, {}, STALE[law])
@@ -76,7 +76,7 @@ STALE = {
 }
 
 
-def versions(session: Session) -> Iterator[Finding]:
+def versions(session: SamplerAudit) -> Iterator[Finding]:
     law, weights = "versions", session.version(1)
     name = session.load(weights)
     model = session.server.model(name)
@@ -88,7 +88,7 @@ def versions(session: Session) -> Iterator[Finding]:
     session.unload(weights)
     gone = not listed()
     try:
-        session.ask(Request(weights, session.prompts[0], session.spec()), model=model)
+        session.ask(SampleRequest(weights, session.prompts[0], session.spec()), model=model)
         refused = "answered"
     except RequestRefused as error:
         refused = f"refused (HTTP {error.status})"
@@ -100,7 +100,7 @@ def versions(session: Session) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def isolation(session: Session) -> Iterator[Finding]:
+def isolation(session: SamplerAudit) -> Iterator[Finding]:
     """Requests at the same time, each with its own weights, temperature and seed: two adapters, then also the base."""
     first, second = session.version(1), session.version(2)
     session.load(first)
@@ -110,9 +110,9 @@ def isolation(session: Session) -> Iterator[Finding]:
     yield _at_once(session, "base isolation", [*wanted, (None, 1.0)], "The base model and adapters")
 
 
-def _at_once(session: Session, law: str, wanted: list[tuple[Weights | None, float]], who: str) -> Finding:
+def _at_once(session: SamplerAudit, law: str, wanted: list[tuple[Weights | None, float]], who: str) -> Finding:
     asked = [
-        Request(weights, prompt, session.spec(temperature=temperature, seed=seed))
+        SampleRequest(weights, prompt, session.spec(temperature=temperature, seed=seed))
         for seed, prompt in enumerate(session.prompts)
         for weights, temperature in wanted
     ]
