@@ -12,7 +12,7 @@ import torch
 from earnest.audit.verdict import Finding
 from earnest.errors import SamplingError
 from earnest.sync import behaviour
-from earnest.sync.contract.session import SampleRequest, SamplerAudit, values
+from earnest.sync.contract.session import SamplerAudit, SampleRequest, values
 from earnest.sync.server import Choice, RequestRefused
 
 SURPRISE = 5.0

@@ -11,7 +11,7 @@ import torch
 from earnest.audit.verdict import Finding
 from earnest.sync import behaviour
 from earnest.sync.base import Weights
-from earnest.sync.contract.session import SampleRequest, SamplerAudit, values
+from earnest.sync.contract.session import SamplerAudit, SampleRequest, values
 from earnest.sync.probe import apart
 from earnest.sync.server import RequestRefused
 
