@@ -59,12 +59,12 @@ class TextPolicy(Speech):
 
 def load_text(name: str | os.PathLike[str], say: Callable[[str], None] | None = None) -> TextPolicy:
     """What of ``load(name)`` turns messages into tokens."""
-    from transformers import AutoTokenizer, GenerationConfig
-
     folder, label, _, _ = _find(os.fspath(name), say or _log.info)
     raw = places.read_config(folder)
     try:
         with quiet():
+            from transformers import AutoTokenizer, GenerationConfig
+
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
             generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(str(folder))
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from earnest.runs.loop import TrainingLoop, probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
+from earnest.tasks.audit import audit_grader, built_in
 
 FROM_PYTHON = "python"
 """The name that stands for the recipe in a run that ``en.train`` started."""
@@ -119,7 +120,7 @@ def _require_one_process(config: RunConfig) -> None:
 
 
 def check(config: RunConfig, console: Console | None = None, *, quick: bool = False) -> Verdict:
-    """Prove the step of a config without training it; nothing is written."""
+    """Prove the step of a config without training it, and audit the user's own grader; nothing is written."""
     console = console or Console()
     if config.engine.kind != "local":
         raise ConfigError("engine.kind: the laws read gradients, which a service does not show; set engine.kind=local.")
@@ -127,7 +128,10 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
     try:
         batch = probe_batch(setup)
         with shown(console) as progress:
-            return prove(setup.require_local("an audit"), setup.objective, batch, quick=quick, progress=progress)
+            found = prove(setup.require_local("an audit"), setup.objective, batch, quick=quick, progress=progress)
+        if setup.task is None or built_in(setup.task):
+            return found
+        return replace(found, findings=(*audit_grader(setup.task).findings, *found.findings))
     finally:
         setup.close()
 

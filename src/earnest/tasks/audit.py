@@ -108,9 +108,14 @@ def audit_grader(task: Task, prompts: int = PROMPTS, seed: int = 0, time_limit: 
     return Verdict(tuple(findings), title=f"the grader of {task.name}, checked")
 
 
+def built_in(task: Task) -> bool:
+    """Whether the task is earnest's own: its grader is audited by earnest's tests, and not again."""
+    return task.name in TASKS and task.name not in TASKS.imported
+
+
 def grader_warnings(task: Task) -> list[str]:
-    """One sentence for each failed finding. The built-in tasks are audited by earnest's own tests, and not again."""
-    if task.name in TASKS and task.name not in TASKS.imported:
+    """One sentence for each failed finding of a task that is not built in."""
+    if built_in(task):
         return []
     return [f"the grader of {f.subject}, {f.law}: {f.meaning}" for f in audit_grader(task).failures]
 
