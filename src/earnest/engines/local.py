@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -31,7 +31,7 @@ from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import CheckpointError, ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
-from earnest.models.sampling import SampleSpec, sample
+from earnest.models.sampling import SampleSpec, evaluating, sample
 from earnest.objectives import metrics
 from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import LogProb, Need, SpectralNorm
@@ -40,6 +40,9 @@ from earnest.rollouts.rollout import Rollout
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, Hidden
 from earnest.signals.scorer import AtIdsWanted, HiddenWanted, LogProbsWanted, TopKWanted, Wanted, Who
+
+if TYPE_CHECKING:
+    from earnest.models.slots import SlotSampler
 
 
 class LocalEngine:
@@ -118,15 +121,7 @@ class LocalEngine:
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
-        # Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
-        # policy than the one that is trained, and a quantised layer has no dense weight: there the adapter stays
-        # beside its layer, as it does where too few tokens are sampled to pay for the merge.
-        merge = (
-            self.policy.dtype == torch.float32
-            and self.adapter.mergeable
-            and self.adapter.merging_pays(len(prompts) * n * spec.max_new_tokens)
-        )
-        with self.adapter.merged() if merge else nullcontext():
+        with self._for_sampling(len(prompts) * n * spec.max_new_tokens):
             completions = sample(self.policy, prompts, n, spec)
         return [
             Rollout(
@@ -141,6 +136,22 @@ class LocalEngine:
             )
             for c in completions
         ]
+
+    @contextmanager
+    def slots(self, spec: SampleSpec, tokens: int, max_rows: int) -> Iterator[SlotSampler]:
+        """The live policy as a sampler that rows join at any time; about ``tokens`` will be sampled."""
+        from earnest.models.slots import SlotSampler
+
+        with self._for_sampling(tokens), evaluating(self.policy):
+            yield SlotSampler(self.policy, spec, max_rows=max_rows)
+
+    def _for_sampling(self, tokens: int) -> AbstractContextManager[object]:
+        """Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
+        policy than the one that is trained, and a quantised layer has no dense weight: there the adapter stays beside
+        its layer, as it does where too few tokens are sampled to pay for the merge."""
+        merge = self.policy.dtype == torch.float32 and self.adapter.mergeable and self.adapter.merging_pays(tokens)
+        merged: AbstractContextManager[object] = self.adapter.merged() if merge else nullcontext()
+        return merged
 
     @torch.no_grad()
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:

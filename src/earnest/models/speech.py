@@ -22,6 +22,25 @@ class Speech:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of messages and available tools, by the chat template."""
+        return list(self._applied(messages, tools, add_generation_prompt, tokenize=True, return_dict=False))
+
+    def render_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text whose tokens ``render`` returns."""
+        return str(self._applied(messages, tools, add_generation_prompt, tokenize=False))
+
+    def _applied(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        **options: Any,
+    ) -> Any:
         if not messages:
             raise EarnestError(
                 "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."
@@ -31,14 +50,11 @@ class Speech:
                 f"The tokenizer of {self.name} has no chat template. Give one: chat_template: in a recipe, or "
                 "policy.tokenizer.chat_template in Python; policy.encode(text) takes plain text without one."
             )
-        return list(
-            self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
-                tools=[dict(t) for t in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-            )
+        return self.tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            tools=[dict(t) for t in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            **options,
         )
 
     def encode(self, text: str) -> list[int]:

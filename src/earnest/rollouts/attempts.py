@@ -6,21 +6,22 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts.rollout import Rollout
-from earnest.tasks import Grade, Prompt, Task, grade_all
+from earnest.rollouts.trajectory import Trajectory
+from earnest.tasks import Ending, Grade, Prompt, Task, grade_all
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A rollout, its text and its grade."""
+    """A rollout or a conversation, the text that the policy wrote, and its grade."""
 
     prompt: Prompt
-    rollout: Rollout
+    rollout: Rollout | Trajectory
     text: str
     grade: Grade
 
@@ -62,12 +63,26 @@ def describe(attempts: Sequence[Attempt]) -> dict[str, float]:
         "zero_variance_groups": float(sum(len(r) == 1 for r in rewards.values())),
         "grader_errors": float(sum("error" in a.grade.extras for a in attempts)),
     }
+    metrics |= _conversations([a.rollout for a in attempts if isinstance(a.rollout, Trajectory)])
     extras: dict[str, list[float]] = defaultdict(list)
     for a in attempts:
         for name, value in a.grade.extras.items():
             if isinstance(value, (bool, int, float)):
                 extras[name].append(float(value))
     return metrics | {f"grade/{name}": _mean(values) for name, values in sorted(extras.items()) if name not in metrics}
+
+
+def _conversations(found: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns and rows per conversation, tokens that the policy read in it, and the share of each reason of its end."""
+    if not found:
+        return {}
+    seen = [sum(len(s.tokens) for row in t.rows for s in row if s.author != "policy") for t in found]
+    return {
+        "turns": _mean([len(t.turn_rewards) for t in found]),
+        "observed_tokens": _mean(seen),
+        "rows_per_conversation": _mean([len(t.rows) for t in found]),
+        **{f"ended/{reason}": _mean([t.ending == reason for t in found]) for reason in get_args(Ending)},
+    }
 
 
 def reward_summary(attempts: Sequence[Attempt]) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """From prompts to a batch: the same code for ``en.collect`` and for every step of a run.
 
-    prompts ─► n completions each ─► grades ─► rows ─► advantages ─► reference and teacher ─► Batch
+    prompts ─► n completions or conversations each ─► grades ─► rows ─► advantages ─► reference and teacher ─► Batch
 
 The batch has the rows and signals that the live terms of the objective read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,14 +18,17 @@ from earnest.errors import SignalError
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts.attempts import Attempt, Sample, attempt, describe
+from earnest.rollouts.conversing import Conversations, Turns, converse
+from earnest.rollouts.credit import check_exact, with_turn_advantages
 from earnest.rollouts.rollout import Rollout
-from earnest.rollouts.rows import Row, demonstration, pairs_among, rollout_row, stack
+from earnest.rollouts.rows import Row, demonstration, pairs_among, rollout_rows, stack
+from earnest.rollouts.trajectory import Trajectory
 from earnest.signals import Batch, TeacherPolicy, Wants, lessons, with_advantages, with_reference, with_teacher
 from earnest.signals.advantages import Estimator
 from earnest.signals.distributions import Distribution
 from earnest.signals.scorer import Wanted, Who
 from earnest.signals.wants import Wanting
-from earnest.tasks import Grade, Prompt, Task
+from earnest.tasks import Grade, Prompt, Task, is_environment
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
 
 
@@ -84,9 +87,12 @@ def collect(
     teacher: TeacherPolicy | None = None,
     given: Sequence[Row] = (),
     sample: Sample | None = None,
+    turns: Turns | None = None,
     max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
 ) -> Rollouts:
     """``n`` graded completions of every prompt as a batch, with every signal that ``objective`` reads.
+
+    With an environment as ``task`` they are conversations, and ``turns`` has their settings.
 
     An objective that reads demonstrations gets those among the rows ``given``, or without them the task's right
     answers; one that reads preference pairs gets those given, or without them the best over the worst completion of
@@ -94,15 +100,18 @@ def collect(
     given. ``estimator`` makes the advantages; None: the first that every term's definition allows.
     ``teacher``: None is the policy itself. ``sample`` replaces the engine's sampler.
     """
+    turns = turns or Turns()
     wants = Wants() if objective is None else objective.wants()
     spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
     sought = wants.roles - {row.role for row in given}  # what the task has to give
     paired = {"chosen", "rejected"} <= sought  # given rows may be of one role only: judged answers are no pairs
-    attempts: list[Attempt] = []
+    found = Conversations([], {})
     if "rollout" in sought or paired:
-        task = _required(task)
-        attempts = attempt(sample or engine.sample, policy, task, prompts, n, spec, max_grader_errors)
-    rows: list[Row] = [rollout_row(a.rollout, a.grade.correct) for a in attempts]
+        found = graded(
+            engine, _required(task), prompts, n, spec, turns, sample=sample, max_grader_errors=max_grader_errors
+        )
+    attempts = found.attempts
+    rows: list[Row] = [row for a in attempts for row in rollout_rows(a.rollout, a.grade.correct)]
     group = len(prompts)  # after the groups of the rollouts
     if "demonstration" in sought:
         task = _required(task)
@@ -116,17 +125,45 @@ def collect(
     batch = stack(
         rows,
         temperature=(spec.temperature or 1.0) if attempts or not given else 1.0,
-        max_length=spec.max_new_tokens,
+        max_length=turns.longest(policy, spec) if is_environment(task) else spec.max_new_tokens,
         pad=policy.pad_id,
         device=policy.device,
     ).with_signals(sought=tuple(sorted(wants.roles)), truncated=bool(attempts) and (spec.top_p < 1 or spec.top_k > 0))
+    metrics = describe(attempts)
+    if is_environment(task) and attempts:
+        check_exact(batch, attempts, found.drawn)
     if attempts and (n > 1 or "advantages" in wants.signals or objective is None):
-        batch = with_advantages(batch, [a.grade.reward for a in attempts], estimator or _first(wants))
+        chosen = estimator or _first(wants)
+        if is_environment(task):
+            batch, alone = with_turn_advantages(batch, attempts, chosen, turns)
+            metrics["turns_not_compared"] = float(alone)
+        else:
+            batch = with_advantages(batch, [a.grade.reward for a in attempts], chosen)
     if objective is not None:
         batch = with_reference(engine, batch, objective)
         if "teacher" in wants.signals:
-            batch = with_teacher(engine, batch, teacher_prompts(policy, attempts, len(batch)), teacher)
-    return Rollouts(batch, tuple(attempts), describe(attempts))
+            tools = task.tools if is_environment(task) else ()
+            batch = with_teacher(engine, batch, teacher_prompts(policy, attempts, len(batch), tools), teacher)
+    return Rollouts(batch, tuple(attempts), metrics)
+
+
+def graded(
+    engine: Source,
+    task: Task,
+    prompts: Sequence[Prompt],
+    n: int,
+    spec: SampleSpec,
+    turns: Turns,
+    *,
+    sample: Sample | None = None,
+    max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
+) -> Conversations:
+    """``n`` graded completions of every prompt, or conversations if the task is an environment, prompt by prompt."""
+    if is_environment(task):
+        return converse(
+            engine, engine.policy, task, prompts, n, spec, turns, sample=sample, max_errors=max_grader_errors
+        )
+    return Conversations(attempt(sample or engine.sample, engine.policy, task, prompts, n, spec, max_grader_errors), {})
 
 
 def _required(task: Task | None) -> Task:
@@ -144,11 +181,14 @@ def _first(wants: Wants) -> Estimator:
     return wants.estimators[0]
 
 
-def teacher_prompts(policy: PolicyLike, attempts: Sequence[Attempt], rows: int) -> list[list[int] | None]:
+def teacher_prompts(
+    policy: PolicyLike, attempts: Sequence[Attempt], rows: int, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[list[int] | None]:
     """The feedback-conditioned prompt of the self-teacher for each of ``rows`` rows: with another completion's success
     and the grader's feedback, or None if there is neither.
 
-    Rollouts are the batch's first rows; the others (demonstrations, pairs) have no teacher.
+    Rollouts are the batch's first rows; the others (demonstrations, pairs) have no teacher. A conversation of several
+    rows has a prompt for each, from the messages that the row begins with.
     """
     made = lessons(
         [a.text for a in attempts],
@@ -156,8 +196,13 @@ def teacher_prompts(policy: PolicyLike, attempts: Sequence[Attempt], rows: int) 
         [a.grade.feedback for a in attempts],
         [a.rollout.prompt_index for a in attempts],
     )
-    found: list[list[int] | None] = [
-        None if lesson is None else policy.render(reprompt(a.prompt.messages, lesson.solution, lesson.feedback))
-        for a, lesson in zip(attempts, made, strict=True)
-    ]
-    return found + [None] * (rows - len(attempts))
+    found: list[list[int] | None] = []
+    for a, lesson in zip(attempts, made, strict=True):
+        histories = a.rollout.histories if isinstance(a.rollout, Trajectory) else (a.prompt.messages,)
+        found += [
+            None
+            if lesson is None
+            else policy.render(reprompt(messages, lesson.solution, lesson.feedback), tools=tools or None)
+            for messages in histories
+        ]
+    return found + [None] * (rows - len(found))

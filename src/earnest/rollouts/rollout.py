@@ -1,9 +1,11 @@
-"""``Rollout``: one sampled completion."""
+"""``Rollout``: one sampled completion, a conversation of one turn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from earnest.rollouts.trajectory import Segment, Segments
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,9 @@ class Rollout:
     finish: Literal["stop", "length"]
     policy_version: int
     temperature: float
+
+    @property
+    def rows(self) -> tuple[Segments, ...]:
+        """The completion as the only row of a conversation."""
+        sampled = Segment(self.tokens, "policy", self.logprobs, self.policy_version)
+        return ((Segment(self.prompt, "template"), sampled),)

@@ -1,18 +1,19 @@
-"""Rows of a batch: rollouts, demonstrations of a task's right answers, preference pairs."""
+"""Rows of a batch: rollouts and conversations, demonstrations of a task's right answers, preference pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, SignalError
 from earnest.models.protocol import PolicyLike
 from earnest.models.replies import reply_tokens
 from earnest.rollouts.attempts import Attempt
 from earnest.rollouts.rollout import Rollout
+from earnest.rollouts.trajectory import Segments, Trajectory
 from earnest.signals import Batch, Role, pairs_of
-from earnest.tasks import Prompt, Task
+from earnest.tasks import Prompt, Task, is_environment
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Row:
 
 def batch_of(rollouts: Sequence[Rollout], **options: Any) -> Batch:
     """The rollouts' tokens, groups, exact behaviour log-probs and policy versions; no advantages yet."""
-    return stack([rollout_row(r) for r in rollouts], temperature=rollouts[0].temperature, **options)
+    return stack([row for r in rollouts for row in rollout_rows(r)], temperature=rollouts[0].temperature, **options)
 
 
 def stack(rows: Sequence[Row], **options: Any) -> Batch:
@@ -61,19 +62,44 @@ def stack(rows: Sequence[Row], **options: Any) -> Batch:
     )
 
 
-def rollout_row(rollout: Rollout, correct: bool = False) -> Row:
-    r = rollout
-    return Row("rollout", r.prompt, r.tokens, r.prompt_index, r.policy_version, r.logprobs, correct)
+def segments_row(segments: Segments, group: int, correct: bool = False) -> Row:
+    """A row of a rollout or conversation: what the policy sampled is trained, other tokens have weight 0."""
+    sampled = [i for i, segment in enumerate(segments) if segment.author == "policy"]
+    first, last = sampled[0], sampled[-1] + 1
+    completion = segments[first:last]
+    policy = [segments[i] for i in sampled]
+    weights = tuple(float(s.author == "policy") for s in completion for _ in s.tokens)
+    return Row(
+        "rollout",
+        tuple(token for s in segments[:first] for token in s.tokens),
+        tuple(token for s in completion for token in s.tokens),
+        group,
+        min(s.policy_version for s in policy if s.policy_version is not None),
+        tuple(value for s in policy for value in s.logprobs or ()),
+        correct,
+        weights=None if all(weights) else weights,
+    )
+
+
+def rollout_rows(rollout: Rollout | Trajectory, correct: bool = False) -> list[Row]:
+    """One row for each list of segments."""
+    return [segments_row(segments, rollout.prompt_index, correct) for segments in rollout.rows]
 
 
 def pairs_among(attempts: Sequence[Attempt], version: int, group: int) -> list[Row]:
     """Chosen and rejected rows in turn: the best and the worst completion of each prompt whose rewards differ."""
     couples = pairs_of([a.grade.reward for a in attempts], [a.rollout.prompt_index for a in attempts])
+    roles: tuple[Role, Role] = ("chosen", "rejected")
     rows: list[Row] = []
     for number, couple in enumerate(couples):
-        for role, a in zip(("chosen", "rejected"), (attempts[i] for i in couple), strict=True):
-            own = (a.rollout.prompt, a.rollout.tokens, group + len(rows), version, a.rollout.logprobs, a.grade.correct)
-            rows.append(Row(role, *own, pair=number))  # type: ignore[arg-type]
+        for role, a in zip(roles, (attempts[i] for i in couple), strict=True):
+            own = rollout_rows(a.rollout, a.grade.correct)
+            if len(own) > 1:
+                raise SignalError(
+                    "the chat template rewrites earlier turns, so a conversation has several rows and is no answer of "
+                    "a preference pair; use a chat template that keeps them, or leave out the terms on pairs."
+                )
+            rows.append(replace(own[0], role=role, group=group + len(rows), policy_version=version, pair=number))
     return rows
 
 
@@ -86,6 +112,11 @@ def demonstration(policy: PolicyLike, task: Task, prompt: Prompt, version: int, 
 def demonstrate(policy: PolicyLike, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
     """(prompt, right answer) in tokens; the answer ends its turn. Raises if the task's grader rejects the answer."""
     answer = prompt.data.get("answer")
+    if is_environment(task):
+        raise ConfigError(
+            f"task: {task.name} has conversations and no right answers to demonstrate; give them as rows of messages "
+            "with data: FILE."
+        )
     if answer is None:
         raise ConfigError(
             f"task: {task.name} has no right answers to demonstrate (its prompts carry no data['answer']); "

@@ -3,6 +3,7 @@
 from earnest.signals.advantages import Advantages as Advantages
 from earnest.signals.advantages import advantages as advantages
 from earnest.signals.advantages import with_advantages as with_advantages
+from earnest.signals.advantages import with_credit as with_credit
 from earnest.signals.batch import ROLES as ROLES
 from earnest.signals.batch import Batch as Batch
 from earnest.signals.batch import Counts as Counts

@@ -90,9 +90,22 @@ def with_advantages(
     rollouts = batch.has_role(("rollout",)).nonzero()[:, 0]
     if given.shape != rollouts.shape:
         raise SignalError(f"need one reward for each of the {len(rollouts)} rollouts, got shape {tuple(given.shape)}.")
-    values = torch.zeros(len(batch), device=batch.device)
-    values[rollouts] = advantages(given, batch.group[rollouts], estimator).values
-    return batch.with_signals(advantages=batch.per_token(values), estimator=estimator)
+    unit = torch.full((len(batch),), -1, device=batch.device)
+    unit[rollouts] = torch.arange(len(rollouts), device=batch.device)
+    return with_credit(batch, given, batch.group[rollouts], unit[batch.row], estimator)
+
+
+def with_credit(
+    batch: Batch,
+    returns: Float[Tensor, " U"],
+    group: Int[Tensor, " U"],
+    unit: Int[Tensor, " N"],
+    estimator: Estimator = "group",
+) -> Batch:
+    """The batch with the advantages of U units of credit (rollouts, conversations, turns), each with a return and the
+    group of units that it is compared with. ``unit`` is the unit of every active token; -1: none, advantage 0."""
+    values = torch.cat([advantages(returns, group, estimator).values, torch.zeros(1, device=batch.device)])
+    return batch.with_signals(advantages=values[unit], estimator=estimator)
 
 
 def _group_sum(values: Float[Tensor, " R"], place: Int[Tensor, " R"], groups: int) -> Float[Tensor, " G"]:

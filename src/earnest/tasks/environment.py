@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from earnest.tasks.base import Grade, Prompt, Split
 
@@ -89,3 +89,8 @@ class Environment(Protocol):
         It is called once at the end of each conversation, so it may also release what the state holds.
         """
         ...
+
+
+def is_environment(task: object) -> TypeGuard[Environment]:
+    """Whether a task has several turns. An environment also has the members of ``Task``, but grades a whole state."""
+    return isinstance(task, Environment)
