@@ -11,12 +11,14 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.models.sampling import SampleRow
+from earnest.models.tool_calls import read_message
 from earnest.rollouts.attempts import Attempt, Sample
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Trajectory
@@ -93,14 +95,17 @@ def converse(
     turns: Turns,
     *,
     sample: Sample | None = None,
-    read: ReadMessage = plain_message,
+    read: ReadMessage | None = None,
     max_errors: float = DEFAULT_MAX_ERROR_SHARE,
 ) -> Conversations:
     """``n`` graded conversations of every prompt, prompt by prompt.
 
-    sample: the sampler to use instead of the engine's. read: parses the policy's tokens. If the environment raised in
-    more than the share ``max_errors`` of the conversations, the run ends.
+    sample: the sampler to use instead of the engine's. read: parses the policy's tokens; default: text, and with
+    tools also the calls in the format of the chat template. If the environment raised in more than the share
+    ``max_errors`` of the conversations, the run ends.
     """
+    if read is None:
+        read = partial(read_message, tools=environment.tools) if environment.tools else plain_message
     with _sampler(engine, spec, turns, len(prompts) * n * spec.max_new_tokens, sample) as sampler:
         found = _wait(_Talk(policy, environment, spec, turns, sampler, read).run(prompts, n))
     _check_errors(environment, found.attempts, max_errors)
