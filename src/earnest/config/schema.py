@@ -17,7 +17,8 @@ from earnest.adapters.variant import VARIANTS, Variant
 from earnest.config.kinds import Kinded, Strict, Whole, key_of
 from earnest.config.loop import LoopConfig
 from earnest.config.replicas import SyncConfig, plan
-from earnest.config.text import map_texts
+from earnest.config.teacher import TeacherConfig
+from earnest.config.text import absolute, map_texts
 from earnest.data.dataset import DataSettings
 from earnest.engines.optimizers import OPTIMIZERS, Optimizer
 from earnest.errors import ConfigError
@@ -125,40 +126,6 @@ class TaskConfig(Strict):
         return {"name": self.name, **self.fields} if self.fields else self.name
 
 
-class TeacherConfig(Strict):
-    """The teacher of terms that read one: the policy, conditioned on a sibling's success and the grader's feedback."""
-
-    kind: Literal["live", "base", "ema", "trust_region"] = Field(
-        "live",
-        description="`live`: the current policy; `base`: the adapter off; `ema`: a moving average of the adapter; "
-        "`trust_region`: an interpolation of the live and the base logits",
-    )
-    mix: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="ema: share of the new ΔW in each update (none: 0.05); trust_region: share of live (none: 0.5)",
-    )
-
-    @model_validator(mode="after")
-    def _agree(self) -> TeacherConfig:
-        if self.mix is not None and self.kind in ("live", "base"):
-            raise ConfigError(
-                f"teacher.mix: has no meaning for {self.kind!r}; use 'ema' or 'trust_region', or leave it out"
-            )
-        return self
-
-    def build(self, adapter: Any) -> Any:
-        """The teacher on this adapter."""
-        from earnest.signals import BaseTeacher, EMATeacher, LiveTeacher, TrustRegionTeacher
-
-        if self.kind == "ema":
-            return EMATeacher(adapter, rate=0.05 if self.mix is None else self.mix)
-        if self.kind == "trust_region":
-            return TrustRegionTeacher(mix=0.5 if self.mix is None else self.mix)
-        return LiveTeacher() if self.kind == "live" else BaseTeacher()
-
-
 class SamplerConfig(Strict):
     """A sampler outside this process; ``sampler: http://…`` is short for its ``url``."""
 
@@ -228,12 +195,6 @@ class EngineConfig(Strict):
         if self.base_url is not None and self.kind == "local":
             raise ConfigError("engine.base_url: has no meaning for a local engine; set engine.kind=tinker")
         return self
-
-
-def _absolute(path: str) -> str:
-    """The absolute path of a file or folder that exists; any other text as it is."""
-    place = Path(path).expanduser()
-    return str(place.resolve()) if place.exists() else path
 
 
 def _empty() -> Any:
@@ -306,7 +267,7 @@ class RunConfig(LoopConfig):
         rows = {"train": rows} if isinstance(rows, str) else rows
         if not isinstance(rows, dict):
             raise ConfigError(f"data: must be a file or a mapping with train, got {rows!r}")
-        places = {key: _absolute(rows[key]) for key in ("train", "heldout") if isinstance(rows.get(key), str)}
+        places = {key: absolute(rows[key]) for key in ("train", "heldout") if isinstance(rows.get(key), str)}
         task = {"name": from_data.NAME, **rows, **places, "grade": map_texts(plugins.absolute, grader)}
         return {key: value for key, value in data.items() if key not in ("data", "grade")} | {"task": task}
 
@@ -334,7 +295,7 @@ class RunConfig(LoopConfig):
         given = {"train": given} if isinstance(given, str) else given
         if not isinstance(given, dict):
             return given
-        places = {key: _absolute(given[key]) for key in ("train", "heldout") if isinstance(given.get(key), str)}
+        places = {key: absolute(given[key]) for key in ("train", "heldout") if isinstance(given.get(key), str)}
         return make(DataSettings, given | places)
 
     @field_validator("optimizer", mode="before")

@@ -83,3 +83,9 @@ def map_texts(change: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: map_texts(change, item) for key, item in value.items()}
     return change(value) if isinstance(value, str) else value
+
+
+def absolute(path: str) -> str:
+    """The absolute path of a file or folder that exists; any other text as it is."""
+    place = Path(path).expanduser()
+    return str(place.resolve()) if place.exists() else path

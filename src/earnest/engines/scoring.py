@@ -49,5 +49,19 @@ def at_ids(hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]
 
 
 @torch.no_grad()
+def at_ids_and_tail(
+    hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]
+) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
+    """Exact log-probs at the given ids, and the log of the remaining mass."""
+    found, tails = [], []
+    for part in _chunks(hidden, head):
+        logits = head.logits(hidden[part])
+        norm = logits.logsumexp(-1)
+        found.append((logits.gather(-1, ids[part]) - norm[:, None]).clamp(max=0))
+        tails.append(logits.scatter(-1, ids[part], float("-inf")).logsumexp(-1) - norm)
+    return torch.cat(found), torch.cat(tails)
+
+
+@torch.no_grad()
 def all_logits(hidden: Float[Tensor, "N d"], head: HeadSpec) -> FullLogits:
     return FullLogits(torch.cat([head.logits(hidden[p]) for p in _chunks(hidden, head)]))

@@ -328,7 +328,7 @@ class Objective:
         reads = [t.estimators for t in terms if "advantages" in t.signals()]
         allowed = tuple(e for e in ESTIMATORS if all(e in own for own in reads))
         roles: frozenset[Role] = frozenset(named) or frozenset({"rollout"})
-        return Wants(roles, self.signals(), allowed, next(iter(kinds.values()), "base"))
+        return Wants(roles, self.signals(), allowed, next(iter(kinds.values()), "base"), not named)
 
     def check(self, batch: Batch) -> dict[str, str]:
         """Raise if a live term lacks an input, or if all of them are idle; otherwise return the idle terms, each with

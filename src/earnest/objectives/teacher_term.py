@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from earnest.errors import ObjectiveError
-from earnest.objectives.base import Signal, Term
+from earnest.objectives.base import Objective, Signal, Term
 from earnest.objectives.metrics import Metric
 from earnest.objectives.needs import Divergence
 from earnest.objectives.view import View
@@ -104,3 +104,17 @@ def covered(batch: Batch) -> Bool[Tensor, " N"]:
     has = torch.zeros(N, dtype=torch.bool, device=batch.device)
     has[batch.teacher.at] = True
     return has
+
+
+def teacher_support(objective: Objective) -> tuple[str, int]:
+    """(support, K) that a teacher with a head of its own has to supply; ("full", 0): every logit.
+
+    A top-K is enough where all live terms compare on the same K tokens, at temperature 1 and without TAID, whose
+    interpolation reads logits.
+    """
+    terms = [w.term for w in objective.live() if isinstance(w.term, TeacherTerm)]
+    wanted = {(t.support, 0 if t.support == "full" else t.top_k or DEFAULT_TOP_K) for t in terms}
+    blends = any("taid" in (t.kind, getattr(getattr(t, "wrap", None), "kind", None)) for t in terms)
+    if len(wanted) != 1 or blends or any(t.temperature != 1 for t in terms):
+        return "full", 0
+    return next(iter(wanted))

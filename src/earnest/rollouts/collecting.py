@@ -104,6 +104,8 @@ def collect(
     wants = Wants() if objective is None else objective.wants()
     spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
     sought = wants.roles - {row.role for row in given}  # what the task has to give
+    if task is None and given and wants.any_row:
+        sought = frozenset()
     paired = {"chosen", "rejected"} <= sought  # given rows may be of one role only: judged answers are no pairs
     found = Conversations([], {})
     if "rollout" in sought or paired:
@@ -143,7 +145,9 @@ def collect(
         batch = with_reference(engine, batch, objective)
         if "teacher" in wants.signals:
             tools = task.tools if is_environment(task) else ()
-            batch = with_teacher(engine, batch, teacher_prompts(policy, attempts, len(batch), tools), teacher)
+            own = getattr(teacher, "reads", "feedback") == "student"
+            seen = None if own else teacher_prompts(policy, attempts, len(batch), tools)
+            batch = with_teacher(engine, batch, seen, teacher)
     return Rollouts(batch, tuple(attempts), metrics)
 
 

@@ -61,6 +61,10 @@ def check(config: RunConfig, objective: Objective) -> None:
         )
     if config.optimizer.kind != "adamw":
         raise ConfigError(f"optimizer.kind: a Tinker service steps with adamw, not {config.optimizer.kind}.")
+    if config.teacher.outside:
+        raise ConfigError(
+            f"teacher.kind: a Tinker service has no {config.teacher.kind} teacher; use live, base or ema."
+        )
     if config.teacher.kind == "trust_region":
         raise ConfigError(
             "teacher.kind: trust_region mixes logits, which a service does not send; use live, base or ema."

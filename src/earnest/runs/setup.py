@@ -105,7 +105,8 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
     task = None if config.task is None else config.task.build()
     objective = config.build_objective()
     check_groups(config, objective)
-    if config.task is None and "rollout" in objective.wants().roles:
+    wants = objective.wants()
+    if config.task is None and "rollout" in wants.roles and not (config.data and wants.any_row):
         raise ConfigError("task: is required, because a term of the objective reads rollouts of a task's prompts.")
     if config.engine.estimator == "sampled":
         check_terms(objective, config.sampling.temperature)
@@ -119,7 +120,11 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         return remote.build(config, task, objective, say)
     policy, adapter = adapted(config, task, say)
     data = own_data(config.data, policy, objective, task, say)
-    teacher = config.teacher.build(adapter)
+    if config.teacher.outside:
+        how = {"dtype": config.dtype, "micro_tokens": config.micro_tokens, "say": say}
+        teacher = config.teacher.build_outside(policy, objective, **how)
+    else:
+        teacher = config.teacher.build(adapter)
     if config.guard is not None:
         say("directions for the guard")
     engine = LocalEngine(
@@ -146,7 +151,8 @@ def own_data(
     """Read the user's rows, and refuse those that no term reads or that cannot be evaluated."""
     if settings is None:
         return None
-    found, roles = OwnData.load(settings, policy, say), objective.wants().roles
+    found, wants = OwnData.load(settings, policy, say), objective.wants()
+    roles = found.roles if task is None and wants.any_row else wants.roles
     if not found.roles <= roles:
         what, terms = {
             "pair": ("pairs", "preferences, such as dpo or simpo"),

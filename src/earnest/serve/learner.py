@@ -247,6 +247,8 @@ class Learner:
         """A trainable copy of the parent version; the version that answers stays as it is."""
         how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
+        if config.teacher.outside:
+            raise EarnestError(f"teacher.kind: a server learns with its own policy, not with {config.teacher.kind!r}.")
         teacher = config.teacher.build(adapter)
         if config.teacher.kind != "live" and "teacher" not in config.build_objective().signals():
             raise EarnestError(f"teacher: no term reads the {config.teacher.kind} teacher; add one that does.")

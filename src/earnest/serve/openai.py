@@ -55,9 +55,10 @@ def router(state: State) -> APIRouter:
     @api.post("/completions", response_model=None, summary="Continue a text", responses=STREAMS)
     async def complete(body: TextRequest, request: Request, caller: Who) -> Any:
         work = CompletionWork(state, body, caller, "text", [], body.max_tokens, body.logprobs)
-        if body.echo and body.stream:
-            raise BadRequest("echo cannot be streamed here; leave one of the two out.", "echo")
-        if body.max_tokens == 0 and not body.echo:
+        for name, asked in (("echo", bool(body.echo)), ("prompt_logprobs", body.prompt_logprobs is not None)):
+            if asked and body.stream:
+                raise BadRequest(f"{name} cannot be streamed here; leave one of the two out.", name)
+        if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
             raise BadRequest("max_tokens is 0, so the answer is empty; give 1 or more, or echo: true.", "max_tokens")
 
         def tokens(prompt: str | list[int]) -> tuple[int, ...]:
@@ -251,7 +252,12 @@ async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]
         answers = await _wait(submitted, request)
         await _keep(work, answers)
         echoed = await run_in_threadpool(_echo, work) if isinstance(work.body, TextRequest) and work.body.echo else None
-        return JSONResponse(_whole(work, answers, echoed), headers=work.headers())
+        whole = _whole(work, answers, echoed)
+        if isinstance(work.body, TextRequest) and work.body.prompt_logprobs is not None:
+            scored = await run_in_threadpool(_prompt_scores, work, work.body.prompt_logprobs)
+            for choice in whole["choices"]:
+                choice["prompt_logprobs"] = scored[choice["index"] // work.n]
+        return JSONResponse(whole, headers=work.headers())
     finally:
         for pending in submitted:
             pending.cancel()
@@ -338,8 +344,9 @@ def _whole(work: CompletionWork, answers: Sequence[Sequence[Done]], echoed: list
     for place, found in enumerate(answers or [()] * len(work.prompts)):
         for index, done in enumerate(found):
             choices.append(_choice(work, place, index, done, None if echoed is None else echoed[place]))
-        if not found and echoed is not None:
-            choices.append(_echo_only(work, place, echoed[place]))
+        if not found:
+            nothing = {"text": "", "tokens": (), "logprobs": []}
+            choices.append(_echo_only(work, place, nothing if echoed is None else echoed[place]))
     ids: dict[str, Any] = {}
     if work.body.return_token_ids:
         lists = [list(p) for p in work.prompts]
@@ -376,6 +383,12 @@ def _echo(work: CompletionWork) -> list[Any]:
         values = score_tokens(work.state, work.lease.adapter, prompt[:1], prompt[1:]) if len(prompt) > 1 else []
         found.append({"text": work.text.decode(prompt), "tokens": prompt, "logprobs": [None, *values]})
     return found
+
+
+def _prompt_scores(work: CompletionWork, top: int) -> list[Any]:
+    from earnest.serve.scoring import prompt_tops
+
+    return [prompt_tops(work.state, work.lease.adapter, prompt, top) for prompt in work.prompts]
 
 
 async def _stream(

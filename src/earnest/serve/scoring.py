@@ -48,6 +48,40 @@ def score_tokens(state: State, adapter: Adapter | None, prompt: Sequence[int], a
     return logprobs.gather(-1, ids[len(prompt) :, None])[:, 0].tolist()
 
 
+def prompt_tops(
+    state: State, adapter: Adapter | None, prompt: Sequence[int], top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's ``prompt_logprobs``: for each token after the first, the ``top`` most probable ids and the token itself,
+    as {id: {logprob, rank, decoded_token}} at temperature 1."""
+    policy = state.host.policy
+    vocabulary = policy.head.weight.shape[0]
+    if max(prompt) >= vocabulary or len(prompt) * (top + 1) > MAX_CELLS >> 4:
+        raise BadRequest(
+            f"prompt_logprobs {top} of {len(prompt)} tokens: ids must be below {vocabulary}, and tokens × "
+            f"(prompt_logprobs + 1) at most {MAX_CELLS >> 4}.",
+            "prompt_logprobs",
+        )
+    if (limit := policy.positions) is not None and len(prompt) > limit:
+        raise TooLong(f"{len(prompt)} tokens are more than the {limit} positions of {policy.name}.")
+    if len(prompt) == 1:
+        return [None]
+    ids = torch.as_tensor(prompt, device=policy.device)
+    with state.host.turn("chat", adapter):
+        logp = _logits(policy, ids, 1).log_softmax(-1)
+    own = logp.gather(-1, ids[1:, None])
+    ranks = ((logp > own).sum(-1) + 1).tolist()
+    best = logp.topk(min(top, vocabulary), -1)
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    rows = zip(best.indices.tolist(), best.values.tolist(), prompt[1:], own[:, 0].tolist(), ranks, strict=True)
+    for tokens, values, token, value, rank in rows:
+        places = [*zip(tokens, values, range(1, top + 1), strict=False), (token, value, rank)]
+        found.append(
+            {str(t): {"logprob": v, "rank": r, "decoded_token": state.text.decode([t], special=True)}
+             for t, v, r in places}
+        )  # fmt: skip
+    return found
+
+
 def answer_tokens(
     state: State, messages: Sequence[Mapping[str, Any]], answer: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -184,8 +184,11 @@ class TextRequest(Sampling):
     """POST /v1/completions"""
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0, description="0 with echo: only the prompt's log-probs")] | None = 16
+    max_tokens: Annotated[int, Field(ge=0, description="0 with echo or prompt_logprobs: only those")] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: (
+        Annotated[int, Field(ge=0, le=1024, description="K most probable tokens at each prompt token, as vLLM")] | None
+    ) = None
     echo: bool | None = False
 
     def prompts(self) -> list[str | list[int]]:

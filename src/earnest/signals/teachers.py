@@ -27,7 +27,11 @@ from earnest.signals.scorer import Scorer, distribution
 
 
 class TeacherPolicy(Protocol):
-    """Anything that scores rows: this policy, an average of it, another model, a service."""
+    """Anything that scores rows: this policy, an average of it, another model, a service.
+
+    A teacher with an attribute ``reads = "student"`` reads the student's own prompt of every row; any other reads
+    feedback-conditioned prompts.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -91,14 +95,18 @@ class TrustRegionTeacher:
 
 @torch.no_grad()
 def with_teacher(
-    engine: Scorer, batch: Batch, prompts: Sequence[Sequence[int] | None], teacher: TeacherPolicy | None = None
+    engine: Scorer, batch: Batch, prompts: Sequence[Sequence[int] | None] | None, teacher: TeacherPolicy | None = None
 ) -> Batch:
     """The batch with a teacher on the rows that have a feedback-conditioned prompt (token ids, one entry per row;
     None: no feedback).
 
-    If no row has one, the teacher covers no token, and the terms that read it are idle.
+    If no row has one, the teacher covers no token, and the terms that read it are idle. ``prompts`` None: the teacher
+    reads the student's own prompt of every row.
     """
     teacher = LiveTeacher() if teacher is None else teacher
+    if prompts is None:
+        found, exact = teacher.teach(engine, batch, batch)
+        return batch.with_signals(teacher=Teacher(found, None, teacher.kind, exact))
     if len(prompts) != len(batch):
         raise SignalError(
             f"need a feedback-conditioned prompt or None for each of {len(batch)} rows, got {len(prompts)}."

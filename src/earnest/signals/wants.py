@@ -15,13 +15,15 @@ class Wants:
     """The rows and signals that a batch must have. The default fits any objective on rollouts.
 
     ``estimators`` are the advantage estimators that every term's definition allows, the preferred one first;
-    ``reference`` is the policy that reference signals come from.
+    ``reference`` is the policy that reference signals come from. ``any_row``: no term names a role, so rows of a file
+    do as well as rollouts.
     """
 
     roles: frozenset[Role] = frozenset({"rollout"})
     signals: frozenset[Signal] = frozenset()
     estimators: tuple[Estimator, ...] = ESTIMATORS
     reference: Who = "base"
+    any_row: bool = False
 
 
 class Wanting(Protocol):
