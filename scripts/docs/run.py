@@ -77,7 +77,7 @@ def _run_python(page: Page, block: Block, names: dict[str, object]) -> None:
 
 def _run_shell(page: Page, block: Block, folder: Path) -> None:
     expected = int(block.one("exit") or 0)
-    planned = [_with(block, command) for command in commands(block)]
+    planned = [reduced(block, command) for command in commands(block)]
     if block.language == "console" or all(_is_plain_earnest(c.text) for c in planned):
         for command in planned:
             code, output = (
@@ -94,7 +94,8 @@ def _run_shell(page: Page, block: Block, folder: Path) -> None:
         raise BlockFailed(page, block.line, f"the block ended with {code}, not {expected}", output)
 
 
-def _with(block: Block, command: Command) -> Command:
+def reduced(block: Block, command: Command) -> Command:
+    """The command with the words that make it small (``<!-- test: with … -->``)."""
     more = [split_with(words)[0] for words in block.all("with") if applies(words, command.text)]
     return Command(command.line, " ".join([command.text, *more]), command.shown)
 
