@@ -72,6 +72,21 @@ def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | N
     return None
 
 
+def supervised_wide(step: Step) -> Tensor | None:
+    """``supervised`` in the ids' width [B, T]; a mask that is one narrower is aligned with the shifted targets. None
+    where it does not stand beside the ids."""
+    ids, on = step.value("ids"), supervised(step)
+    if ids is None or on is None or ids.ndim != 2 or on.ndim != 2 or on.shape[0] != ids.shape[0]:
+        return None
+    return widened(on, ids.shape[1])
+
+
+def widened(on: Tensor, width: int) -> Tensor | None:
+    """A mask [B, T] or [B, T - 1] in the width T; None where it is of another width."""
+    gap = width - on.shape[1]
+    return torch.nn.functional.pad(on, (gap, 0)) if gap in (0, 1) else None
+
+
 def perturb(
     step: Step, batch: Mapping[str, Any], role: str, rng: torch.Generator, *, where: Tensor | None = None
 ) -> Batch:
@@ -83,11 +98,11 @@ def perturb(
     noise = noise_like(old, rng)
     if role == "advantages":
         new = advantages_like(step, batch, rng)
-    elif role in LOGPROBS or (role == "teacher" and _log_like(old)):
+    elif role in LOGPROBS or (role == "teacher" and log_like(old)):
         new = torch.minimum(old - 0.6 * noise.abs() * torch.sign(noise_like(old, rng)), torch.full_like(old, -1e-3))
     elif role == "importance":
         new = old * torch.exp(0.5 * noise)
-    elif role == "teacher" and _probability_like(old):
+    elif role == "teacher" and probability_like(old):
         new = torch.softmax(old.clamp_min(1e-6).log() + noise, dim=-1)
     elif not old.is_floating_point():
         new = _other_integers(old, role, rng)
@@ -370,12 +385,12 @@ def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
     return on & before, on | before
 
 
-def _log_like(t: Tensor) -> bool:
+def log_like(t: Tensor) -> bool:
     """log-probs: never above 0, and sums of exponentials of at most 1 where there is a vocabulary axis."""
     return t.is_floating_point() and bool((t <= 1e-6).all()) and bool((t < 0).any())
 
 
-def _probability_like(t: Tensor) -> bool:
+def probability_like(t: Tensor) -> bool:
     return (
         t.is_floating_point()
         and bool((t >= 0).all())

@@ -69,7 +69,15 @@ def _activated(step: Step) -> tuple[str, ...]:
 
 def checked(law: Law, probe: Probe) -> Iterator[Finding]:
     """What the law finds; where it raises, the rows up to there and one for the error."""
+    probe.law = law
+    if not law.when(probe.step):
+        return
+    for subject, what, given in law.asks:
+        if not given(probe.step):
+            yield law.not_declared(subject, what)
+            return
     try:
-        yield from law.check(probe)
+        with probe.perturbed() if law.perturbed else nullcontext():
+            yield from law.check(probe)
     except Exception as error:
         yield unchecked(law.code, law.name, error)

@@ -27,6 +27,9 @@ class Gradient:
                 total += float(torch.dot(mine.double().flatten(), theirs.double().flatten()))
         return total
 
+    def cosine(self, other: Gradient) -> float:
+        return self.dot(other) / max(self.norm() * other.norm(), 1e-300)
+
     def finite(self) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in self.parts.values() if g is not None)
 

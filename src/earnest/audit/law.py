@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding, LawOutcome, unchecked
 
 Tier = Literal["core", "contrib"]
 SECTIONS = ("Needs", "How", "Exceptions", "Detects")
+Ask = tuple[str, str, Callable[[Step], bool]]
+"""A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
+
+
+def always(_: Step) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,15 @@ class Law:
     tier: Tier = "core"
     quick: bool = True  # cheap enough for --quick
     from_start: bool = False  # judged where training begins, also where terms are inactive there by design
+    when: Callable[[Step], bool] = always  # the steps that it is about
+    asks: tuple[Ask, ...] = ()
+    perturbed: bool = False  # judged away from symmetric and zero states
 
     @classmethod
     def of(
         cls, code: str, name: str, page: str | None, check: Callable[[Any], Iterator[Finding]], *, tier: Tier = "core",
-        quick: bool = True, from_start: bool = False,
+        quick: bool = True, from_start: bool = False, when: Callable[[Step], bool] = always, asks: tuple[Ask, ...] = (),
+        perturbed: bool = False,
     ) -> Law:  # fmt: skip
         """The law whose page is this docstring: "CODE: sentence", paragraphs, then the four sections."""
         text, *parts = re.split(rf"^({'|'.join(SECTIONS)}): ", page or "", flags=re.MULTILINE)
@@ -44,7 +55,10 @@ class Law:
         first, _, body = text.strip().partition("\n\n")
         sentence = " ".join(first.removeprefix(f"{code}: ").split())
         needs, how, exceptions, detects = (sections.get(title, "") for title in SECTIONS)
-        return cls(code, name, sentence, body, needs, how, exceptions, detects, check, tier, quick, from_start)
+        return cls(
+            code, name, sentence, body, needs, how, exceptions, detects, check, tier, quick, from_start, when, asks,
+            perturbed,
+        )  # fmt: skip
 
     def page(self) -> str:
         """Its page of documentation, in markdown."""

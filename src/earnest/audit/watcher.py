@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from earnest.audit.activity import Between, Mode, StepCounter, at_gradients, hooked, unproved
 from earnest.audit.law import not_declared
 from earnest.audit.laws.liveness import idles, some
-from earnest.audit.probe import is_number, number
+from earnest.audit.measure import is_number, number
 from earnest.audit.signals import Signals
 from earnest.audit.together import Together
 from earnest.audit.updates import Cleared, Norm, Rates

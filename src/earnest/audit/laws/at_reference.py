@@ -16,47 +16,35 @@ from collections.abc import Iterator
 
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
-from earnest.audit.step import Raises
 from earnest.audit.verdict import Finding
+
+SUBJECT = "a penalty at the reference"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     named = {m: t for m, t in step.terms.items() if isinstance(t, str) and _about_the_reference(m)}
-    if "reference" not in step.roles:
+    if not named or step.logprobs is None:
+        missing = LAW.not_declared(SUBJECT, "logprobs=lambda model, batch: …")
+        yield missing if named else LAW.not_applicable(SUBJECT, "no term has a metric named like a kl")
         return
-    if not named:
-        why = "no term has a metric named like a kl"
-        yield LAW.not_applicable("a penalty at the reference", why)
+    key, away = step.roles["reference"], probe.off_policy()
+    if probe.now().shape != away[key].shape:
+        yield LAW.not_applicable(SUBJECT, "other shapes than logprobs has")
         return
-    if step.logprobs is None:
-        yield LAW.not_declared("a penalty at the reference", "logprobs=lambda model, batch: …")
-        return
-    key = step.roles["reference"]
-    with probe.perturbed():
-        away = probe.off_policy()
-        now = probe.now()
-        if now.shape != away[key].shape:
-            yield LAW.not_applicable("a penalty at the reference", "other shapes than logprobs has")
-            return
-        at = {**away, key: now.to(away[key].dtype)}
-        for metric, knob in named.items():
-            assert not isinstance(knob, Raises)
-            weight = float(step.knobs[knob]) or 1.0
-            none = probe.gradient(away, {knob: 0.0})
-            usual = probe.gradient(away, {knob: 2 * weight}).minus(none).norm()
-            reading = probe.read(at, {knob: 2 * weight})
-            here = reading.gradient.minus(probe.gradient(at, {knob: 0.0})).norm()
-            value = reading.metrics.get(metric, 0.0)
-            room = max(probe.tolerance, 1e-3)
-            yield LAW.finding(
-                f"term {metric} at the reference",
-                f"value {value:.2g}, own gradient {here / max(usual, 1e-300):.2g} of the usual",
-                "0 and 0",
-                abs(value) <= room and here <= room * max(usual, 1e-300),
-                f"Where the policy equals the reference, {metric} must be 0 and have a zero gradient. It does not: the "
-                "estimator's formula is off, or it is k1, whose gradient has no reference in it.",
-            )
+    at, room = probe.as_policy(away, ("reference",)), max(probe.tolerance, 1e-3)
+    for metric, knob in named.items():
+        weight = float(step.knobs[knob]) or 1.0
+        usual = probe.gradient(away, {knob: 2 * weight}).minus(probe.gradient(away, {knob: 0.0})).norm()
+        reading = probe.read(at, {knob: 2 * weight})
+        here = reading.gradient.minus(probe.gradient(at, {knob: 0.0})).norm() / max(usual, 1e-300)
+        value = reading.metrics.get(metric, 0.0)
+        yield LAW.finding(
+            f"term {metric} at the reference", f"value {value:.2g}, own gradient {here:.2g} of the usual", "0 and 0",
+            abs(value) <= room and here <= room,
+            f"Where the policy equals the reference, {metric} must be 0 and have a zero gradient. It does not: the "
+            "estimator's formula is off, or it is k1, whose gradient has no reference in it.",
+        )  # fmt: skip
 
 
 def _about_the_reference(metric: str) -> bool:
@@ -64,4 +52,5 @@ def _about_the_reference(metric: str) -> bool:
     return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
 
 
-LAW = Law.of("KL-ZERO", "at the reference", __doc__, check, quick=False)
+LAW = Law.of("KL-ZERO", "at the reference", __doc__, check, quick=False, perturbed=True,
+             when=lambda step: "reference" in step.roles)  # fmt: skip

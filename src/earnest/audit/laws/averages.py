@@ -13,7 +13,7 @@ Detects: TRL #6121 (an entropy that counts padding), a KL that is summed and log
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from earnest.audit import edits
 from earnest.audit.law import Law
@@ -35,22 +35,28 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     with probe.perturbed():
         here = probe.look()
-        changes = {"3 more columns of padding": list(edits.paddings(step))} if _paddable(probe) else {}
+        paddable = step.value("ids") is not None and edits.supervised(step) is not None
+        changes = {"3 more columns of padding": list(edits.paddings(step))} if paddable else {}
         if step.rows > 1 and not step.rows_interact:
             changes["every row twice"] = [edits.repeat_rows(step)]
         for subject, batches in changes.items():
-            found: Finding | None = None
-            for batch in batches:  # of several readings of which tensors are padded, one that holds is enough
-                try:
-                    found = probe.fair(_compare(probe, subject, names, here, probe.look(batch)))
-                except Exception as error:
-                    found = found or LAW.not_applicable(
-                        f"averages, {subject}", f"cannot be run ({type(error).__name__})", str(error)[:120]
-                    )
-                if found.outcome == "holds":
-                    break
-            if found is not None:
-                yield found
+            yield _first_that_holds(probe, subject, names, here, batches)
+
+
+def _first_that_holds(
+    probe: Probe, subject: str, names: list[str], here: Reading, batches: Sequence[edits.Batch]
+) -> Finding:
+    """Of several readings of which tensors are padded, one that holds is enough."""
+    found: Finding | None = None
+    for batch in batches:
+        try:
+            found = probe.fair(_compare(probe, subject, names, here, probe.look(batch)))
+        except Exception as error:
+            found = found or LAW.refused(f"averages, {subject}", error)
+        if found.outcome == "holds":
+            break
+    assert found is not None
+    return found
 
 
 def is_average(probe: Probe, name: str) -> bool:
@@ -59,31 +65,22 @@ def is_average(probe: Probe, name: str) -> bool:
     return not words & APART and (declared or bool(words & USUAL))
 
 
-def _paddable(probe: Probe) -> bool:
-    step = probe.step
-    return step.value("ids") is not None and (step.value("mask") is not None or step.value("labels") is not None)
-
-
 def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there: Reading) -> Finding:
     relative = max(1e-3, probe.tolerance)
     grown = there.loss / here.loss if here.loss else 1.0
     off = []
-    for name in names:
-        if name not in there.metrics:
-            continue
+    for name in (n for n in names if n in there.metrics):
         was, now = here.metrics[name], there.metrics[name]
         # A mean of what cancels is as exact as its parts: a thousand times the rounding of one nat.
         room = relative * max(abs(was), abs(now)) + min(1e3 * probe.coarsest, max(1e-4, probe.coarsest))
         if abs(now - was) > room and abs(now - grown * was) > room:
             off.append(f"{name} {was:.4g} → {now:.4g}")
     return LAW.finding(
-        f"averages, {subject}",
-        "; ".join(off) or f"{len(names)} metrics stay",
-        f"the same, within {relative:.1g}",
+        f"averages, {subject}", "; ".join(off) or f"{len(names)} metrics stay", f"the same, within {relative:.1g}",
         not off,
         "An average that changes with the number of rows or of padded columns is divided by something else than what "
         "it sums, or sums more than what is supervised: what is logged depends on how the batch was cut.",
-    )
+    )  # fmt: skip
 
 
 LAW = Law.of("MR-MEAN", "averages", __doc__, check, quick=False, tier="contrib")

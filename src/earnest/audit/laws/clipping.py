@@ -25,23 +25,22 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws.clip_names import HIGH, LOW, last
-from earnest.audit.laws.on_policy import on_policy
-from earnest.audit.laws.ratio import at_one, slopes, token_weights, whitening
+from earnest.audit.laws.ratio import at_one, on_policy, slopes, token_weights, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 Case = tuple[float, int]
+MEANING = (
+    "This is not how a pessimistic clip acts: a bound is wrong on one side, minimum and maximum are swapped, or one of "
+    "two uses of the setting is ignored. (A threshold that removes whole rows has the same effect: declare it in "
+    "knobs.)"
+)
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.kind != "policy gradient" or step.ratio_role not in step.roles:
-        return
-    if not {"advantages", "rewards"} & step.roles.keys():
-        yield LAW.not_declared("clip", 'roles={"advantages": …} (or "rewards")')
-        return
     low, high = clip_range(probe)
     if low is None or high is None:
         yield LAW.not_applicable("clip", "no setting is named like a clip and has a value below 1")
@@ -51,49 +50,33 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
-    with probe.perturbed():
-        how = whitening(probe) if "advantages" in step.roles else None
-        if how is not None:  # the sign of a row's advantage in the loss differs from the given one
-            yield LAW.not_applicable("clip", how)
-            return
-        pulls = _pulls(probe, cases, probe.step.terms_off)
-        if isinstance(pulls, str):
-            yield LAW.not_applicable("clip", pulls)
-            return
-        other = None
-        if not _right(pulls):
-            again = _pulls(probe, cases, probe.step.terms_off, rows=True)
-            pulls = again if not isinstance(again, str) and _right(again) else pulls
-        if step.drops_tokens and not _right(pulls):
-            yield LAW.not_applicable("clip", "tokens are dropped by declaration")
-            return
-        if pulls[0] <= INSIDE or pulls[2] <= UNDONE:
-            other = _other_threshold(probe, cases)
+    # Where the step whitens, the sign of a row's advantage in the loss differs from the given one.
+    how = whitening(probe) if "advantages" in step.roles else None
+    pulls = how if how is not None else _pulls(probe, cases, step.terms_off)
+    if isinstance(pulls, str):
+        yield LAW.not_applicable("clip", pulls)
+        return
+    if not _right(pulls):
+        again = _pulls(probe, cases, step.terms_off, rows=True)
+        pulls = again if not isinstance(again, str) and _right(again) else pulls
+    if step.drops_tokens and not _right(pulls):
+        yield LAW.not_applicable("clip", "tokens are dropped by declaration")
+        return
     inside, done, undone = pulls
-    if other is not None:
+    if (inside <= INSIDE or undone <= UNDONE) and (other := _other_threshold(probe, cases)) is not None:
         why = f"{other} removes tokens here, and not the clip."
         yield LAW.not_applicable("clip", f"no gradient inside its range, unless {other} is far away", why)
         return
-    yield _finding("inside the clip range", inside, "every token has a gradient", inside > INSIDE)
-    yield _finding("outside, already done", done, "a smaller gradient than inside", done < DONE)
-    yield _finding("outside, to be undone", undone, "a gradient", undone > UNDONE)
+    for subject, measured, expected, holds in (
+        ("inside the clip range", inside, "every token has a gradient", inside > INSIDE),
+        ("outside, already done", done, "a smaller gradient than inside", done < DONE),
+        ("outside, to be undone", undone, "a gradient", undone > UNDONE),
+    ):
+        yield LAW.finding(f"clip: {subject}", f"gradient {measured:.2g} of the usual", expected, holds, MEANING)
 
 
 def _right(pulls: tuple[float, float, float]) -> bool:
     return pulls[0] > INSIDE and pulls[1] < DONE and pulls[2] > UNDONE
-
-
-def _finding(subject: str, measured: float, expected: str, holds: bool) -> Finding:
-    return LAW.finding(
-        f"clip: {subject}",
-        f"gradient {measured:.2g} of the usual",
-        expected,
-        holds,
-        "This is not how a pessimistic clip acts: a bound is wrong on one side, minimum and maximum are "
-        "swapped, or one of two uses of the setting is ignored. (A threshold that removes whole rows has the same "
-        "effect: "
-        "declare it in knobs.)",
-    )
 
 
 def _other_threshold(probe: Probe, cases: list[Case]) -> str | None:
@@ -105,7 +88,7 @@ def _other_threshold(probe: Probe, cases: list[Case]) -> str | None:
         if known or not isinstance(value, int | float) or not value or not probe.afford(3, keep=0):
             continue
         far = {**quiet, knob: value * 1000}
-        if not probe.same(at_one(probe).gradient, probe.gradient(on_policy(probe), far)):
+        if at_one(probe).gradient.distance(probe.gradient(on_policy(probe), far)) > probe.tolerance:
             continue
         again = _pulls(probe, cases, far)
         if not isinstance(again, str) and again[0] > INSIDE and again[2] > UNDONE:
@@ -214,4 +197,11 @@ def _measure(
             found[case] = pick(found.get(case, got), got)
 
 
-LAW = Law.of("PG-CLIP", "clipping", __doc__, check, quick=False)
+LAW = Law.of(
+    "PG-CLIP", "clipping", __doc__, check, quick=False, perturbed=True,
+    when=lambda step: step.kind == "policy gradient" and step.ratio_role in step.roles,
+    asks=(
+        ("clip", 'roles={"advantages": …} (or "rewards")',
+         lambda step: bool({"advantages", "rewards"} & step.roles.keys())),
+    ),
+)  # fmt: skip

@@ -22,14 +22,14 @@ from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 ROWS = 2
-ANSWERS = "every answer's last token"
+ANSWERS, POSITIONS = "every answer's last token", "every supervised position"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     on = edits.supervised(step)
     if step.kind == "preference" and set(edits.SIDES) <= step.roles.keys():
-        yield from _answers(probe)
+        yield _answers(probe)
         if on is None:
             return
     if on is None:
@@ -49,9 +49,9 @@ def check(probe: Probe) -> Iterator[Finding]:
         "Everything is supervised. Declare all_supervised=True if the prompts are meant to be, or False if not."
         if unknown
         else "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span.",
-    )
+    )  # fmt: skip
     if share > 0:
-        yield from _every_position(probe, on)
+        yield _every_position(probe, on)
 
 
 def _share(attention: Tensor | None, on: Tensor) -> float:
@@ -68,42 +68,26 @@ def _decoded(probe: Probe, on: Tensor) -> str:
     return f"; row 0: {probe.step.tokenizer.decode(ids[0][on[0]].tolist())!r}"
 
 
-def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
+def _every_position(probe: Probe, on: Tensor) -> Finding:
     """Change the signal of one supervised token at a time: the last ones of a few rows, and a first one."""
     step = probe.step
     role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _per_token(probe, r, on)), None)
     if role is None and step.kind == "sft" and "mask" in step.roles and not step.drops_tokens:
         role = "mask"
     if role is None:
-        yield LAW.not_declared("every supervised position", "labels, or a signal with one value per token")
-        return
-    key = step.roles[role]
-    bounds = edits.bounds(step, role) if role == "teacher" else None
-    fitting = _fit(role, on, step.batch[key]) if bounds is None else bounds[0]
-    assert fitting is not None
-    flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
-    if role == "labels" and edits.in_place(step):  # nothing stands before a row's, or a document's, first token
-        flat = flat.clone()
-        flat[:, 0] = False
-        documents = step.value("documents")
-        if documents is not None and documents.shape == flat.shape:
-            flat = flat & ~edits.begins(documents)
-    if role == "mask" and (ids := step.value("ids")) is not None and ids.shape == flat.shape:
-        flat = flat & ~flat[:, :1]  # whole rows: it may mark tokens or the places that predict them
-    weighed = flat & _with_advantage(probe, role, flat)
-    idle = int((flat.any(-1) & ~weighed.any(-1)).sum())
+        return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
+    key, supervised = step.roles[role], _positions(probe, role, on)
+    flat = supervised & _with_advantage(probe, role, supervised)
+    idle = int((supervised.any(-1) & ~flat.any(-1)).sum())
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
-    flat = weighed
     if not bool(flat.any()):
-        yield LAW.not_applicable("every supervised position", f"no position to check{aside}")
-        return
+        return LAW.not_applicable(POSITIONS, f"no position to check{aside}")
     found_by_slope = _slopes(probe, role, flat)
     if found_by_slope is not None:
         unreached = [(row, place, f"{place}th") for row, place in (flat & ~found_by_slope).nonzero().tolist()]
         count = int(flat.sum())
         found = f"{count - len(unreached)} of {count}" if unreached else f"all {count}"
-        yield _verdict(probe, unreached, count, f"{found} matter (through {key!r}){aside}")
-        return
+        return _verdict(probe, unreached, count, f"{found} matter (through {key!r}){aside}")
     asked: list[tuple[int, int, str]] = []
     for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
         places = flat[row].nonzero()[:, 0].tolist()
@@ -123,9 +107,26 @@ def _every_position(probe: Probe, on: Tensor) -> Iterator[Finding]:
             if _matters(probe, role, spot, where_only):
                 continue
         missing.append(one)
-    yield _verdict(
-        probe, missing, len(asked), f"{len(asked) - len(missing)} of {len(asked)} matter (through {key!r}){aside}"
-    )
+    measured = f"{len(asked) - len(missing)} of {len(asked)} matter (through {key!r}){aside}"
+    return _verdict(probe, missing, len(asked), measured)
+
+
+def _positions(probe: Probe, role: str, on: Tensor) -> Tensor:
+    """Where a role's values have to matter [B, T]."""
+    step = probe.step
+    bounds = edits.bounds(step, role) if role == "teacher" else None
+    fitting = _fit(role, on, step.batch[step.roles[role]]) if bounds is None else bounds[0]
+    assert fitting is not None
+    flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
+    if role == "labels" and edits.in_place(step):  # nothing stands before a row's, or a document's, first token
+        flat = flat.clone()
+        flat[:, 0] = False
+        documents = step.value("documents")
+        if documents is not None and documents.shape == flat.shape:
+            flat = flat & ~edits.begins(documents)
+    if role == "mask" and (ids := step.value("ids")) is not None and ids.shape == flat.shape:
+        flat = flat & ~flat[:, :1]  # whole rows: it may mark tokens or the places that predict them
+    return flat
 
 
 def _later(probe: Probe) -> float:
@@ -136,14 +137,12 @@ def _later(probe: Probe) -> float:
 def _verdict(probe: Probe, missing: list[tuple[int, int, str]], count: int, measured: str) -> Finding:
     dropped = probe.step.drops_tokens
     return LAW.finding(
-        "every supervised position",
-        measured,
-        "some, tokens are dropped by declaration" if dropped else "all",
+        POSITIONS, measured, "some, tokens are dropped by declaration" if dropped else "all",
         ("holds" if len(missing) < count else "not applicable") if dropped else not missing,
         f"{', '.join(f'the {what} one of row {row}' for row, _, what in missing[:4])} is in the mask and not in the "
         "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
         "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
-    )
+    )  # fmt: skip
 
 
 def _at(flat: Tensor, row: int, place: int) -> Tensor:
@@ -158,7 +157,7 @@ def labels_say_where(probe: Probe) -> bool:
         key = probe.step.roles["labels"]
         labels = probe.step.batch[key]
         other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
-        _WHERE[probe] = not probe.differs(probe.gradient(), probe.gradient(other))
+        _WHERE[probe] = not probe.is_change(probe.change(other))
     return _WHERE[probe]
 
 
@@ -167,7 +166,7 @@ def known_to_say_where(probe: Probe) -> bool:
     return _WHERE.get(probe, False)
 
 
-_WHERE: WeakKeyDictionary[Probe, bool] = WeakKeyDictionary()  # one answer an audit
+_WHERE: WeakKeyDictionary[Probe, bool] = WeakKeyDictionary()  # one answer per audit
 
 
 def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
@@ -209,7 +208,7 @@ def _at_ratio_one(probe: Probe, role: str) -> edits.Batch | None:
     keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
     if any(step.batch[k].numel() != probe.now().numel() for k in keys):
         return None
-    return {**step.batch, **{k: probe.now().reshape(step.batch[k].shape).to(step.batch[k].dtype) for k in keys}}
+    return probe.as_policy(step.batch)
 
 
 def _matters(probe: Probe, role: str, only: Tensor, removed: bool) -> bool:
@@ -230,47 +229,41 @@ def _removed(probe: Probe, base: edits.Batch, only: Tensor) -> Iterator[edits.Ba
     yield {**base, key: torch.where(only, -100, base[key])}
 
 
-def _answers(probe: Probe) -> Iterator[Finding]:
+def _answers(probe: Probe) -> Finding:
     """The last token of either answer of a few pairs, one at a time: another id there changes the gradient."""
     step = probe.step
     missing: list[str] = []
     tried = flat = 0
     for side in edits.SIDES:
         ids: Tensor = step.batch[step.roles[side]]
-        on = next((v for v in (step.value(f"{side}_mask"), step.value(f"{side}_attention")) if v is not None), None)
-        if on is None or ids.ndim != 2 or on.ndim != 2 or ids.shape[1] - on.shape[1] not in (0, 1):
-            yield LAW.not_declared(ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
-            return
-        on = torch.nn.functional.pad(on != 0, (ids.shape[1] - on.shape[1], 0))
+        given = next((v for v in (step.value(f"{side}_mask"), step.value(f"{side}_attention")) if v is not None), None)
+        on = None if given is None or ids.ndim != 2 or given.ndim != 2 else edits.widened(given != 0, ids.shape[1])
+        if on is None:
+            return LAW.not_declared(ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
         for number, row in enumerate(on.any(-1).nonzero()[:ROWS, 0].tolist()):
             if number and not missing and not probe.afford(2, keep=_later(probe)):
                 break
-            last = int(on[row].nonzero()[-1])
-            other = edits.other_ids(step, ids, _at(on, row, last))
+            other = edits.other_ids(step, ids, _at(on, row, int(on[row].nonzero()[-1])))
             tried += 1
-            if probe.differs(probe.gradient(), probe.gradient({**step.batch, step.roles[side]: other})):
+            if probe.is_change(probe.change({**step.batch, step.roles[side]: other})):
                 continue
             try:
                 pulls = probe.gradient(edits.take_rows(step, torch.tensor([row]))).norm()
             except Exception as error:
-                yield LAW.unchecked(ANSWERS, error)
-                return
+                return LAW.unchecked(ANSWERS, error)
             if pulls > 0:
                 missing.append(f"the {side} answer of pair {row}")
             else:  # for example beyond the margin of a hinge
                 flat += 1
     if tried == flat:
-        yield LAW.not_applicable(ANSWERS, f"none of {tried} pairs has a gradient")
-        return
+        return LAW.not_applicable(ANSWERS, f"none of {tried} pairs has a gradient")
     aside = f"; {flat} of pairs without a gradient are left out" if flat else ""
-    yield LAW.finding(
-        ANSWERS,
-        f"{tried - flat - len(missing)} of {tried - flat} matter{aside}",
-        "all",
+    return LAW.finding(
+        ANSWERS, f"{tried - flat - len(missing)} of {tried - flat} matter{aside}", "all",
         not missing or step.drops_tokens,
         f"The last token of {', '.join(missing[:4])} is not in the gradient: it is cut off by a shift, masked because "
         "its id equals the padding's, or the reward is read at another token.",
-    )
+    )  # fmt: skip
 
 
 def _per_token(probe: Probe, role: str, on: Tensor) -> bool:
@@ -303,8 +296,10 @@ def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterat
         for new in (torch.where(old == 0, torch.ones_like(old), -old), old + 1):
             yield {**base, key: torch.where(where, new, old)}
     elif role == "behaviour":
-        for shift in (-0.05, 0.05, -0.5, 0.5):
-            yield {**base, key: torch.where(where, (old + shift).clamp(max=-1e-4), old)}
+        # Then values further away: without the policy's log-probs it is not known where a capped ratio is inside.
+        far = (old / 2, 2 * old, torch.full_like(old, -1e-4), 4 * old) if step.logprobs is None else ()
+        for new in (*(old + shift for shift in (-0.05, 0.05, -0.5, 0.5)), *far):
+            yield {**base, key: torch.where(where, new.clamp(max=-1e-4), old)}
     else:
         yield edits.perturb(step, base, role, edits.generator(step, 77), where=where.expand_as(old))
 

@@ -21,21 +21,19 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 FAR = 1e3  # times the largest value or return: no clip range reaches there
+VALUES, UNTOUCHED = "old values that are far away", "the policy's loss has no gradient in the critic"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.kind != "policy gradient" or not {"values", "returns"} & step.roles.keys():
-        return
-    with probe.perturbed():
-        if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
-            yield _larger_error(probe)
-        if step.logprobs is not None and step.terms:
-            yield _critic_untouched(probe)
+    if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
+        yield _larger_error(probe)
+    if step.logprobs is not None and step.terms:
+        yield _critic_untouched(probe)
 
 
 def _larger_error(probe: Probe) -> Finding:
@@ -45,63 +43,54 @@ def _larger_error(probe: Probe) -> Finding:
     largest = max(float(base[step.roles[r]].float().abs().max()) for r in ("values", "returns"))
     losses: list[float] = []
     for salt in (71, 72, 73, 74):  # a coarse dtype may round two large losses to one; four, hardly
-        losses.append(probe.look({**base, key: _far(probe, base[key], largest, salt)}).loss)
-        apart = max(losses) - min(losses)
-        if len(losses) > 1 and not apart <= 4 * probe.noise() * abs(losses[0]):
+        noise = edits.noise_like(base[key], edits.generator(step, salt)).float()
+        far = (FAR * max(largest, 1.0) * (0.3 + noise.abs()) * noise.sign()).to(base[key].dtype)
+        losses.append(probe.look({**base, key: far}).loss)
+        apart, room = max(losses) - min(losses), 4 * probe.noise() * abs(losses[0])
+        if len(losses) > 1 and not apart <= room:
             break
     if not all(map(math.isfinite, losses)):
-        return LAW.not_applicable("old values that are far away", "the loss overflows there")
+        return LAW.not_applicable(VALUES, "the loss overflows there")
     return LAW.finding(
-        "old values that are far away",
-        f"the loss is {losses[0]:.4g} with one set, {losses[-1]:.4g} with another",
-        "not the same",
-        apart > 4 * probe.noise() * abs(losses[0]),
+        VALUES, f"the loss is {losses[0]:.4g} with one set, {losses[-1]:.4g} with another", "not the same",
+        apart > room,
         "Old values that are a thousand times too large do not matter, so of the plain and the clipped value error the "
         "smaller one counts: a pessimistic clip takes the maximum. With the minimum, values that went the wrong way "
         "are never corrected.",
-    )
-
-
-def _far(probe: Probe, old: Tensor, largest: float, salt: int) -> Tensor:
-    noise = edits.noise_like(old, edits.generator(probe.step, salt)).float()
-    return (FAR * max(largest, 1.0) * (0.3 + noise.abs()) * noise.sign()).to(old.dtype)
+    )  # fmt: skip
 
 
 def _critic_untouched(probe: Probe) -> Finding:
     """Parameters that the log-probs do not reach, that a declared term trains, and that still move when all terms are
     off."""
-    step, batch, subject = probe.step, probe.off_policy(), "the policy's loss has no gradient in the critic"
-    assert step.logprobs is not None
-    probe.cost += 1
-    with seeded(step.seed), torch.enable_grad():
-        now = step.logprobs(step.model, fresh(batch))
-    reached = dict(zip(probe.parameters, probe.differentiate(now.sum(), list(probe.parameters.values())), strict=True))
-    apart = [name for name, g in reached.items() if g is None]
+    step, batch = probe.step, probe.off_policy()
+    reached = probe.pull(probe.forward(step.logprobs, batch).sum())
+    apart = [name for name, g in reached.parts.items() if g is None]
     if not apart:
-        return LAW.not_applicable(subject, "log-probs depend on every parameter")
+        return LAW.not_applicable(UNTOUCHED, "log-probs depend on every parameter")
     full, alone = probe.gradient(batch), probe.gradient(batch, step.terms_off)
-    usual = full.norm()
+    room = probe.tolerance * full.norm()
 
-    def size(g: Tensor | None) -> float:
-        return 0.0 if g is None else float(g.double().norm())
+    def pulled_at(name: str) -> bool:
+        with_terms, without = full.parts[name], alone.parts[name]
+        both = with_terms is not None and without is not None and not torch.equal(with_terms, without)
+        return both and _size(without) > room
 
-    pulled = [
-        name
-        for name in apart
-        if size(alone.parts[name]) > probe.tolerance * usual and _differs(full.parts[name], alone.parts[name])
-    ]
+    pulled = [name for name in apart if pulled_at(name)]
     return LAW.finding(
-        subject,
+        UNTOUCHED,
         f"{len(pulled)} of {len(apart)} parameters that only other terms train get a gradient with those terms off",
-        "none",
-        not pulled,
+        "none", not pulled,
         f"With every declared term at weight 0, {', '.join(pulled[:3])} still gets a gradient, and the log-probs do "
         "not depend on it: the policy's loss depends on the critic through advantages that are not detached.",
-    )
+    )  # fmt: skip
 
 
-def _differs(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and not torch.equal(a, b)
+def _size(g: Tensor | None) -> float:
+    return 0.0 if g is None else float(g.double().norm())
 
 
-LAW = Law.of("PG-CRITIC", "critic", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of(
+    "PG-CRITIC", "critic", __doc__, check, quick=False, tier="contrib", perturbed=True,
+    when=lambda step: step.kind == "policy gradient" and bool({"values", "returns"} & step.roles.keys()),
+)  # fmt: skip

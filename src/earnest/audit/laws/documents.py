@@ -25,18 +25,21 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 PACKED, ALONE, FIRST = "another document in the packed row", "a later document alone", "documents' first tokens"
 SUMS = "sums along the packed row"
 
 
+def declared(step: Step) -> bool:
+    return None not in (step.value("documents"), step.value("ids"), edits.supervised(step))
+
+
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    documents, ids, on = step.value("documents"), step.value("ids"), edits.supervised(step)
-    if documents is None or ids is None or on is None:
-        yield LAW.not_declared(PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,')
-        return
+    documents, ids, on = (step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised(step))
+    assert on is not None
     if documents.shape != ids.shape or on.shape[0] != ids.shape[0] or ids.shape[1] - on.shape[1] not in (0, 1):
         why = f"documents {tuple(documents.shape)}, ids {tuple(ids.shape)} and the mask {tuple(on.shape)} do not fit"
         yield LAW.not_applicable(PACKED, why)
@@ -45,29 +48,25 @@ def check(probe: Probe) -> Iterator[Finding]:
     if not bool(begins.any()):
         yield LAW.not_applicable(PACKED, "every row is one document")
         return
-    with probe.perturbed():
-        parts = {
-            PACKED: _others(probe, begins),
-            SUMS: _sums(probe, begins),
-            ALONE: _alone(probe, begins),
-            FIRST: _first(probe, begins),
-        }
-        for subject, part in parts.items():
-            try:
-                yield from part
-            except Exception as error:
-                yield LAW.unchecked(subject, error)
+    yield from probe.tried({
+        PACKED: _others(probe, begins), SUMS: _sums(probe, begins), ALONE: _alone(probe, begins),
+        FIRST: _first(probe, begins),
+    })  # fmt: skip
 
 
 def _whole(probe: Probe) -> Tensor:
     """Where the loss is taken, in the ids' width; what is one narrower is aligned with the shifted targets."""
     on, ids = edits.supervised(probe.step), probe.step.value("ids")
     assert on is not None and ids is not None
-    on = on if on.ndim == 2 else on.flatten(2).any(-1)
-    return torch.nn.functional.pad(on, (ids.shape[1] - on.shape[1], 0))
+    found = edits.widened(on if on.ndim == 2 else on.flatten(2).any(-1), ids.shape[1])
+    assert found is not None
+    return found
 
 
 def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+    """One document of a row is supervised, and the others are changed. Attention leaks forwards only; returns that are
+    summed from the end leak backwards, so a document is chosen that has others on both sides, or two passes are
+    made."""
     step = probe.step
     number = begins.long().cumsum(-1)
     # A document's first token is predicted from another document's last: edges are not supervised.
@@ -75,14 +74,11 @@ def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     inside = _whole(probe) & ~edges
     signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
     first = _supervised_documents(number, inside, 0)
-    if first is None:
-        yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
-        return
-    passes = [first]
-    behind = any(doc < int(number[row, -1]) for row, doc in first.items())
-    if signals and not behind and (second := _supervised_documents(number, inside, 1)) is not None:
-        passes.append(second)  # attention leaks forwards only; returns that are summed from the end leak backwards
-    change, supervised = 0.0, False
+    passes = [] if first is None else [first]
+    behind = first is not None and any(doc < int(number[row, -1]) for row, doc in first.items())
+    if first and signals and not behind and (second := _supervised_documents(number, inside, 1)) is not None:
+        passes.append(second)
+    changes: list[float] = []
     for chosen in passes:
         doc = torch.full((len(number), 1), -1, device=number.device, dtype=number.dtype)
         for row, chosen_one in chosen.items():
@@ -90,13 +86,12 @@ def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         batch = edits.only(step, step.batch, inside & (number == doc))
         before = probe.gradient(batch)
         if before.norm() > 0:
-            supervised = True
-            change = max(change, before.distance(probe.gradient(_changed(probe, batch, number != doc, signals))))
-    if not supervised:
+            changes.append(before.distance(probe.gradient(_changed(probe, batch, number != doc, signals))))
+    if not changes:
         yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
         return
-    yield LAW.finding(
-        PACKED, f"moved the gradient by {change:.2g}", f"≤ {probe.tolerance:.1g}", change <= probe.tolerance,
+    yield probe.same(
+        PACKED, max(changes),
         "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
         "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
     )  # fmt: skip
@@ -139,10 +134,10 @@ def _sums(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     mine, both = probe.gradient({**step.batch, key: tokens}), probe.gradient({**other, key: tokens})
     size = max(g.norm() for g in (here, there, mine, both))
     rest = both.minus(mine).minus(there).plus(here).norm() / size if size > 0 else 0.0
-    yield LAW.finding(
-        SUMS, f"what both change is off its sum by {rest:.2g}", f"≤ {probe.tolerance:.1g}", rest <= probe.tolerance,
+    yield probe.same(
+        SUMS, rest,
         f"A token's gradient depends on {' and '.join(summed)} of another document of its row: returns or advantages "
-        "are summed along the row and do not stop where a document ends.",
+        "are summed along the row and do not stop where a document ends.", what="what both change is off its sum by {}",
     )  # fmt: skip
 
 
@@ -160,56 +155,43 @@ def _signals(probe: Probe, batch: edits.Batch, where: Tensor, roles: list[str]) 
 
 def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     """A row that begins with its second document. Loss values first; gradients where these differ."""
-    step = probe.step
-    if step.rows_interact:
-        yield LAW.not_applicable(ALONE, "rows interact by declaration")
-        return
-    if (why := _other_shapes(probe)) is not None:
-        yield LAW.not_applicable(ALONE, why)
-        return
-    places = torch.arange(begins.shape[1], device=begins.device)
+    step, places = probe.step, torch.arange(begins.shape[1], device=begins.device)
     inside_later = _whole(probe) & (begins.long().cumsum(-1) > 0) & ~begins
     rows = inside_later.any(-1).nonzero()[:, 0].tolist()
-    if not rows:
-        yield LAW.not_applicable(ALONE, "no loss is taken inside a later document")
+    why = "rows interact by declaration" if step.rows_interact else _other_shapes(probe)
+    if why is not None or not rows:
+        yield LAW.not_applicable(ALONE, why or "no loss is taken inside a later document")
         return
-    start, quiet = int(begins[rows[0]].long().argmax()), probe.step.terms_off
-    row = edits.take_rows(step, torch.tensor(rows[:1]))
-    row = edits.only(step, row, (places > start)[None])
+    start = int(begins[rows[0]].long().argmax())
+    row = edits.only(step, edits.take_rows(step, torch.tensor(rows[:1])), (places > start)[None])
     off = math.inf
     for keys in edits.readings(step):
         cut = {k: v[:, start:] if k in keys else v for k, v in row.items()}
         if "positions" in step.roles:  # alone, a document begins at 0
             cut[step.roles["positions"]] = cut[step.roles["positions"]] - cut[step.roles["positions"]][:, :1]
         try:
-            off = min(off, _difference(probe, row, cut, quiet))
+            off = min(off, _difference(probe, row, cut))
         except Exception as error:
-            yield LAW.not_applicable(ALONE, f"cannot be run ({type(error).__name__})", str(error)[:120])
+            yield LAW.refused(ALONE, error)
             return
         if off <= probe.tolerance:
             break
-    yield LAW.finding(
-        ALONE, f"differs from it in its packed row by {off:.2g}", f"≤ {probe.tolerance:.1g}", off <= probe.tolerance,
+    yield probe.same(
+        ALONE, off,
         "A document has another gradient after another one than alone: its positions run on instead of restarting "
-        "at 0, or it attends to what precedes it.",
+        "at 0, or it attends to what precedes it.", what="differs from it in its packed row by {}",
     )  # fmt: skip
 
 
-def _difference(probe: Probe, a: edits.Batch, b: edits.Batch, quiet: dict[str, object]) -> float:
-    step = probe.step
+def _difference(probe: Probe, a: edits.Batch, b: edits.Batch) -> float:
+    step, quiet = probe.step, probe.step.terms_off
     if step.value_is_loss or (step.value_is_loss is None and step.kind != "policy gradient"):
         here, there = (probe.look(batch, quiet).loss for batch in (a, b))
-        if here != 0 and abs(here - there) <= value_room(probe) * max(abs(here), abs(there)):
+        if here != 0 and abs(here - there) <= probe.value_room * max(abs(here), abs(there)):
             return abs(here - there) / abs(here)
     mine, theirs = probe.gradient(a, quiet), probe.gradient(b, quiet)
     # A constant factor is the width's, by which some divide.
     return mine.distance(theirs.times(mine.best_scale(theirs)))
-
-
-def value_room(probe: Probe) -> float:
-    """The relative difference up to which two loss values count as equal, without comparing gradients: a mean over
-    tokens is more exact than a gradient."""
-    return min(probe.tolerance, (1 if probe.coarse else 16) * probe.coarsest)
 
 
 def _other_shapes(probe: Probe) -> str | None:
@@ -239,8 +221,7 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         what = "none is supervised" if len(shown) == 0 else "all documents begin with the same token"
         yield LAW.finding(FIRST, what, "no gradient", True if len(shown) == 0 else "not applicable")
         return
-    batch, quiet = edits.only(step, step.batch, keep), probe.step.terms_off
-    pull = 0.0
+    batch, quiet, pull = edits.only(step, step.batch, keep), step.terms_off, 0.0
     value = probe.look(batch, quiet).loss
     if math.isfinite(value) and value != 0:
         there = probe.gradient(batch, quiet)
@@ -248,11 +229,13 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         if labels is not None:
             other[step.roles["labels"]] = edits.other_ids(step, batch[step.roles["labels"]], keep)
         pull = there.distance(probe.gradient(other, quiet)) if there.finite() else 0.0
-    yield LAW.finding(
-        FIRST, f"as targets they moved the gradient by {pull:.2g}", f"≤ {probe.tolerance:.1g}", pull <= probe.tolerance,
+    yield probe.same(
+        FIRST, pull,
         f"The first tokens of {int(keep.sum())} packed documents are predicted from the end of another document: set "
-        "their labels to -100, as collators for packed rows do.",
+        "their labels to -100, as collators for packed rows do.", what="as targets they moved the gradient by {}",
     )  # fmt: skip
 
 
-LAW = Law.of("MI-PACKED", "packed documents", __doc__, check)
+LAW = Law.of("MI-PACKED", "packed documents", __doc__, check, perturbed=True, asks=(
+    (PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,', declared),
+))  # fmt: skip

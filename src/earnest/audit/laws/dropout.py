@@ -16,30 +16,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from earnest.audit.law import Law
-from earnest.audit.laws.finite_difference import _slope
+from earnest.audit.laws.finite_difference import ROOM, is_integral, slopes
 from earnest.audit.probe import Probe
 from earnest.audit.restore import with_dropout
 from earnest.audit.verdict import Finding
 
-ROOM = 0.05  # as for FD itself; a mask that is drawn again is off by a tenth and more
 COST = 5 / 3  # a gradient and two looks
 SUBJECT = "loss along its own gradient, dropout on"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    given = step.kind == "preference" or step.kind == "sft" or (step.kind == "divergence" and "teacher" in step.roles)
-    stops = not given if step.value_is_loss is None else not step.value_is_loss
     with with_dropout(step.model) as rates:
-        if not rates or stops or probe.coarse:
+        why = ""
+        if not rates or not is_integral(step) or probe.coarse:
             coarse = "too coarse in this dtype" if probe.coarse else "the value is not the loss"
             why = coarse if rates else "no dropout"
+        elif not probe.afford(COST, keep=0):
+            why = "the budget is spent"
+        if why:
             yield LAW.not_applicable(SUBJECT, why)
             return
-        if not probe.afford(COST, keep=0):
-            yield LAW.not_applicable(SUBJECT, "the budget is spent")
-            return
-        size, slope = _both(probe)
+        # A copy of the batch: readings of the declared one are kept, and have no dropout.
+        size, slope, _ = slopes(probe, dict(step.batch), ROOM)
     if size == 0:
         yield LAW.not_applicable(SUBJECT, "no gradient, or none that is finite: see GL")
         return
@@ -50,31 +49,14 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield LAW.not_applicable(SUBJECT, "not a matter of dropout", why)
         return
     yield LAW.finding(
-        SUBJECT,
-        f"finite difference {slope:.4g}, gradient {size:.4g}",
-        f"within {ROOM:.0%}",
-        off <= ROOM,
+        SUBJECT, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {ROOM:.0%}", off <= ROOM,
         "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "
         "mask when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
-    )
-
-
-def _both(probe: Probe) -> tuple[float, float]:
-    """The gradient's norm and the best of the slopes along it, as the rates are now."""
-    batch = dict(probe.step.batch)  # a copy: readings of the declared one are kept, and have no dropout
-    gradient = probe.gradient(batch)
-    size, slopes = gradient.norm(), [0.0]
-    if size == 0 or not gradient.finite():
-        return 0.0, 0.0  # see GL
-    for reach in (1e-3, 1e-4, 1e-2, 3e-5, 1e-5):
-        slopes.append(_slope(probe, batch, gradient.parts, size, reach))
-        if abs(slopes[-1] - size) <= ROOM * size:
-            break
-    return size, min(slopes, key=lambda s: abs(s - size))
+    )  # fmt: skip
 
 
 def _off_without(probe: Probe) -> float:
-    size, slope = _both(probe)
+    size, slope, _ = slopes(probe, dict(probe.step.batch), ROOM)
     return abs(slope - size) / size if size > 0 else 0.0
 
 

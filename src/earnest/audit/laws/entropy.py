@@ -18,33 +18,30 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.probe import Probe, fresh, without_graph
+from earnest.audit.probe import Probe
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 SMALL = 1e-5  # of the metric: sums of unchanged numbers in another order; one token among thousands is above it
 ROOM = (0.02, 0.1)  # between the two ids' factors; in 16 bits the log-probs themselves are rounded
 
 
-def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
+def terms(step: Step) -> list[str]:
     named = [m for m in step.terms if "entropy" in m.lower() and "cross" not in m.lower()]
-    if step.kind != "policy gradient" or not named:
-        return
-    subject = f"term {named[0]} and the sampled tokens"
-    spot = _last(probe)
+    return named if step.kind == "policy gradient" else []
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step, named, spot = probe.step, terms(probe.step), _last(probe)
     if spot is None:
-        yield LAW.not_declared(subject, 'roles={"ids": …, "mask": …}, one beside the other')
+        yield LAW.not_declared(f"term {named[0]} and the sampled tokens", 'roles={"ids": …, "mask": …}, side by side')
         return
     base, first = probe.look().metrics, _other(probe, spot, 1)
     there = probe.look(first).metrics
-    for metric in named:
-        subject = f"term {metric} and the sampled tokens"
-        if metric not in base or metric not in there:
-            continue
-        change = there[metric] - base[metric]
-        small = max(SMALL, 4 * probe.noise()) * max(abs(base[metric]), 1e-30)
+    for metric in (m for m in named if m in base and m in there):
+        subject, change = f"term {metric} and the sampled tokens", there[metric] - base[metric]
         moved = f"another last token changed it by {change:.2g}"
-        if not abs(change) > small:
+        if not abs(change) > max(SMALL, 4 * probe.noise()) * max(abs(base[metric]), 1e-30):
             yield LAW.finding(subject, moved, "unchanged", True)
         elif step.logprobs is None:
             yield LAW.not_declared(subject, "logprobs=lambda model, batch: …")
@@ -64,33 +61,23 @@ def _judged(probe: Probe, metric: str, subject: str, moved: str, changed: tuple[
         why = "It depends on the ids, but not as a log-prob does: a mask or a length may be computed from them."
         return LAW.not_applicable(subject, moved, why)
     return LAW.finding(
-        subject,
-        f"{moved}: {low:.2g} times the change of -log π",
-        "unchanged",
-        False,
+        subject, f"{moved}: {low:.2g} times the change of -log π", "unchanged", False,
         f"{metric} is the mean of -log π of the sampled tokens. Its value estimates the entropy, but its expected "
         "gradient is 0, so the bonus is noise. Use -Σ π log π over the vocabulary.",
-    )
+    )  # fmt: skip
 
 
 def _negative_logprobs(probe: Probe, batch: edits.Batch) -> float:
     """-Σ log π of the supervised tokens."""
-    step = probe.step
-    assert step.logprobs is not None
-    probe.cost += 1 / 3
-    with without_graph(step.seed):
-        now = step.logprobs(step.model, fresh(batch))
-    on = edits.fit(edits.supervised(step), now)
+    now = probe.forward(probe.step.logprobs, batch, graph=False)
+    on = edits.fit(edits.supervised(probe.step), now)
     return -float((now if on is None else now * on).double().sum())
 
 
 def _last(probe: Probe) -> Tensor | None:
     """The last supervised token of the first row that has any: nothing that is supervised comes after it."""
-    ids, on = probe.step.value("ids"), edits.supervised(probe.step)
-    if ids is None or on is None or ids.ndim != 2 or on.ndim != 2 or ids.shape[1] - on.shape[1] not in (0, 1):
-        return None
-    on = torch.nn.functional.pad(on, (ids.shape[1] - on.shape[1], 0))
-    if not bool(on[:, 1:].any()):
+    on = edits.supervised_wide(probe.step)
+    if on is None or not bool(on[:, 1:].any()):
         return None
     row = int(on[:, 1:].any(-1).nonzero()[0, 0])
     spot = torch.zeros_like(on)
@@ -105,11 +92,10 @@ def _other(probe: Probe, spot: Tensor, times: int) -> edits.Batch:
     for role in ("ids", "labels"):
         old = step.value(role)
         if old is not None and old.shape == spot.shape:
-            new = old
             for _ in range(times):
-                new = edits.other_ids(step, new, spot)
-            batch[step.roles[role]] = new
+                old = edits.other_ids(step, old, spot)
+            batch[step.roles[role]] = old
     return batch
 
 
-LAW = Law.of("PG-ENTROPY", "entropy", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of("PG-ENTROPY", "entropy", __doc__, check, quick=False, tier="contrib", when=lambda step: bool(terms(step)))

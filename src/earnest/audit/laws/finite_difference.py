@@ -15,64 +15,73 @@ Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.probe import Probe
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
-TOO_COARSE = 1.0
-"""From this tolerance on a slope of 0 would pass."""
+ROOM = 0.05
+TOO_COARSE = 1.0  # from this tolerance on a slope of 0 would pass
+LENGTHS = (1e-3, 1e-2, 1e-4, 3e-5, 1e-5)  # of the parameters' norm: a clip has corners and a sum has rounding
+
+
+def is_integral(step: Step) -> bool | None:
+    """Whether the value is the integral of the gradient; None where that is not known. A divergence whose teacher is no
+    input has it made in the step, under a detach as a rule."""
+    if step.value_is_loss is not None:
+        return step.value_is_loss
+    given = step.kind in ("preference", "sft") or (step.kind == "divergence" and "teacher" in step.roles)
+    return True if given else None
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.value_is_loss is False:
-        yield LAW.not_applicable(step.name, "stop-gradients by declaration")
-        return
-    # A divergence whose teacher is no input has it made in the step, under a detach as a rule.
-    detached = step.kind == "divergence" and "teacher" not in step.roles
-    if step.value_is_loss is None and (detached or step.kind in ("policy gradient", None)):
-        yield Finding(
-            "FD", step.name, "not checked", "-", "not declared",
-            "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
-            "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight).",
+    if not is_integral(step):
+        yield LAW.not_applicable(step.name, "stop-gradients by declaration") if step.value_is_loss is False else (
+            LAW.finding(
+                step.name, "not checked", "-", "not declared",
+                "Declare value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
+                "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight).",
+            )
         )  # fmt: skip
         return
     wide = _wide(probe) if probe.coarse else None
-    if wide is not None:  # whether value and gradient agree does not depend on the precision
-        room = 0.05
-        with wide.perturbed():
-            found = _nearest(wide, room)
-        probe.cost += wide.cost
-    else:
+    room = ROOM
+    if wide is None:
         # A short step along fp32 offsets is rounded away in a bf16 forward: half a slope is seen there, or twice one.
-        room = max(0.75 if probe.coarse else 0.05, 4 * probe.tolerance)
+        room = max(0.75 if probe.coarse else ROOM, 4 * probe.tolerance)
         if room >= TOO_COARSE:
-            yield Finding(
-                "FD", step.name, f"only within {room:.0%} in this dtype", "-", "not declared",
-                "A slope of 0 would pass; audit the step on an fp32 copy of the model to have this checked.",
-            )  # fmt: skip
+            why = "A slope of 0 would pass; audit the step on an fp32 copy of the model to have this checked."
+            yield LAW.finding(step.name, f"only within {room:.0%} in this dtype", "-", "not declared", why)
             return
-        with probe.perturbed():
-            found = _nearest(probe, room)
-    if isinstance(found, str):
-        yield LAW.not_applicable(step.name, found)
+    measured = wide or probe  # whether value and gradient agree does not depend on the precision
+    with measured.perturbed():
+        size, slope, grain = slopes(measured, measured.off_policy(), room)
+    if wide is not None:
+        probe.cost += wide.cost
+    if size == 0:
+        yield LAW.not_applicable(step.name, "no gradient, or none that is finite: see GL")
         return
-    slope, size = found
+    off = abs(slope - size)
+    if off > room * size and off <= grain:
+        why = "The loss's own last bit is larger than what the gradient changes it by: a sum that hides its terms."
+        yield LAW.not_applicable("loss along its own gradient", f"the slope is known up to {grain:.2g} only", why)
+        return
     yield LAW.finding(
         "loss along its own gradient",
         f"finite difference {slope:.4g}, gradient {size:.4g}" + (", in fp32" if wide is not None else ""),
-        f"within {room:.0%}",
-        _off((slope, size)) <= room,
+        f"within {room:.0%}", off <= room * size,
         "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, "
         "detach), a backward is hand-written and wrong, or one of them is scaled. Where a factor is detached by design "
         "(DFT, WPO), declare value_is_loss=False.",
-    )
+    )  # fmt: skip
 
 
 def _wide(probe: Probe) -> Probe | None:
@@ -90,42 +99,25 @@ def _wide(probe: Probe) -> Probe | None:
     return twin if reached and not twin.coarse else None
 
 
-def _nearest(probe: Probe, room: float) -> tuple[float, float] | str:
-    """The finite difference along the gradient, which has the best signal there is against rounding, and the slope
-    that it should be: the gradient's norm. A clip has corners and a sum has rounding: the best length counts."""
-    batch = probe.off_policy()
+def slopes(probe: Probe, batch: Mapping[str, Any], room: float) -> tuple[float, float, float]:
+    """The gradient's norm (0 where there is none that is finite), the nearest finite difference along it, where the
+    signal against rounding is best, and how exact that one is: a loss is rounded to its own last bit."""
     gradient = probe.gradient(batch)
     size = gradient.norm()
     if size == 0 or not gradient.finite():
-        return f"gradient norm {size:.3g}: see GL"
-    slopes: list[float] = []
-    for reach in (1e-3, 1e-2, 1e-4, 3e-5, 1e-5):
-        slopes.append(_slope(probe, batch, gradient.parts, size, reach))
-        if _off((slopes[-1], size)) <= room:
+        return 0.0, 0.0, 0.0
+    found: list[tuple[float, float]] = []
+    for length in LENGTHS:
+        reach, values = probe.reach(length), []
+        for sign in (+1, -1):
+            with probe.along(gradient, sign * reach):
+                values.append(probe.look(dict(batch)).loss)
+        grain = 4 * min(probe.coarsest, torch.finfo(torch.float32).eps) * max(map(abs, values)) / (2 * reach)
+        found.append(((values[0] - values[1]) / (2 * reach), grain))
+        if abs(found[-1][0] - size) <= room * size:
             break
-    return min(slopes, key=lambda s: abs(s - size)), size
-
-
-def _off(found: tuple[float, float]) -> float:
-    return abs(found[0] - found[1]) / found[1]
-
-
-def _slope(probe: Probe, batch: edits.Batch, parts: object, size: float, reach: float) -> float:
-    assert isinstance(parts, dict)
-    total = sum(float(p.detach().double().square().sum()) for p in probe.parameters.values()) ** 0.5
-    epsilon = reach * max(total, 1e-2)
-    values = []
-    for sign in (+1, -1):
-        kept = {n: p.detach().clone() for n, p in probe.parameters.items()}
-        with torch.no_grad():
-            for name, p in probe.parameters.items():
-                if parts[name] is not None:
-                    p.add_((parts[name].double() * (sign * epsilon / size)).to(p.dtype))
-        values.append(probe.look(dict(batch)).loss)
-        with torch.no_grad():
-            for name, p in probe.parameters.items():
-                p.copy_(kept[name])
-    return (values[0] - values[1]) / (2 * epsilon)
+    slope, _ = min(found, key=lambda f: abs(f[0] - size))
+    return size, slope, min(grain for _, grain in found)
 
 
 LAW = Law.of("FD", "finite difference", __doc__, check, quick=False)

@@ -13,17 +13,15 @@ Detects: twinkle #112 and aprender #2153 (forward and reverse swapped)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.laws.identical import opposite_teacher
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 FORWARD = ("forward_kl", "forward", "fkl", "kl_forward")
@@ -33,54 +31,41 @@ CLEAR = 0.02  # both cosines are near each other where the student is sure of on
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if "teacher" not in step.roles or step.student is None:
-        return
+    teacher: Tensor = step.batch[step.roles["teacher"]]
     for option, modes in step.options.items():
         forward, reverse = (
             next((m for m in modes if isinstance(m, str) and m.lower().replace("-", "_") in names), None)
             for names in (FORWARD, REVERSE)
         )
-        teacher = step.batch[step.roles["teacher"]]
         if forward is None or reverse is None or teacher.ndim < 3:
             continue
+        sure, wanted = _sure(probe, teacher)
+        if wanted is None:
+            return
         knobs = {**step.terms_off, **step.pure}
-        with probe.perturbed():
-            sure, wanted = _sure(probe, teacher)
-            if wanted is None:
-                return
-            cosines = [_cosine(probe, sure, {**knobs, option: mode}, wanted) for mode in (forward, reverse)]
+        near, far = (probe.gradient(sure, {**knobs, option: mode}).cosine(wanted) for mode in (forward, reverse))
         yield LAW.finding(
             f"option {option}: {forward} and {reverse}",
-            f"cosines {cosines[0]:.2f} and {cosines[1]:.2f} to the likelihood of a certain teacher's token",
-            f"{forward} is nearer",
-            cosines[0] > cosines[1] - CLEAR,
+            f"cosines {near:.2f} and {far:.2f} to the likelihood of a certain teacher's token", f"{forward} is nearer",
+            near > far - CLEAR,
             f"{forward} is KL(teacher ‖ student), which for a certain teacher is the likelihood of its token. Here "
             f"{reverse} is that: the two are swapped, or the arguments of a KL function are.",
-        )
+        )  # fmt: skip
 
 
 def _sure(probe: Probe, teacher: Tensor) -> tuple[edits.Batch, Gradient | None]:
     """A batch whose teacher is certain of a token that the student finds unlikely, and that token's ∇NLL."""
-    step = probe.step
-    assert step.student is not None
-    probe.cost += 1
-    with seeded(step.seed), torch.enable_grad():
-        own = step.student(step.model, fresh(step.batch))
+    step, own = probe.step, probe.forward(probe.step.student)
     if own.shape != teacher.shape or not own.is_floating_point():
         return dict(step.batch), None
     far = opposite_teacher(teacher, own.detach())
-    logs = own.log() if edits._probability_like(own.detach()) else own.log_softmax(-1)
+    logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
     picked = logs.gather(-1, far.argmax(-1, keepdim=True))[..., 0]
     on = edits.fit(edits.supervised(step), picked)
-    score = -(picked if on is None else picked * on).sum()
-    found = probe.differentiate(score, list(probe.parameters.values()))
-    batch = {**step.batch, step.roles["teacher"]: far}
-    return batch, Gradient(dict(zip(probe.parameters, found, strict=True)))
+    return {**step.batch, step.roles["teacher"]: far}, probe.pull(-(picked if on is None else picked * on).sum())
 
 
-def _cosine(probe: Probe, batch: Mapping[str, Any], knobs: Mapping[str, Any], wanted: Gradient) -> float:
-    gradient = probe.gradient(batch, knobs)
-    return gradient.dot(wanted) / max(gradient.norm() * wanted.norm(), 1e-300)
-
-
-LAW = Law.of("KL-DIRECTION", "KL direction", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of(
+    "KL-DIRECTION", "KL direction", __doc__, check, quick=False, tier="contrib", perturbed=True,
+    when=lambda step: "teacher" in step.roles and step.student is not None,
+)  # fmt: skip

@@ -20,12 +20,10 @@ from typing import Any
 import torch
 
 from earnest.audit import edits
-from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.laws import shadow
-from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, last
+from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, TARGETS, last
 from earnest.audit.laws.inputs import far
-from earnest.audit.laws.targets import TARGETS
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -33,26 +31,20 @@ GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    if not step.knobs and not step.options:
-        yield Finding("KG", "knobs", "none declared", "-", "not declared", "Declare knobs={…} and options={…}.")
+    step, base = probe.step, probe.off_policy()
+    if not probe.gradient(base).finite():
+        yield LAW.not_applicable("knobs", "not finite off-policy", "see IG.")
         return
-    with probe.perturbed():
-        base = probe.off_policy()
-        origin = probe.gradient(base)
-        if not origin.finite():
-            yield LAW.not_applicable("knobs", "not finite off-policy", "see IG.")
-            return
-        weights = set(step.weights.values())
-        for knob, value in step.knobs.items():
-            if knob in step.inert:
-                yield _inert(probe, base, origin, knob, value)
-            elif knob not in weights:  # a weight is asked for more below
-                yield from _knob(probe, base, origin, knob, value)
-        for option, modes in step.options.items():
-            yield from _modes(probe, base, origin, option, list(modes))
-        for metric, knob in step.weights.items():
-            yield from _weight(probe, base, origin, metric, knob)
+    weights = set(step.weights.values())
+    for knob, value in step.knobs.items():
+        if knob in step.inert:
+            yield _inert(probe, base, knob, value)
+        elif knob not in weights:  # a weight is checked for more below
+            yield from _setting(probe, base, knob, value)
+    for option, modes in step.options.items():
+        yield _modes(probe, base, option, list(modes))
+    for metric, knob in step.weights.items():
+        yield from _weight(probe, base, metric, knob)
 
 
 def candidates(value: Any) -> list[Any]:
@@ -67,31 +59,36 @@ def candidates(value: Any) -> list[Any]:
     return []
 
 
-def _inert(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Finding:
+def _inert(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
     """A chunk length must not matter; a short one is tried, which leaves a remainder."""
     others = [3 if value != 3 else 2, value * 4 + 3] if type(value) is int else candidates(value)[:2]
-    changes: dict[Any, float] = {}
-    for other in others:
-        try:
-            changes[other] = origin.distance(probe.gradient(base, {knob: other}))
-        except Exception:
-            continue  # the step refuses this value, as it may
+    changes = {other: change for other in others if (change := _moved(probe, base, {knob: other})) is not None}
     if not changes:
         return LAW.not_applicable(f"setting {knob}", f"no other legal value of {value!r} was found")
     worst = max(changes, key=lambda k: changes[k])
     return LAW.finding(
-        f"setting {knob}",
-        f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
-        f"≤ {probe.tolerance:.1g}, declared inert",
-        changes[worst] <= probe.tolerance,
+        f"setting {knob}", f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
+        f"≤ {probe.tolerance:.1g}, declared inert", changes[worst] <= probe.tolerance,
         f"{knob} is declared to change nothing, and it does: means of chunks are averaged although chunks differ in "
         "size, or a remainder is dropped.",
-    )
+    )  # fmt: skip
 
 
-def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: Any) -> Iterator[Finding]:
+def _moved(
+    probe: Probe, batch: edits.Batch, other: dict[str, Any], beside: dict[str, Any] | None = None
+) -> float | None:
+    """The change of the gradient by other values of settings, with ``beside`` in both; None where the step refuses
+    them, as it may."""
+    try:
+        here, there = probe.gradient(batch, beside), probe.gradient(batch, {**(beside or {}), **other})
+    except Exception:
+        return None
+    return here.distance(there) if there.finite() else 0.0
+
+
+def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator[Finding]:
     tried: list[Any] = []
-    clip = last(knob) in LOW + HIGH + BEYOND
+    subject, clip = f"setting {knob}", last(knob) in LOW + HIGH + BEYOND
     at_one = clip and probe.step.ratio_role not in probe.step.roles
     others = candidates(value)[: 2 if at_one else None]
     tiny = clip and isinstance(value, float) and 0 < value < 0.1  # such as GSPO's: every ratio is beyond it
@@ -100,49 +97,41 @@ def _knob(probe: Probe, base: edits.Batch, origin: Gradient, knob: str, value: A
     for other, batch in (*(_near_the_clip(probe, base, value) if tiny else ()), *_tries(probe, base, others)):
         if tried and not probe.afford(1 if batch is base else 2):
             break
-        try:
-            present, gradient = origin if batch is base else probe.gradient(batch), probe.gradient(batch, {knob: other})
-        except Exception:
-            continue  # the step refuses this value, as it may
+        if (change := _moved(probe, batch, {knob: other})) is None:
+            continue
         tried.append(other)
-        if gradient.finite() and probe.differs(present, gradient):
-            moved = f"{value:g} → {other:g} moved the gradient by {present.distance(gradient):.2g}"
-            yield LAW.finding(f"setting {knob}", moved, "above 0", True)
+        if probe.is_change(change):
+            moved = f"{value:g} → {other:g} moved the gradient by {change:.2g}"
+            yield LAW.finding(subject, moved, "above 0", True)
             if not (clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
-                yield from _vanished(knob, value, other, present.norm(), gradient.norm())
+                here, there = (probe.gradient(batch, k).norm() for k in (None, {knob: other}))
+                yield from _vanished(knob, value, other, here, there)
             return
     if not tried:
-        yield Finding(
-            "KG", f"setting {knob}", f"no other legal value of {value!r} was found", "-", "not declared",
-            "Declare it in options, with its modes.",
-        )  # fmt: skip
+        none = f"no other legal value of {value!r} was found"
+        yield LAW.finding(subject, none, "-", "not declared", "Declare it in options, with its modes.")
     elif at_one:
-        yield Finding(
-            "KG", f"setting {knob}", "no change", "-", "not declared",
+        yield LAW.finding(
+            subject, "no change", "-", "not declared",
             "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
             f'step is on-policy by design, inert=("{knob}",).',
         )  # fmt: skip
     elif (mode := _in_other_modes(probe, base, knob, value)) is not None:
-        yield LAW.not_applicable(f"setting {knob}", f"it acts with {mode} only")
-    elif (elsewhen := _in_other_states(probe, base, knob, others)) is not None:
-        yield LAW.finding(f"setting {knob}", elsewhen, "above 0", True)
+        yield LAW.not_applicable(subject, f"it acts with {mode} only")
+    elif (elsewhere := _in_other_states(probe, base, knob, others)) is not None:
+        yield LAW.finding(subject, elsewhere, "above 0", True)
     elif len(set(tried)) < min(3, len(candidates(value))):
-        yield LAW.not_applicable(
-            f"setting {knob}",
-            f"no change by {len(tried)} values, and the audit's budget is spent",
-            "Too few values were tried to conclude that it does nothing.",
-        )
+        spent = f"no change by {len(tried)} values, and the audit's budget is spent"
+        yield LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
     else:
+        values = ", ".join(f"{t:g}" for t in dict.fromkeys(tried))
         yield LAW.finding(
-            f"setting {knob}",
-            f"{value} → {', '.join(f'{t:g}' for t in dict.fromkeys(tried))} left the gradient bit-equal"
-            if not probe.noise()
-            else "no change above the noise",
-            "a change",
-            False,
+            subject,
+            "no change above the noise" if probe.noise() else f"{value} → {values} left the gradient bit-equal",
+            "a change", False,
             f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
-            f'without a gradient. Where it is meant to change nothing (a chunk length), declare inert=("{knob}",).',
-        )
+            f'without a gradient. Where it is intended to change nothing (a chunk length), declare inert=("{knob}",).',
+        )  # fmt: skip
 
 
 def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple[Any, edits.Batch]]:
@@ -169,12 +158,9 @@ def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[An
         states += [("with far references", batch, others[:2]) for batch in distant]
     for name, batch, values in states:
         for other in values:
-            try:
-                present, gradient = probe.gradient(batch), probe.gradient(batch, {knob: other})
-            except Exception:
-                continue  # the step refuses this value, as it may
-            if gradient.finite() and probe.differs(present, gradient):
-                return f"{name}, {other:g} moved the gradient by {present.distance(gradient):.2g}"
+            change = _moved(probe, batch, {knob: other})
+            if change is not None and probe.is_change(change):
+                return f"{name}, {other:g} moved the gradient by {change:.2g}"
     return None
 
 
@@ -206,11 +192,8 @@ def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> s
             for other in candidates(value)[:2]:
                 if not probe.afford(2):
                     return None
-                try:
-                    here, there = (probe.gradient(base, {option: mode, knob: v}) for v in (value, other))
-                except Exception:
-                    continue  # the step refuses them together, as it may
-                if there.finite() and probe.differs(here, there):
+                change = _moved(probe, base, {knob: other}, {option: mode, knob: value})
+                if change is not None and probe.is_change(change):
                     return f"{option} = {mode!r}"
     return None
 
@@ -220,15 +203,13 @@ def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> I
     if here < GONE * there:
         yield LAW.finding(
             f"setting {knob}, its present value",
-            f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}",
-            f"≥ {GONE:g}",
-            False,
+            f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}", f"≥ {GONE:g}", False,
             f"{knob} = {value:g} trains next to nothing: an end of its range is clamped instead of treated by itself.",
-        )
+        )  # fmt: skip
 
 
-def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes: list[Any]) -> Iterator[Finding]:
-    gradients = {modes[0]: origin}
+def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Finding:
+    gradients = {modes[0]: probe.gradient(base)}
     for mode in modes[1:]:
         try:
             gradients[mode] = probe.gradient(base, {option: mode})
@@ -238,55 +219,46 @@ def _modes(probe: Probe, base: edits.Batch, origin: Gradient, option: str, modes
     pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
     same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.differs(gradients[a], gradients[b])]
     if not pairs:
-        yield LAW.not_applicable(f"option {option}", "no other mode runs here")
-        return
-    yield LAW.finding(
-        f"option {option}",
-        f"{len(gradients)} modes, {len(same)} pairs with one gradient",
-        "every mode its own gradient",
-        not same,
+        return LAW.not_applicable(f"option {option}", "no other mode runs here")
+    return LAW.finding(
+        f"option {option}", f"{len(gradients)} modes, {len(same)} pairs with one gradient",
+        "every mode its own gradient", not same,
         f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a "
         "branch.",
-    )
+    )  # fmt: skip
 
 
-def _weight(probe: Probe, base: edits.Batch, origin: Gradient, metric: str, knob: str) -> Iterator[Finding]:
+def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator[Finding]:
     """The weight must enter linearly: g(2w) - g(w) = g(w) - g(0), and not vanish."""
-    value = float(probe.step.knobs[knob]) or 1.0
+    declared = probe.step.knobs[knob]
+    value = float(declared) or 1.0
     try:
-        at = origin if probe.step.knobs[knob] else probe.gradient(base, {knob: value})
+        at = probe.gradient(base, None if declared else {knob: value})
         none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
     except Exception as error:
         yield LAW.unchecked(f"term {metric}", error)
         return
     once, second = at.minus(none), twice.minus(at)
     share = once.norm() / max(at.norm(), none.norm(), 1e-300)
-    alive = share > 4 * probe.noise()
-    aside, exact = "", None
+    alive, aside, exact = probe.is_change(share), "", None
     if alive and share <= 4 * probe.tolerance and not (probe.coarse or probe.random()) and probe.afford(2):
         exact = shadow.exact(probe, base, ({knob: value}, {knob: 0.0}))
     if exact is not None:
         kept = exact[0].minus(exact[1]).norm() / once.norm()
         alive, aside = kept > 0.1, f", in float64 {kept:.1g} of that"
     yield LAW.finding(
-        f"term {metric}",
-        f"its own gradient is {share:.2g} of the whole{aside}",
-        "above 0" if exact is None else "above 0, and not by rounding alone",
-        alive,
+        f"term {metric}", f"its own gradient is {share:.2g} of the whole{aside}",
+        "above 0" if exact is None else "above 0, and not by rounding alone", alive,
         f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not "
         "at all; or it is a constant that rounding alone moves (the normaliser of what is normalised already).",
-    )
+    )  # fmt: skip
     # The difference of two large gradients is only as exact as they are; below that linearity cannot be judged.
     if alive and share > 4 * probe.tolerance:
-        bend = once.distance(second)
-        room = max(probe.tolerance / share, 1e-3)
-        yield LAW.finding(
-            f"term {metric}",
-            f"doubling {knob} doubles it up to {bend:.2g}",
-            f"≤ {room:.1g}",
-            bend <= room,
-            f"{knob} does not weigh the term linearly: it enters twice, or clips something on the way.",
-        )
+        why = f"{knob} does not weigh the term linearly: it enters twice, or clips something on the way."
+        room, what = max(probe.tolerance / share, 1e-3), f"doubling {knob} doubles it up to {{}}"
+        yield probe.same(f"term {metric}", once.distance(second), why, room=room, what=what)
 
 
-LAW = Law.of("KG", "settings", __doc__, check)
+LAW = Law.of("KG", "settings", __doc__, check, perturbed=True, asks=(
+    ("knobs", "knobs={…} and options={…},", lambda step: bool(step.knobs or step.options)),
+))  # fmt: skip

@@ -16,45 +16,38 @@ from collections.abc import Iterator
 import torch
 
 from earnest.audit import edits
-from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 AWAY = -0.5  # a mask that marks the predicting place leaves a cosine of about 0, a regulariser one above
+SUBJECT = "the least likely label"
+
+
+def imitates(step: Step) -> bool:
+    held = "reference" in step.roles and not step.terms  # a penalty towards a reference alone is not imitation
+    return step.kind == "sft" and step.logprobs is not None and not step.rows_interact and not held
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    held = "reference" in step.roles and not step.terms  # a penalty towards a reference alone is not imitation
-    if step.kind != "sft" or step.logprobs is None or step.rows_interact or held:
+    step, now = probe.step, probe.forward(probe.step.logprobs)
+    on = edits.fit(edits.supervised(step), now)
+    if on is None or on.shape != now.shape or not bool(on.any()):
+        yield LAW.not_applicable(SUBJECT, "log-probs do not fit the labels")
         return
-    with probe.perturbed():
-        probe.cost += 1
-        with seeded(step.seed), torch.enable_grad():
-            now = step.logprobs(step.model, fresh(step.batch))
-        on = edits.fit(edits.supervised(step), now)
-        if on is None or on.shape != now.shape or not bool(on.any()):
-            yield LAW.not_applicable("the least likely label", "log-probs do not fit the labels")
-            return
-        lowest = torch.where(on, now.detach(), torch.full_like(now, torch.inf)).argmin()
-        row, column = divmod(int(lowest), now.shape[1])
-        found = probe.differentiate(now[row, column], list(probe.parameters.values()))
-        up = Gradient(dict(zip(probe.parameters, found, strict=True)))
-        down = probe.gradient(_alone(probe, row, column - now.shape[1]), step.terms_off)
-    size = down.norm() * up.norm()
-    if size == 0 or not down.finite():
-        yield LAW.not_applicable("the least likely label", "alone it has a zero gradient: see CV")
+    lowest = torch.where(on, now.detach(), torch.full_like(now, torch.inf)).argmin()
+    row, column = divmod(int(lowest), now.shape[1])
+    up, down = probe.pull(now[row, column]), probe.gradient(_alone(probe, row, column - now.shape[1]), step.terms_off)
+    if down.norm() * up.norm() == 0 or not down.finite():
+        yield LAW.not_applicable(SUBJECT, "alone it has a zero gradient: see CV")
         return
-    cosine = -down.dot(up) / size
-    yield LAW.finding(
-        "the least likely label",
-        f"alone: cosine {cosine:+.2f} between -∇L and ∇lp, at lp = {float(now[row, column].detach()):.2g}",
-        "above 0",
-        cosine > AWAY,
+    cosine, lp = -down.cosine(up), float(now[row, column].detach())
+    yield probe.descends(
+        SUBJECT, f"alone: cosine {cosine:+.2f} between -∇L and ∇lp, at lp = {lp:.2g}", cosine,
         "Training makes an unlikely label even less likely: a weight that depends on its probability is not detached, "
-        "or a sign is lost.",
-    )
+        "or a sign is lost.", AWAY,
+    )  # fmt: skip
 
 
 def _alone(probe: Probe, row: int, column: int) -> edits.Batch:
@@ -69,4 +62,4 @@ def _alone(probe: Probe, row: int, column: int) -> edits.Batch:
     return batch
 
 
-LAW = Law.of("NLL", "likelihood", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of("NLL", "likelihood", __doc__, check, quick=False, tier="contrib", when=imitates, perturbed=True)

@@ -25,6 +25,7 @@ from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 MASKED = "a fully masked row"
+TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -34,25 +35,16 @@ def check(probe: Probe) -> Iterator[Finding]:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
         yield LAW.not_declared("masks", f"roles={what}")
         return
-    with probe.perturbed():
-        base = probe.off_policy()
-        origin = probe.gradient(base)
-        if not origin.finite():
-            yield LAW.not_applicable("masks", "not finite off-policy", "see IG.")
-            return
-        both = None if paired else _both(probe)
-        parts = {"signals where masked": _signals(probe, base, origin), "more padding": _padding(probe, both)}
-        if not paired:
-            parts[MASKED] = _masked_row(probe, both)
-        for subject, part in parts.items():
-            try:
-                yield from part
-            except Exception as error:
-                yield LAW.unchecked(subject, error)
+    base = probe.off_policy()
+    if not probe.gradient(base).finite():
+        yield LAW.not_applicable("masks", "not finite off-policy", "see IG.")
+        return
+    both = None if paired else _both(probe)
+    parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe, both)}
+    yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe, both)})
 
 
-def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Finding]:
-    """All per-token signals at once; if the gradient changes, one at a time, to find which of them matters."""
+def _signals(probe: Probe, base: edits.Batch) -> Iterator[Finding]:
     step = probe.step
     changes: dict[str, edits.Batch] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
@@ -65,40 +57,19 @@ def _signals(probe: Probe, base: edits.Batch, origin: Gradient) -> Iterator[Find
         changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
         if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
             changes[role] = changed
-    for role, attention in (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES)):
-        if (hidden := _under_padding(probe, base, role, attention)) is not None:
-            changes[role] = hidden
+    for role, mask in TEXTS:  # another id wherever the attention mask is 0
+        attention, ids = step.value(mask), step.value(role)
+        if attention is not None and ids is not None and attention.shape == ids.shape and bool((attention == 0).any()):
+            hidden = edits.other_ids(step, ids.clamp_min(0), attention == 0)
+            changes[role] = {**base, step.roles[role]: hidden}
     if not changes:
         yield LAW.not_applicable("signals where masked", "no declared signal is masked")
         return
-    whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
-    together = origin.distance(probe.gradient(whole))
-    if together <= probe.tolerance:
-        yield _must_not_matter(probe, f"{', '.join(changes)} where masked", together, "")
-        return
-    for role, changed in changes.items():
-        yield _must_not_matter(
-            probe,
-            f"{role} where masked",
-            origin.distance(probe.gradient(changed)),
-            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the "
-            "model, is shifted by one, or another tensor is used in its place.",
-        )
-
-
-def _must_not_matter(probe: Probe, subject: str, change: float, meaning: str) -> Finding:
-    return LAW.finding(
-        subject, f"moved the gradient by {change:.2g}", f"≤ {probe.tolerance:.1g}", change <= probe.tolerance, meaning
-    )
-
-
-def _under_padding(probe: Probe, batch: edits.Batch, role: str, mask: str) -> edits.Batch | None:
-    """Another id wherever the attention mask is 0."""
-    step = probe.step
-    attention, ids = step.value(mask), step.value(role)
-    if attention is None or ids is None or bool((attention != 0).all()) or attention.shape != ids.shape:
-        return None
-    return {**batch, step.roles[role]: edits.other_ids(step, ids.clamp_min(0), attention == 0)}
+    yield from probe.same_by_one(
+        base, changes, "where masked",
+        lambda role: f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach "
+        "the model, is shifted by one, or another tensor is used in its place.",
+    )  # fmt: skip
 
 
 def _both(probe: Probe) -> Gradient | None:
@@ -132,38 +103,39 @@ def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
             yield LAW.not_applicable(subject, "no row of this batch begins with padding")
             return
         # Both changes at once; a mean over rows counts the added row, so then the padding alone.
-        at_once = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
-        change = at_once if at_once <= probe.tolerance else _padded(probe, side)
-        if isinstance(change, Exception):
-            why = f"cannot be run ({type(change).__name__})"
-            yield LAW.not_applicable(subject, why, str(change)[:120])
+        change = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
+        try:
+            change = change if change <= probe.tolerance else _padded(probe, side)
+        except Exception as error:
+            yield LAW.refused(subject, error)
             return
-        yield probe.fair(_must_not_matter(
-            probe, subject, change,
+        yield probe.same(
+            subject, change,
             "The gradient depends on how far the batch is padded: a mean over positions counts "
-            "padding, padded positions are supervised, or positions are counted from the first padded one.",
-        ))  # fmt: skip
+            "padding, padded positions are supervised, or positions are counted from the first padded one.", rows=True,
+        )  # fmt: skip
 
 
-def _padded(probe: Probe, side: str) -> float | Exception:
+def _padded(probe: Probe, side: str) -> float:
     """The smallest change by padding, over the possible sets of tensors that are padded together."""
     found: list[float] = []
-    first: Exception | None = None
-    for batch in edits.paddings(probe.step, side):
+    first: Exception = ValueError("no tensor has the rows' width")
+    for number, batch in enumerate(edits.paddings(probe.step, side)):
         try:
-            found.append(probe.gradient().distance(probe.gradient(batch)))
+            found.append(probe.change(batch))
         except Exception as error:
-            first = first or error
+            first = error if number == 0 else first
             continue
         if found[-1] <= probe.tolerance:
             break
-    return min(found) if found else first or ValueError("no tensor has the rows' width")
+    if not found:
+        raise first
+    return min(found)
 
 
 def _pads_left(probe: Probe) -> bool:
     """Whether a row begins with padding, by the attention mask of the ids."""
-    pairs = [(probe.step.value(m), probe.step.value(r)) for r, m in
-             (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))]  # fmt: skip
+    pairs = [(probe.step.value(mask), probe.step.value(role)) for role, mask in TEXTS]
     return any(
         shown is not None and ids is not None and shown.shape == ids.shape and bool((shown[:, 0] == 0).any())
         for shown, ids in pairs
@@ -171,39 +143,27 @@ def _pads_left(probe: Probe) -> bool:
 
 
 def _masked_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
-    step = probe.step
+    step, whole = probe.step, probe.gradient()
     if _coupled(probe):
         yield LAW.not_applicable(MASKED, "rows interact by declaration")
         return
-    whole = probe.gradient()
+    least = step.rows / (step.rows + 1)
+    counts = both is not None and any(whole.times(c).distance(both) <= probe.tolerance for c in (1.0, least))
     try:
-        masked = both if both is not None and _counts(probe, both) else probe.gradient(edits.add_masked_row(step))
+        masked = both if both is not None and counts else probe.gradient(edits.add_masked_row(step))
     except Exception as error:
-        why = f"one more row cannot be run ({type(error).__name__})"
-        needs = "The loss needs its rows together (fixed group or pair sizes)."
-        yield LAW.not_applicable(MASKED, why, needs)
+        yield LAW.refused(MASKED, error, "one more row cannot be run")
         return
     if not masked.finite():
-        yield LAW.finding(
-            MASKED, "the gradient is not finite", "finite", False,
-            "A row without a single supervised token gives 0/0; divide by max(count, 1).",
-        )  # fmt: skip
+        why = "A row without a single supervised token gives 0/0; divide by max(count, 1)."
+        yield LAW.finding(MASKED, "the gradient is not finite", "finite", False, why)
         return
-    factor = masked.best_scale(whole)
-    rest = masked.distance(whole.times(factor))
+    factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
     yield probe.fair(LAW.finding(
-        MASKED,
-        f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
-        f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1",
-        rest <= probe.tolerance and step.rows / (step.rows + 1) - 0.02 <= factor <= 1.02,
+        MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
+        f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1", holds,
         "A row in which no loss is taken changes the gradient's direction: some part of the loss ignores the mask.",
     ))  # fmt: skip
 
 
-def _counts(probe: Probe, masked: Gradient) -> bool:
-    """Whether the gradient is the same, with the masked row counted as a row or not at all."""
-    whole, rows = probe.gradient(), probe.step.rows
-    return any(whole.times(factor).distance(masked) <= probe.tolerance for factor in (1.0, rows / (rows + 1)))
-
-
-LAW = Law.of("MI", "masks", __doc__, check)
+LAW = Law.of("MI", "masks", __doc__, check, perturbed=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws.clipping import clip_range
-from earnest.audit.laws.on_policy import on_policy
+from earnest.audit.laws.ratio import on_policy
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -33,30 +33,20 @@ REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    reading = probe.read()
+    step, reading = probe.step, probe.read()
     found = dict(reading.metrics)
     if not found:
         yield LAW.not_declared("metrics", "metrics by returning (loss, {name: value})")
         return
     if "loss" in found:
-        value = reading.loss
-        off = abs(found["loss"] - value) / max(abs(value), 1e-9)
+        off = abs(found["loss"] - reading.loss) / max(abs(reading.loss), 1e-9)
         yield LAW.finding(
-            "metric loss",
-            f"{found['loss']:.6g}, the loss is {value:.6g}",
-            "the same",
-            off <= max(1e-3, probe.tolerance),
-            "What is logged as the loss is another number than what is minimised.",
-        )
+            "metric loss", f"{found['loss']:.6g}, the loss is {reading.loss:.6g}", "the same",
+            off <= max(1e-3, probe.tolerance), "What is logged as the loss is another number than what is minimised.",
+        )  # fmt: skip
     wild = [n for n, v in found.items() if not math.isfinite(v)]
-    yield LAW.finding(
-        f"{len(found)} metrics",
-        f"{len(wild)} not finite",
-        "all finite",
-        not wild,
-        f"{', '.join(wild)} is NaN or infinite on a good batch.",
-    )
+    why = f"{', '.join(wild)} is NaN or infinite on a good batch."
+    yield LAW.finding(f"{len(found)} metrics", f"{len(wild)} not finite", "all finite", not wild, why)
     states = [found]
     for size in (0.05, 1.0):
         with probe.perturbed(size):
@@ -75,13 +65,7 @@ def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
     for name, (low, high) in probe.step.metrics.items():
         seen = [s[name] for s in states if name in s]
         if not seen:
-            yield LAW.finding(
-                f"metric {name}",
-                "never returned",
-                "returned",
-                False,
-                f"{name} is declared and the step does not return it.",
-            )
+            yield _never_returned(name)
             continue
         room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
         inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
@@ -92,27 +76,26 @@ def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _never_returned(name: str) -> Finding:
+    why = f"{name} is declared and the step does not return it."
+    return LAW.finding(f"metric {name}", "never returned", "returned", False, why)
+
+
 def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
     for name in [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]:
         seen = [s[name] for s in states if name in s]
         if not seen:
-            yield LAW.finding(
-                f"metric {name}", "never returned", "returned", False, f"{name} is declared, not returned."
-            )
+            yield _never_returned(name)
             continue
         for size in (0.3, 3.0, 10.0):
-            if len(set(seen)) > 1:
-                break
-            with probe.perturbed(size):
-                seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
+            if len(set(seen)) == 1:
+                with probe.perturbed(size):
+                    seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
         yield LAW.finding(
-            f"metric {name}",
-            f"{len(set(seen))} values in {len(seen)} far-off states",
-            "it moves",
-            len(set(seen)) > 1,
+            f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
             f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
             "sets, or 0 by construction.",
-        )
+        )  # fmt: skip
 
 
 def _unchanged(probe: Probe) -> Iterator[Finding]:
@@ -150,25 +133,22 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
     for name, value in probe.look(batch).metrics.items():
         short = name.lower().rsplit("/", 1)[-1]
         kind = "ratio" if UNCHANGED.get(short) == 1.0 else "kl" if short.endswith("_kl") else "clip"
-        if short in REFERENCE:
-            kind = "reference"
-        elif short not in UNCHANGED:
-            continue
-        if not forms[kind] or step.drops_tokens:  # over which tokens it is a mean is the loss's own affair
+        kind = "reference" if short in REFERENCE else kind
+        unknown = kind != "reference" and short not in UNCHANGED
+        if unknown or not forms[kind] or step.drops_tokens:  # over which tokens it is a mean is the loss's own affair
             continue
         known = [m for form in forms[kind] for m in _means(form, mask)]
         if kind == "ratio":  # of whole sequences: the ratio of their products, or its geometric mean
             known += [float(f.mean()) for form in forms[kind] for f in _sequences(form, mask)]
         near = min(known, key=lambda k: abs(k - value))
+        # Of a KL to the reference there are many definitions, and a wide room would find one for any number.
+        room = max(1e-3 if kind == "reference" else 2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2)
         yield LAW.finding(
-            f"metric {name}, recomputed",
-            f"{value:.4g}, the nearest definition gives {near:.4g}",
-            "one of them",
-            # Of a KL to the reference there are many definitions, and a wide room would find one for any number.
-            abs(value - near) <= max(1e-3 if kind == "reference" else 2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2),
+            f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
+            abs(value - near) <= room,
             f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
             "normaliser is off.",
-        )
+        )  # fmt: skip
 
 
 def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Tensor]) -> list[Tensor]:

@@ -14,23 +14,19 @@ Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperatu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from earnest.audit import edits
-from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws import clip_names
-from earnest.audit.laws.clip_names import HIGH as HIGH
-from earnest.audit.laws.clip_names import LOW as LOW
-from earnest.audit.laws.clip_names import last as last
+from earnest.audit.laws.clip_names import clips
 from earnest.audit.laws.ratio import (
     alone,
     at_one,
     at_zero,
+    on_policy,
     others,
     policy,
     proportion,
@@ -39,12 +35,11 @@ from earnest.audit.laws.ratio import (
     wider,
     without_advantages,
 )
-from earnest.audit.laws.ratio import on_policy as on_policy
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding, LawOutcome
 
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift exceeds it
-REINFORCE = "on-policy gradient = REINFORCE"
+REINFORCE, LINEAR = "on-policy gradient = REINFORCE", "linear in the advantages, on-policy"
 MEANING = (
     "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
     "for a swapped branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are "
@@ -53,38 +48,30 @@ MEANING = (
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    if step.kind != "policy gradient":
-        return
-    quiet = probe.step.terms_off
+    step, quiet = probe.step, probe.step.terms_off
     if "advantages" not in step.roles:
-        yield from _own_advantages(probe, quiet)
+        yield from _own_advantages(probe)
         return
-    with probe.perturbed():
-        if step.logprobs is None:
-            batch = probe.off_policy()
-            left = probe.gradient(without_advantages(probe, batch), quiet).norm()
-            yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
-            yield LAW.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
-            return
-        rows = list(_at_ratio_one(probe, quiet))
-        if not step.rows_interact and (bend := proportion(probe)) <= probe.tolerance:
-            yield LAW.finding("zero advantages", f"g(2A) = 2·g(A) up to {bend:.2g}: nothing is left", "0", True)
-        else:
-            sound = not any(row.outcome == "fails" for row in rows)
-            yield _zero(probe, at_zero(probe).gradient.norm(), at_one(probe).gradient.norm(), affine=sound)
-        yield from rows
+    if step.logprobs is None:
+        batch = probe.off_policy()
+        left = probe.gradient(without_advantages(probe, batch), quiet).norm()
+        yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
+        yield LAW.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
+        return
+    rows = list(_at_ratio_one(probe))
+    if not step.rows_interact and (bend := proportion(probe)) <= probe.tolerance:
+        yield LAW.finding("zero advantages", f"g(2A) = 2·g(A) up to {bend:.2g}: nothing is left", "0", True)
+    else:
+        sound = not any(row.outcome == "fails" for row in rows)
+        yield _zero(probe, at_zero(probe).gradient.norm(), at_one(probe).gradient.norm(), affine=sound)
+    yield from rows
 
 
-def _at_ratio_one(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+def _at_ratio_one(probe: Probe) -> Iterator[Finding]:
     """Checks of the advantages' part of the gradient; what remains without advantages is subtracted first."""
-    step, batch = probe.step, on_policy(probe)
-    assert step.logprobs is not None
-    how = whitening(probe)
-    yield from _linear(probe, batch, quiet, how)
-    probe.cost += 1
-    with seeded(step.seed), torch.enable_grad():
-        now = step.logprobs(step.model, fresh(batch))
+    batch, how = on_policy(probe), whitening(probe)
+    yield from _linear(probe, batch, how)
+    now = probe.forward(probe.step.logprobs, batch)
     if how is None:
         yield from _reinforce(probe, batch, now)
     else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
@@ -92,7 +79,7 @@ def _at_ratio_one(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
     yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
-def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]:
+def _own_advantages(probe: Probe) -> Iterator[Finding]:
     """For a step that computes its advantages from rewards: the clips, which must have no effect at ratio 1."""
     step = probe.step
     if "rewards" not in step.roles:
@@ -104,18 +91,16 @@ def _own_advantages(probe: Probe, quiet: Mapping[str, Any]) -> Iterator[Finding]
     if step.logprobs is None or step.ratio_role not in step.roles:
         yield LAW.not_declared("clips at ratio 1", 'logprobs=lambda model, batch: … and roles={"behaviour": …}')
         return
-    with probe.perturbed():
-        once = at_one(probe).gradient
-        for knob, value in wider(probe).items():
-            change = once.distance(probe.gradient(on_policy(probe), {**quiet, knob: value}))
-            yield _inert(knob, change, probe.tolerance)
+    for knob, value in wider(probe).items():
+        there = probe.gradient(on_policy(probe), {**step.terms_off, knob: value})
+        yield _inert(probe, knob, at_one(probe).gradient.distance(there), probe.tolerance)
 
 
 def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     """``affine``: what remains at A = 0 is another term; the policy gradient is correct by itself."""
     step, share = probe.step, left / max(usual, 1e-300)
-    settings = bool(set(step.knobs) - set(probe.step.terms_off) - set(clip_names.clips(step))) and not step.terms
-    outcome: LawOutcome = "holds" if left <= probe.tolerance * max(usual, 1e-300) else "fails"
+    settings = bool(set(step.knobs) - set(step.terms_off) - set(clips(step))) and not step.terms
+    outcome: LawOutcome = "holds" if share <= probe.tolerance else "fails"
     meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
         "what multiplies the ratio (a mask in their place?)."
@@ -127,47 +112,37 @@ def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     return LAW.finding("zero advantages", f"gradient {share:.2g} of the usual", "0", outcome, meaning + baseline)
 
 
-def _linear(probe: Probe, batch: edits.Batch, quiet: Mapping[str, Any], how: str | None) -> Iterator[Finding]:
+def _linear(probe: Probe, batch: edits.Batch, how: str | None) -> Iterator[Finding]:
     """Twice the advantages give twice the gradient; wider clips change nothing, and ratios of ρ only a factor ρ (or 1,
     without a ratio). All in one evaluation; separately only if that fails."""
-    key, subject = probe.step.roles["advantages"], "linear in the advantages, on-policy"
+    key, quiet = probe.step.roles["advantages"], probe.step.terms_off
     once, wide = policy(probe).gradient, wider(probe)
     bend, both = 0.0, False
     # A difference of two gradients is as exact as they are, and they may be larger than it.
     room = min(0.5, probe.tolerance * max(1.0, at_one(probe).gradient.norm() / max(once.norm(), 1e-300)))
     if how is not None:
-        yield LAW.not_applicable(subject, how)
+        yield LAW.not_applicable(LINEAR, how)
     else:
         if others(probe) is None:
             bend = proportion(probe)
             both = bend <= probe.tolerance
         doubled = {**batch, key: 2 * batch[key]}
-        if not both:
-            bend = alone(probe, probe.gradient(doubled, {**quiet, **wide})).distance(once.times(2.0))
-            both = bend <= room
-        if not both and wide:
-            bend = alone(probe, probe.gradient(doubled, quiet)).distance(once.times(2.0))
-        yield LAW.finding(
-            subject,
-            f"g(2A) differs from 2·g(A) by {bend:.2g}",
-            f"≤ {room:.1g}",
-            bend <= room,
-            MEANING,
-        )
+        for knobs in ({**quiet, **wide}, *([quiet] if wide else ())):
+            if not both:
+                bend = alone(probe, probe.gradient(doubled, knobs)).distance(once.times(2.0))
+                both = bend <= room and knobs is not quiet
+        yield probe.same(LINEAR, bend, MEANING, room=room, what="g(2A) differs from 2·g(A) by {}")
     for knob, value in wide.items():
         change = bend if both else once.distance(alone(probe, probe.gradient(batch, {**quiet, knob: value})))
-        yield _inert(knob, change, room)
+        yield _inert(probe, knob, change, room)
 
 
-def _inert(knob: str, change: float, room: float) -> Finding:
-    return LAW.finding(
-        f"clip {knob} at ratio 1",
-        f"moved the gradient by {change:.2g}",
-        f"≤ {room:.1g}",
-        change <= room,
+def _inert(probe: Probe, knob: str, change: float, room: float) -> Finding:
+    return probe.same(
+        f"clip {knob} at ratio 1", change,
         f"At ratio 1 a clip range that contains 1 has no effect, but {knob} has one: it clamps the ratio itself, or "
-        "the ratio is not 1 for the unchanged policy.",
-    )
+        "the ratio is not 1 for the unchanged policy.", room=room,
+    )  # fmt: skip
 
 
 def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Finding]:
@@ -186,8 +161,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
         return
     total = float((a * slope).double().sum())
     linear = abs(total - here.loss) <= ROOM * float((a * slope).double().abs().sum())
-    on = edits.fit(edits.supervised(step, batch), now)
-    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
+    mask = _mask(probe, batch, now)
     own = token_weights(here.inputs)
     own = own.reshape(now.shape).to(now.dtype) if own is not None and own.numel() == now.numel() else None
     even = _weights(now, slope, a, mask, mask)
@@ -199,21 +173,23 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
         if not linear:  # a regression on the advantages: what multiplies ∇lp is not A·∂L/∂A
             forms.append(own * mask)
     actual = here.gradient
-    rebuilt = [_rebuilt(probe, now, weights) for weights in forms]
+    rebuilt = [probe.pull(-(weights.detach() * now).sum(), retain=True) for weights in forms]
     factors = [actual.best_scale(form) for form in rebuilt]
     off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(rebuilt, factors, strict=True))
     room = max(probe.tolerance, ROOM)
-    holds = off <= room and factor > 0
     bent = "" if linear else " The loss is not linear in the advantages: c, its derivative by them, may be wrong."
     yield LAW.finding(
         REINFORCE,
-        f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}"
-        if off <= room
+        f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}" if off <= room
         else f"no multiple of -Σ c·A·∇lp with the loss's own c: off by {off:.2g}",
-        f"up to {room:.1g}, factor above 0",
-        holds,
+        f"up to {room:.1g}, factor above 0", off <= room and factor > 0,
         f"{MEANING} {_disagreement(own, even, mask)}{bent}",
-    )
+    )  # fmt: skip
+
+
+def _mask(probe: Probe, batch: edits.Batch, now: Tensor) -> Tensor:
+    on = edits.fit(edits.supervised(probe.step, batch), now)
+    return torch.ones_like(now) if on is None else on.to(now.dtype)
 
 
 def _weights(
@@ -245,12 +221,6 @@ def _safe(x: Tensor) -> Tensor:
     return torch.where(x == 0, torch.ones_like(x), x)
 
 
-def _rebuilt(probe: Probe, now: Tensor, weights: Tensor) -> Gradient:
-    surrogate = -(weights.detach() * now).sum()
-    found = probe.differentiate(surrogate, list(probe.parameters.values()), retain=True)
-    return Gradient(dict(zip(probe.parameters, found, strict=True)))
-
-
 def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
     """Which tokens have another gradient weight than their advantage gives, if the loss depends on the behaviour."""
     if own is None:
@@ -278,24 +248,18 @@ def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
 
 def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centred: bool) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
-    step = probe.step
-    down = policy(probe).gradient
-    a: Tensor = batch[step.roles["advantages"]]
+    a: Tensor = batch[probe.step.roles["advantages"]]
     a = a - a.mean() if centred else a
-    on = edits.fit(edits.supervised(step, batch), now)
-    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
-    score = ((a[..., None] if a.ndim < now.ndim else a) * mask * now).sum()
-    found = probe.differentiate(score, list(probe.parameters.values()))
-    up = Gradient(dict(zip(probe.parameters, found, strict=True)))
-    cosine = -down.dot(up) / max(down.norm() * up.norm(), 1e-300)
-    return LAW.finding(
-        "descending the loss raises Σ A·lp",
-        f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp",
-        "above 0",
-        cosine > 0.05,
+    up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * _mask(probe, batch, now) * now).sum())
+    cosine = -policy(probe).gradient.cosine(up)
+    return probe.descends(
+        "descending the loss raises Σ A·lp", f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp", cosine,
         "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with "
-        "other rows.",
-    )
+        "other rows.", 0.05,
+    )  # fmt: skip
 
 
-LAW = Law.of("PG-ONPOLICY", "on-policy", __doc__, check, quick=False)
+LAW = Law.of(
+    "PG-ONPOLICY", "on-policy", __doc__, check, quick=False, perturbed=True,
+    when=lambda step: step.kind == "policy gradient",
+)  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws.pairs import swapped
-from earnest.audit.probe import Probe, fresh, without_graph
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 RIGHT = {"accuracy", "accuracies", "acc"}
@@ -30,10 +30,9 @@ PAIRS = 3
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if not {"chosen", "rejected"} <= step.roles.keys() or not step.pairwise:
-        return
     yield from _own_side(probe)
-    names = [n for n in probe.look().metrics if set(re.split(r"[^a-z]+", n.lower())) & (RIGHT | WIDE)]
+    names = {n: 0.0 if words & WIDE else 0.5 for n in probe.look().metrics
+             if (words := set(re.split(r"[^a-z]+", n.lower()))) & (RIGHT | WIDE)}  # fmt: skip
     if not names:
         return
     seen: dict[str, list[bool]] = {name: [] for name in names}
@@ -43,27 +42,22 @@ def check(probe: Probe) -> Iterator[Finding]:
             try:
                 here, there = (probe.look(b, step.terms_off) for b in (one, swapped(step, one)))
             except Exception as error:
-                why = f"one pair alone cannot be run ({type(error).__name__})"
-                yield LAW.not_applicable("metrics of a pair", why, str(error)[:120])
+                yield LAW.refused("metrics of a pair", error, "one pair alone cannot be run")
                 return
             gap = there.loss - here.loss
             if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
                 continue
-            for name in names:
-                centre = 0.0 if set(re.split(r"[^a-z]+", name.lower())) & WIDE else 0.5
+            for name, centre in names.items():
                 a, b = here.metrics[name] - centre, there.metrics[name] - centre
                 if a * b < 0:  # it distinguishes the two sides
                     seen[name].append((a > 0) == (gap > 0))
     for name, agree in seen.items():
         if len(agree) > 1:  # a term beside the preference may outweigh it in a pair; reversed, it is wrong in all
-            yield LAW.finding(
-                f"metric {name}, which side",
-                f"{sum(agree)} of {len(agree)} pairs as the loss has it",
-                "above 0",
-                any(agree),
+            yield probe.descends(
+                f"metric {name}, which side", f"{sum(agree)} of {len(agree)} pairs as the loss has it", sum(agree),
                 f"{name} prefers the answers that the loss makes less likely: a comparison is reversed, or chosen "
                 "and rejected are swapped in one of the two.",
-            )
+            )  # fmt: skip
 
 
 def _own_side(probe: Probe) -> Iterator[Finding]:
@@ -73,11 +67,8 @@ def _own_side(probe: Probe) -> Iterator[Finding]:
              and re.search(r"log_?p", n.lower())}  # fmt: skip
     if step.logprobs is None or not names:
         return
-    probe.cost += 1 / 3
-    with without_graph(step.seed):
-        given = dict(zip(edits.SIDES, step.logprobs(step.model, fresh(step.batch)), strict=True))
     known: dict[str, list[float]] = {}
-    for side, values in given.items():
+    for side, values in zip(edits.SIDES, probe.forward(step.logprobs, graph=False), strict=True):
         mask = step.value(f"{side}_mask")
         forms = [values] if mask is None or values.ndim > 1 else [values, values / mask.sum(-1).clamp_min(1)]
         known[side] = [float(form.double().mean()) for form in forms]
@@ -94,4 +85,7 @@ def _own_side(probe: Probe) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-LAW = Law.of("MR-PAIR", "pair metrics", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of(
+    "MR-PAIR", "pair metrics", __doc__, check, quick=False, tier="contrib",
+    when=lambda step: {"chosen", "rejected"} <= step.roles.keys() and step.pairwise,
+)  # fmt: skip

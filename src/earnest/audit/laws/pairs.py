@@ -23,38 +23,33 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import last
+from earnest.audit.laws.clip_names import SMOOTHING, last
 from earnest.audit.laws.parts import Part, RelativeGradient, mixer, undeclared_weight, weakest
-from earnest.audit.probe import Probe, fresh, seeded, without_graph
+from earnest.audit.probe import Probe
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 REFERENCES = ("reference_chosen", "reference_rejected")
-SMOOTHING = ("label_smoothing", "label_smoothing_factor", "smoothing")
+BOTH = "both answers"
+IDENTICAL, ALIKE = "identical pairs", "at the reference every pair has the same weight"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    if not {"chosen", "rejected"} <= step.roles.keys():
-        return
-    with probe.perturbed():
-        pull = None
-        if not step.pairwise:
-            why = "each answer is weighed by itself, by declaration"
-            yield LAW.not_applicable("identical pairs", why)
-        elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
-            why = "chosen and rejected are padded differently."
-            yield LAW.not_applicable("identical pairs", "shapes differ", why)
-        else:
-            same = probe.kept_batch("identical pairs", lambda: _identical_answers(step))
-            pull = weakest(probe, step.batch, same, probe.tolerance)
-            yield from _identical(probe, pull, same)
-        if step.logprobs is None:
-            yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
-        else:
-            yield from _margin(probe, pull.part if pull is not None else _remaining(probe))
-        yield from _smoothing(probe, pull)
-        yield from _rest(probe, pull)
+    step, pull = probe.step, None
+    if not step.pairwise:
+        yield LAW.not_applicable(IDENTICAL, "each answer is weighed by itself, by declaration")
+    elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
+        yield LAW.not_applicable(IDENTICAL, "shapes differ", "chosen and rejected are padded differently.")
+    else:
+        same = probe.kept_batch(IDENTICAL, lambda: _identical_answers(step))
+        pull = weakest(probe, step.batch, same, probe.tolerance)
+        yield _identical(probe, pull, same)
+    if step.logprobs is None:
+        yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
+    else:
+        yield from _margin(probe, pull.part if pull is not None else _remaining(probe))
+    yield from _smoothing(probe, pull)
+    yield from _rest(probe, pull)
 
 
 def sides(step: Step) -> list[tuple[str, str]]:
@@ -91,17 +86,15 @@ def _remaining(probe: Probe) -> Part:
     return part if part.gradient(probe, None).norm() > 0 else Part("the loss", {})
 
 
-def _identical(probe: Probe, pull: RelativeGradient | None, same: edits.Batch) -> Iterator[Finding]:
+def _identical(probe: Probe, pull: RelativeGradient | None, same: edits.Batch) -> Finding:
     if pull is None:
-        yield LAW.not_applicable("identical pairs", "no gradient: see GL")
-        return
-    measured, outcome = f"gradient {pull.size:.2g} of the usual", pull.size <= probe.tolerance
+        return LAW.not_applicable(IDENTICAL, "no gradient: see GL")
     why: str | None = None
-    if not outcome:
+    if pull.size > probe.tolerance:
         if _by_itself(probe, pull.part):
             why = (
                 "The same constant on both reference log-probs changes the gradient: each answer is weighed by itself. "
-                "Where that is meant (SPPO, NCA, BCO), declare pairwise=False."
+                "Where that is intended (SPPO, NCA, BCO), declare pairwise=False."
             )
         elif mixing := mixer(probe, pull.part, probe.step.batch, same, probe.tolerance):
             knob, end = mixing
@@ -109,17 +102,13 @@ def _identical(probe: Probe, pull: RelativeGradient | None, same: edits.Batch) -
         elif weight := undeclared_weight(probe, pull.part, probe.step.batch, same):
             why = f"{weight} has no effect on such a pair: it weighs the preference; declare it in terms."
     if why is not None:
-        yield Finding("PAIR", "identical pairs", measured, "0", "not declared", why)
-        return
-    yield LAW.finding(
-        "identical pairs",
-        measured,
-        "0",
-        outcome,
+        return LAW.finding(IDENTICAL, f"gradient {pull.size:.2g} of the usual", "0", "not declared", why)
+    return probe.vanishes(
+        IDENTICAL, pull.size,
         "A pair of two identical answers has a gradient: roles are mixed up, one side is "
         "masked or normalised differently, or another term is in the loss (declare it in terms or switches; where each "
         "answer is weighed by itself, pairwise=False).",
-    )
+    )  # fmt: skip
 
 
 def _by_itself(probe: Probe, part: Part) -> bool:
@@ -143,54 +132,45 @@ def _pushes_down(probe: Probe, part: Part) -> bool:
     step = probe.step
     if step.logprobs is None or part.less is not None:
         return True
-    slope = probe.slope("reference_rejected", {**step.batch, **_as_reference(step, _now(step))}, part.knobs)
+    slope = probe.slope("reference_rejected", {**step.batch, **_as_reference(step, _now(probe))}, part.knobs)
     return slope is None or float(slope.sum()) <= 0
 
 
 def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     """Descending the loss must widen the margin; and at the reference every pair has the same weight."""
     step = probe.step
-    wider = _margin_gradient(probe, step.batch)
-    cosine = -_cosine(part.gradient(probe, step.batch), wider)
+    chosen, rejected = probe.forward(step.logprobs)
+    probe.kept_batch(BOTH, lambda: {"now": (chosen.detach(), rejected.detach())})
+    wider = probe.pull((chosen - rejected).sum())
+    cosine = -part.gradient(probe, step.batch).cosine(wider)
     referred = set(REFERENCES) <= step.roles.keys()
     alike = _at_reference(probe, part, wider) if referred else 0.0
     measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
     # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
     if referred and cosine <= 0.05:
         measured += f", {-alike:+.2f} at the reference"
-    yield LAW.finding(
-        "descending widens the margin",
-        measured,
-        "above 0",
-        cosine > 0.05 or (referred and alike < -0.05),
-        "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.",
-    )
+    yield probe.descends(
+        "descending widens the margin", measured, max(cosine, -alike),
+        "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", 0.05,
+    )  # fmt: skip
     if not referred:
         return
     if not step.pairwise or step.value_is_loss is False:
-        declared = "pairs weigh differently by declaration"
-        yield LAW.not_applicable("at the reference every pair has the same weight", declared)
+        yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
         return
-    enough = 1 - max(probe.tolerance, 1e-2)
-    why: str | None = None
+    enough, why = 1 - max(probe.tolerance, 1e-2), None
     if abs(alike) <= enough:
         if _by_itself(probe, part):
-            why = "Each answer is weighed by itself against the reference. Where that is meant, declare pairwise=False."
+            why = "Each answer is weighed by itself against the reference: where intended, declare pairwise=False."
         elif (offset := _offset(probe, part, wider, enough)) is not None:
             why = f"{offset!r} shifts each margin by its own amount; with 0 in its place all have the same weight."
-    if why is not None:
-        measured = f"cosine {abs(alike):.3f}"
-        yield Finding("PAIR", "at the reference every pair has the same weight", measured, "1", "not declared", why)
-        return
     yield LAW.finding(
-        "at the reference every pair has the same weight",
-        f"cosine {abs(alike):.3f} between ∇L and the plain sum over pairs",
-        "1",
-        abs(alike) > enough,
+        ALIKE, f"cosine {abs(alike):.3f} between ∇L and the plain sum over pairs", "1",
+        "not declared" if why else abs(alike) > enough, why or
         "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
         "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights of "
         "their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach).",
-    )
+    )  # fmt: skip
 
 
 def _offset(probe: Probe, part: Part, wider: Gradient, enough: float) -> str | None:
@@ -208,51 +188,35 @@ def _offset(probe: Probe, part: Part, wider: Gradient, enough: float) -> str | N
 def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, Tensor] | None = None) -> float:
     """The cosine between ∇L and the margins' gradient where the policy is its own reference. Cached references may be
     sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
-    step = probe.step
-    now = _now(step)
-    ones: edits.Batch = {}  # with these every pair counts alike
-    for key in (step.roles[r] for r in ("weights", "margin") if r in step.roles):
-        value: Tensor = step.batch[key]
-        ones[key] = (
-            torch.ones_like(value)
-            if key == step.roles.get("weights")
-            else value.float().mean().to(value.dtype).expand_as(value).clone()
-        )
+    step, now = probe.step, _now(probe)
+    ones: edits.Batch = dict(more or {})  # with these every pair counts alike
+    for role in (r for r in ("weights", "margin") if r in step.roles):
+        value: Tensor = step.batch[step.roles[role]]
+        mean = value.float().mean().to(value.dtype).expand_as(value).clone()
+        ones[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
 
     def cosine(values: list[Tensor]) -> float:
-        at = {**step.batch, **ones, **(more or {}), **_as_reference(step, values)}
-        return _cosine(part.gradient(probe, at), wider)
+        return part.gradient(probe, {**step.batch, **ones, **_as_reference(step, values)}).cosine(wider)
 
     found = cosine(now)
-    masks = [step.value(role) for role in ("chosen_mask", "rejected_mask")]
-    if abs(found) <= 1 - max(probe.tolerance, 1e-2) and all(m is not None for m in masks):
-        lengths = [m.sum(-1).clamp_min(1) for m in masks if m is not None]
+    masks = [m for m in map(step.value, ("chosen_mask", "rejected_mask")) if m is not None]
+    if abs(found) <= 1 - max(probe.tolerance, 1e-2) and len(masks) == 2:
+        lengths = [m.sum(-1).clamp_min(1) for m in masks]
         if all(n.shape == v.shape for n, v in zip(lengths, now, strict=True)):
-            again = cosine([v * n for v, n in zip(now, lengths, strict=True)])
-            found = max(found, again, key=abs)
+            found = max(found, cosine([v * n for v, n in zip(now, lengths, strict=True)]), key=abs)
     return found
 
 
-def _now(step: Step) -> list[Tensor]:
+def _now(probe: Probe) -> list[Tensor]:
     """The policy's log-probs of both answers."""
-    assert step.logprobs is not None
-    with without_graph(step.seed):
-        return [side.detach() for side in step.logprobs(step.model, fresh(step.batch))]
+    both = probe.kept_batch(BOTH, lambda: {"now": probe.forward(probe.step.logprobs, graph=False)})
+    return [side.detach() for side in both["now"]]
 
 
 def _as_reference(step: Step, values: list[Tensor]) -> edits.Batch:
     """These values as the references, in their shape and dtype."""
     keys = [step.roles[r] for r in REFERENCES]
     return {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
-
-
-def _margin_gradient(probe: Probe, batch: Mapping[str, Any]) -> Gradient:
-    assert probe.step.logprobs is not None
-    probe.cost += 1
-    with seeded(probe.step.seed), torch.enable_grad():
-        chosen, rejected = probe.step.logprobs(probe.step.model, fresh(batch))
-    found = probe.differentiate((chosen - rejected).sum(), list(probe.parameters.values()))
-    return Gradient(dict(zip(probe.parameters, found, strict=True)))
 
 
 def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
@@ -270,15 +234,12 @@ def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]
         return  # the step refuses more than half of the labels wrong, as it may
     if not (here.finite() and there.finite() and here.norm() > 0 and there.norm() > 0):
         return
-    cosine = _cosine(here, there)
-    yield LAW.finding(
-        f"swapped answers at 1 - {knob}",
-        f"cosine {cosine:+.2f} to the answers as they are at {knob} = 0.1",
-        "above 0",
-        cosine > 0,
+    cosine = here.cosine(there)
+    yield probe.descends(
+        f"swapped answers at 1 - {knob}", f"cosine {cosine:+.2f} to the answers as they are at {knob} = 0.1", cosine,
         f"{knob} is the share of pairs whose label is wrong, so swapping the answers and the share changes nothing. "
         "Here it reverses the gradient: the smoothed part has a wrong sign, or does not swap the answers.",
-    )
+    )  # fmt: skip
 
 
 def _rest(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
@@ -291,18 +252,15 @@ def _rest(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
         return
     off = here.distance(there)
     yield LAW.finding(
-        "the loss without its preference, answers swapped",
-        f"moved the gradient by {off:.2g}",
-        f"above {probe.tolerance:.1g}",
-        off > probe.tolerance,
+        "the loss without its preference, answers swapped", f"moved the gradient by {off:.2g}",
+        f"above {probe.tolerance:.1g}", off > probe.tolerance,
         "Beside the preference there is a part that treats both answers alike, so the rejected ones are trained like "
-        "the chosen ones: a likelihood over all rows instead of the chosen half. Where that is meant, declare its "
+        "the chosen ones: a likelihood over all rows instead of the chosen half. Where that is intended, declare its "
         "weight in switches.",
-    )
+    )  # fmt: skip
 
 
-def _cosine(a: Gradient, b: Gradient) -> float:
-    return a.dot(b) / max(a.norm() * b.norm(), 1e-300)
-
-
-LAW = Law.of("PAIR", "pairs", __doc__, check, quick=False)
+LAW = Law.of(
+    "PAIR", "pairs", __doc__, check, quick=False, perturbed=True,
+    when=lambda step: {"chosen", "rejected"} <= step.roles.keys(),
+)  # fmt: skip

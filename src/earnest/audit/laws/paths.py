@@ -25,10 +25,13 @@ def check(probe: Probe) -> Iterator[Finding]:
     losses = {name: path for name, path in step.paths.items() if not isinstance(path, Backward)}
     if step.backward is not None:
         passes = {"the run's own backward pass": step.backward, **passes}
-    if not passes and not losses:
-        yield LAW.not_declared("other paths", "paths={name: another function with the loss's signature}")
     for name, backward in passes.items():
-        yield _backward(probe, name, backward)
+        yield probe.same(
+            f"path {name}", _backward(probe, backward),
+            f"{name} gives another gradient than the loss's autograd: a hand-written derivative, an accumulation over "
+            "micro-batches or a fused kernel is wrong.",
+            what="its gradient differs by {}",
+        )  # fmt: skip
     if not losses:
         return
     with probe.perturbed():
@@ -36,22 +39,20 @@ def check(probe: Probe) -> Iterator[Finding]:
         origin = probe.gradient(base)
         for name, other in losses.items():
             theirs = probe.gradient(base, loss=other)
-            change = origin.distance(theirs)
             factor = theirs.best_scale(origin)
             constant = theirs.distance(origin.times(factor)) <= probe.tolerance
-            yield LAW.finding(
-                f"path {name}",
-                f"its gradient differs by {change:.2g}",
-                f"≤ {probe.tolerance:.1g}",
-                change <= probe.tolerance,
+            yield probe.same(
+                f"path {name}", origin.distance(theirs),
                 f"{name} is {factor:.3g} times the other: a normaliser or a factor was lost." if constant else
                 f"{name} computes another objective: an argument that one path reads is missing in the other, or an "
                 "option is off.",
+                what="its gradient differs by {}",
             )  # fmt: skip
 
 
-def _backward(probe: Probe, name: str, backward: Callable[[Mapping[str, Any]], Any]) -> Finding:
-    """In 16 bits a token at the very edge of a clip may fall on either side of it, but not in several states."""
+def _backward(probe: Probe, backward: Callable[[Mapping[str, Any]], Any]) -> float:
+    """The difference. In 16 bits a token at the very edge of a clip may fall on either side of it, but not in several
+    states."""
 
     def difference() -> float:
         return probe.gradient().distance(probe.own_gradient(backward=backward))
@@ -61,14 +62,10 @@ def _backward(probe: Probe, name: str, backward: Callable[[Mapping[str, Any]], A
         if change > probe.tolerance:
             with probe.perturbed(size):
                 change = min(change, difference())
-    return LAW.finding(
-        f"path {name}",
-        f"its gradient differs by {change:.2g}",
-        f"≤ {probe.tolerance:.1g}",
-        change <= probe.tolerance,
-        f"{name} gives another gradient than the loss's autograd: a hand-written derivative, an accumulation over "
-        "micro-batches or a fused kernel is wrong.",
-    )
+    return change
 
 
-LAW = Law.of("DF", "paths", __doc__, check)
+LAW = Law.of("DF", "paths", __doc__, check, asks=(
+    ("other paths", "paths={name: another function with the loss's signature}",
+     lambda step: bool(step.paths) or step.backward is not None),
+))  # fmt: skip

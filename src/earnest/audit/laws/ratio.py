@@ -30,29 +30,30 @@ from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
 from earnest.audit.laws.clip_names import clips
 from earnest.audit.probe import Probe
+from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
 ROOM = 0.05  # how far from proportional two gradients may be and still have one exponent
-SLACK = 0.3  # soft clips bend the exponent by less; a weight too many or upside down moves it by 1 or 2
+SLACK = 0.3  # soft clips bend the exponent by less; a weight too many or inverted moves it by 1 or 2
+
+
+def has_ratio(step: Step) -> bool:
+    ready = step.kind == "policy gradient" and step.ratio_role in step.roles and step.logprobs is not None
+    return ready and bool({"advantages", "rewards"} & step.roles.keys())
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    ready = step.kind == "policy gradient" and step.ratio_role in step.roles and step.logprobs is not None
-    if not ready or not {"advantages", "rewards"} & step.roles.keys():
-        return
-    with probe.perturbed():
+    yield _power(
+        probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
+        "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "
+        "current over rollout beside current over old), or inverted",
+    )  # fmt: skip
+    if "proximal" in probe.step.roles and "rewards" not in probe.step.roles:
         yield _power(
-            probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
-            "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "
-            "current over rollout beside current over old), or inverted",
+            probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
+            "the correction for the sampler (trainer's over sampler's log-probs) is inverted, or the ratio is "
+            "already relative to the sampler and is corrected again",
         )  # fmt: skip
-        if "proximal" in step.roles and "rewards" not in step.roles:
-            yield _power(
-                probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
-                "the correction for the sampler (trainer's over sampler's log-probs) is inverted, or the ratio is "
-                "already relative to the sampler and is corrected again",
-            )  # fmt: skip
 
 
 def doubles(probe: Probe) -> bool:
@@ -94,18 +95,15 @@ def wider(probe: Probe) -> dict[str, Any]:
 
 def on_policy(probe: Probe) -> edits.Batch:
     """Behaviour log-probs = the current policy's; advantages of both signs."""
-    return probe.kept_batch("on-policy", lambda: _on_policy(probe))
-
-
-def _on_policy(probe: Probe) -> edits.Batch:
     step = probe.step
-    batch = edits.off_policy(step)
-    now = probe.now()
-    for key in (step.roles[role] for role in ("behaviour", "proximal") if role in step.roles):
-        batch[key] = now.to(batch[key].dtype).reshape(batch[key].shape)
-    if "importance" in step.roles:
-        batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
-    return batch
+
+    def make() -> edits.Batch:
+        batch = probe.as_policy(edits.off_policy(step))
+        if "importance" in step.roles:
+            batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
+        return batch
+
+    return probe.kept_batch("on-policy", make)
 
 
 def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doubled: bool = False) -> edits.Batch:
@@ -144,13 +142,11 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
     if why:
         return LAW.not_applicable(subject, f"k = {k:.2g} ± {error:.2g}", why)
     return LAW.finding(
-        subject,
-        f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
-        f"a power from 0 to 1, up to {SLACK + error:.2g}",
-        -SLACK - error <= k <= 1 + SLACK + error,
+        subject, f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
+        f"a power from 0 to 1, up to {SLACK + error:.2g}", -SLACK - error <= k <= 1 + SLACK + error,
         f"The gradient is proportional to the power {k:.1f} of the weight, which must be 1 (0 without a weight): "
         f"{fault}.",
-    )
+    )  # fmt: skip
 
 
 def exponent(once: Gradient, there: Gradient, rho: float) -> tuple[float, float, float]:
@@ -186,7 +182,7 @@ def slopes(probe: Probe, roles: Sequence[str], batch: Mapping[str, Any], knobs: 
     keys = {step.roles[r]: r for r in roles if r in step.roles and batch[step.roles[r]].is_floating_point()}
     leaves = {key: batch[key].detach().clone().requires_grad_() for key in keys}
     probe.cost += 1
-    value, _ = probe._run({**batch, **leaves}, knobs, None)
+    value, _ = probe.run({**batch, **leaves}, knobs)
     found = probe.differentiate(value, [*leaves.values(), *probe.parameters.values()])
     own = dict(zip(probe.parameters, found[len(leaves) :], strict=True))
     return Slopes(float(value.detach()), Gradient(own), dict(zip(keys.values(), found[: len(leaves)], strict=True)))
@@ -269,4 +265,4 @@ def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
     return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
 
 
-LAW = Law.of("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib", when=has_ratio, perturbed=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest.audit.law import Law
-from earnest.audit.probe import Probe, fresh, without_graph
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 
@@ -82,11 +82,14 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str]:
-    recording = RecordingBatch(fresh(batch))
-    probe.cost += 1 / 3
+    recording = RecordingBatch()
+
+    def loss(model: nn.Module, copied: Mapping[str, Any]) -> Any:
+        recording.update(copied)
+        return probe.step.loss(model, recording, **probe.settings())
+
     try:
-        with without_graph(probe.step.seed):
-            probe.step.loss(probe.step.model, recording, **probe.settings())
+        probe.forward(loss, batch, graph=False)
     except Exception:
         return []  # some code takes plain dicts only
     return [k for k in keys if k not in recording.accessed]

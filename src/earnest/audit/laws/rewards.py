@@ -26,44 +26,41 @@ from earnest.audit import edits
 from earnest.audit.gradient import Gradient, span
 from earnest.audit.law import Law
 from earnest.audit.laws.ratio import at_one, on_policy
-from earnest.audit.probe import Probe, fresh, seeded
+from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
 ROOM = 0.05  # rounding of a mean over the group, against the usual gradient
+BETTER, EQUAL = "a better reward raises its row", "rewards that are equal within every group"
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    if step.kind != "policy gradient" or "rewards" not in step.roles:
-        return
     rewards = step.batch[step.roles["rewards"]]
     if rewards.ndim not in (1, 2) or len(rewards) < 2:
         yield LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row")
         return
     if step.logprobs is None:
-        yield LAW.not_declared("a better reward raises its row", "logprobs=lambda model, batch: …")
+        yield LAW.not_declared(BETTER, "logprobs=lambda model, batch: …")
         return
-    with probe.perturbed():
-        row, scores = _scores(probe)
-        yield _better(probe, row, scores)
-        if "reference" in step.roles:
-            yield from _reference(probe, row, scores)
-        if "group" not in step.roles:
-            yield LAW.not_declared("rewards that are equal within every group", 'roles={"group": …}')
-        elif not step.rows_interact and "values" not in step.roles:
-            yield _equal(probe)
+    row, scores = _scores(probe)
+    yield _better(probe, row, scores)
+    if "reference" in step.roles:
+        yield from _reference(probe, row, scores)
+    if "group" not in step.roles:
+        yield LAW.not_declared(EQUAL, 'roles={"group": …}')
+    elif not step.rows_interact and "values" not in step.roles:
+        yield _equal(probe)
 
 
 def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
     """The worst row gets the best reward of the batch: a value that occurs, so that no estimator leaves its range."""
     base = on_policy(probe)
-    rewards = base[probe.step.roles["rewards"]]
-    best = _totals(probe, rewards).max()
-    worst = _totals(probe, rewards)[row]
+    totals = _totals(probe, base[probe.step.roles["rewards"]])
+    best, worst = totals.max(), totals[row]
     better = best if bool(best > worst) else worst + 1
     there = probe.gradient(_rewarded(probe, base, row, better - worst), probe.step.terms_off)
     return _raised(
-        probe, "a better reward raises its row", at_one(probe).gradient, there, scores,
+        probe, BETTER, at_one(probe).gradient, there, scores,
         f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
         "sign of the advantage is reversed, or rewards are paired with other rows.",
     )  # fmt: skip
@@ -72,10 +69,10 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
 def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Iterator[Finding]:
     """A KL in the reward is a cost: a row above the reference is worth less than one at the reference."""
     step, quiet = probe.step, probe.step.terms_off
-    key, base, now = step.roles["reference"], dict(on_policy(probe)), probe.now()
-    if base[key].shape != now.shape:
+    key, base = step.roles["reference"], on_policy(probe)
+    if base[key].shape != probe.now().shape:
         return
-    base[key] = now.to(base[key].dtype)
+    base = probe.as_policy(base, ("reference",))
     above = base[key].clone()
     above[row] -= 1.0
     there, here = probe.gradient({**base, key: above}, quiet), probe.gradient(base, quiet)
@@ -97,16 +94,10 @@ def _raised(
     size = change.norm()
     if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
         return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
-    cosine = change.dot(scores[0]) / max(size * scores[0].norm(), 1e-300)
-    share = span(change, *scores)
+    cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]
-    return LAW.finding(
-        subject,
-        f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2f}",
-        "above 0",
-        not (weight < 0 and cosine < 0),
-        meaning,
-    )
+    measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2f}"
+    return LAW.finding(subject, measured, "above 0", not (weight < 0 and cosine < 0), meaning)
 
 
 def _equal(probe: Probe) -> Finding:
@@ -120,21 +111,17 @@ def _equal(probe: Probe) -> Finding:
     high = high if high != low else 2 * low if low > 0 else low + 1
     values = torch.where(group % 2 == 0, high, low).to(totals)
     left = probe.gradient({**base, key: _spread(probe, base[key], values)}, quiet)
-    off, outcome = left.norm() / max(usual, 1e-300), True
+    off = left.norm() / max(usual, 1e-300)
     room = max(ROOM, probe.tolerance)
     if off > room:  # a shaping by length or the like is in both
         same = probe.gradient({**base, key: _spread(probe, base[key], torch.full_like(values, high))}, quiet)
         off = left.minus(same).norm() / max(usual, 1e-300)
-        outcome = off <= room
-    return LAW.finding(
-        "rewards that are equal within every group",
-        f"gradient {off:.2g} of the usual",
-        f"0, up to {room:.1g}",
-        outcome,
+    return probe.vanishes(
+        EQUAL, off,
         "All answers to each prompt have the same reward, and there is a gradient: the baseline is another "
         "group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against "
-        "interleaved).",
-    )
+        "interleaved).", room,
+    )  # fmt: skip
 
 
 def _exact(value: float) -> float:
@@ -144,21 +131,14 @@ def _exact(value: float) -> float:
 def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
     """The row of the least reward that has supervised tokens, and ∇Σlp of it and of all others."""
     step, batch = probe.step, on_policy(probe)
-    assert step.logprobs is not None
-    probe.cost += 1
-    with seeded(step.seed), torch.enable_grad():
-        now = step.logprobs(step.model, fresh(batch))
+    now = probe.forward(step.logprobs, batch)
     on = edits.fit(edits.supervised(step, batch), now)
     mask = torch.ones_like(now) if on is None else on.to(now.dtype)
     totals = _totals(probe, batch[step.roles["rewards"]]).float()
     row = int(torch.where(mask.flatten(1).any(-1), totals, torch.full_like(totals, torch.inf)).argmin())
     mine = torch.zeros_like(mask)
     mine[row] = mask[row]
-    parts = []
-    for weights, retain in ((mine, True), (mask - mine, False)):
-        found = probe.differentiate((weights * now).sum(), list(probe.parameters.values()), retain=retain)
-        parts.append(Gradient(dict(zip(probe.parameters, found, strict=True))))
-    return row, (parts[0], parts[1])
+    return row, (probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum()))
 
 
 def _totals(probe: Probe, rewards: Tensor) -> Tensor:
@@ -194,4 +174,7 @@ def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-LAW = Law.of("PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of(
+    "PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib", perturbed=True,
+    when=lambda step: step.kind == "policy gradient" and "rewards" in step.roles,
+)  # fmt: skip

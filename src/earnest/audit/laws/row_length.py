@@ -46,7 +46,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     try:
         here, there = probe.gradient(), probe.gradient(batch)
     except Exception as error:
-        yield LAW.not_applicable(SUBJECT, f"cannot be run ({type(error).__name__})", str(error)[:120])
+        yield LAW.refused(SUBJECT, error)
         return
     rest = there.distance(here.times(there.best_scale(here)))
     if rest > probe.tolerance and (
@@ -54,10 +54,11 @@ def check(probe: Probe) -> Iterator[Finding]:
     ):
         yield LAW.not_applicable(SUBJECT, "the model attends to later tokens")
         return
-    yield LAW.finding(
-        SUBJECT, f"the same up to a factor and {rest:.2g}", f"≤ {probe.tolerance:.1g}", rest <= probe.tolerance,
+    yield probe.same(
+        SUBJECT, rest,
         "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, "
         "prompt or tool output included, and not by its number of supervised tokens.",
+        what="the same up to a factor and {}",
     )  # fmt: skip
 
 

@@ -27,64 +27,54 @@ from earnest.audit.probe import Probe
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
 
+PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
+# 1 for a mean, 2 for a sum; in between for a root of the count, or for a sum over rows beside a constant.
+COUNTED = (0.99, 2.02)
+
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.rows < 2:
-        yield Finding("SE", "rows", f"{step.rows} row", "≥ 2", "not applicable", "A batch of one row has no order.")
+        yield LAW.not_applicable("rows", f"{step.rows} row", "A batch of one row has no order.")
         return
-    with probe.perturbed():
-        whole = probe.gradient()
-        if not whole.finite():
-            yield LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG.")
-            return
-        order = torch.randperm(step.rows, generator=edits.generator(step, 3))
-        if torch.equal(order, torch.arange(step.rows)):
-            order = order.roll(1)
-        try:
-            both = probe.gradient(edits.permute_rows(step, torch.cat([order, order])))
-        except Exception:  # twice the rows may be refused where another order is not
-            both = whole.times(0.0)
-        factor = both.best_scale(whole)
-        rest = both.distance(whole.times(factor))
-        if rest <= probe.tolerance and _counted(factor):
-            yield LAW.finding(
-                "permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× to 2×", True
-            )
-        elif probe.random():
-            yield probe.redrawn("SE", "permuted, repeated or cut rows")
-            return
-        else:  # one at a time, to find which
-            for subject, part in (
-                ("permuted rows", _order(probe, whole, order)),
-                ("every row twice", _twice(probe, whole)),
-            ):
-                try:
-                    yield from part
-                except Exception as error:
-                    yield LAW.unchecked(subject, error)
-        yield from map(probe.fair, _parts(probe))
+    whole = probe.gradient()
+    if not whole.finite():
+        yield LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG.")
+        return
+    order = torch.randperm(step.rows, generator=edits.generator(step, 3))
+    if torch.equal(order, torch.arange(step.rows)):
+        order = order.roll(1)
+    try:
+        both = probe.gradient(edits.take_rows(step, torch.cat([order, order])))
+    except Exception:  # twice the rows may be refused where another order is not
+        both = whole.times(0.0)
+    factor, rest, holds = probe.scales(both, whole, *COUNTED)
+    if holds:
+        yield LAW.finding("permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× to 2×", True)
+    elif probe.random():
+        yield probe.redrawn("permuted, repeated or cut rows")
+        return
+    else:  # one at a time, to find which
+        yield from probe.tried({PERMUTED: _order(probe, order), TWICE: _twice(probe, whole)})
+    yield from map(probe.fair, _parts(probe))
 
 
-def _order(probe: Probe, whole: Gradient, order: Tensor) -> Iterator[Finding]:
-    shuffled = whole.distance(probe.gradient(edits.permute_rows(probe.step, order)))
-    outcome = shuffled <= probe.tolerance
-    if not outcome and probe.step.rows_interact:
+def _order(probe: Probe, order: Tensor) -> Iterator[Finding]:
+    step = probe.step
+    shuffled = probe.change(edits.take_rows(step, order))
+    if shuffled > probe.tolerance and step.rows_interact:
         # Rows that are paired with their neighbours by definition (KTO's mismatched answers) form a ring.
-        for how, turn in _block_orders(probe.step.rows):
-            if whole.distance(probe.gradient(edits.permute_rows(probe.step, turn))) <= probe.tolerance:
+        for how, turn in _block_orders(step.rows):
+            if probe.change(edits.take_rows(step, turn)) <= probe.tolerance:
                 why = f"moved the gradient by {shuffled:.2g}, {how} does not"
-                yield LAW.not_applicable("permuted rows", why, "Rows interact by declaration.")
+                yield LAW.not_applicable(PERMUTED, why, "Rows interact by declaration.")
                 return
-    yield LAW.finding(
-        "permuted rows",
-        f"moved the gradient by {shuffled:.2g}",
-        f"≤ {probe.tolerance:.1g}",
-        outcome,
+    yield probe.same(
+        PERMUTED, shuffled,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
         "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
         "that are stacked, groups one after the other), declare rows_interact=True.",
-    )
+    )  # fmt: skip
 
 
 def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
@@ -97,55 +87,40 @@ def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
-    twice = probe.gradient(edits.repeat_rows(probe.step))
-    factor = twice.best_scale(whole)
-    rest = twice.distance(whole.times(factor))
-    outcome = rest <= probe.tolerance and _counted(factor)
+    factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(probe.step)), whole, *COUNTED)
     # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
     # see that there are twice as many rows.
     coupled = not outcome and (probe.step.rows_interact or _grouped(probe.step))
     yield LAW.finding(
-        "every row twice",
-        f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
-        "-" if coupled else "1× to 2×",
-        "not applicable" if coupled else outcome,
+        TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
+        "-" if coupled else "1× to 2×", "not applicable" if coupled else outcome,
         "Doubling the batch changes the gradient's direction, makes it shorter or more than doubles it: the normaliser "
         "is not a count of what is summed, or is applied twice.",
-    )
+    )  # fmt: skip
 
 
 def _grouped(step: Step) -> bool:
     return bool({"group", "rewards"} & step.roles.keys())
 
 
-def _counted(factor: float) -> bool:
-    """1 for a mean, 2 for a sum; in between for a root of the count, or for a sum over rows beside a constant."""
-    return 0.99 < factor < 2.02
-
-
 def _parts(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.rows_interact:
-        yield LAW.not_applicable("whole = parts", "rows interact by declaration")
+        yield LAW.not_applicable(WHOLE, "rows interact by declaration")
         return
     far = _either_side(step)
     apart = None if far is None else _pulling(probe, far)
     if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
-        yield LAW.finding("whole = parts (uneven, pairs on either side)", *_span_text(probe, apart), True)
+        yield LAW.finding(f"{WHOLE} (uneven, pairs on either side)", *_span_text(probe, apart), True)
         return
     try:
         found = _cut(probe, step)
     except Exception as error:
-        yield LAW.not_applicable(
-            "whole = parts",
-            f"a part of the rows cannot be run alone ({type(error).__name__})",
-            "The loss needs its rows together (fixed group or pair sizes).",
-        )
+        yield LAW.refused(WHOLE, error, "a part of the rows cannot be run alone")
         return
     if found is None:
-        yield LAW.not_applicable("whole = parts", "a part has no finite gradient alone")
+        yield LAW.not_applicable(WHOLE, "a part has no finite gradient alone")
         return
-    grouped = _grouped(step)
     outcome = found.within(probe.tolerance)
     if outcome and far is not None and not (apart is None and not _one_pulls(probe, far)):
         same = apart is not None and apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance)
@@ -155,15 +130,8 @@ def _parts(probe: Probe) -> Iterator[Finding]:
             "A pair's gradient depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
             "mean margin instead of each pair's own.",
         )  # fmt: skip
-    if not outcome and grouped:
-        yield Finding(
-            "SE",
-            "whole = parts",
-            f"off by {found.rest:.2g}",
-            "0",
-            "not applicable",
-            "Rows of a group are coupled by their rewards.",
-        )
+    if not outcome and _grouped(step):
+        yield LAW.not_applicable(WHOLE, f"off by {found.rest:.2g}", "Rows of a group are coupled by their rewards.")
         return
     aside = ""
     if found.rest > probe.tolerance and (even := _evenly(probe)) is not None:
@@ -176,15 +144,12 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         outcome, aside = True, "; every term by itself is a sum of its parts: terms have normalisers of their own"
     measured, expected = _span_text(probe, found)
     yield LAW.finding(
-        "whole = parts (uneven)",
-        measured + aside,
-        expected,
-        outcome,
+        f"{WHOLE} (uneven)", measured + aside, expected, outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
         "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
         "Where rows are coupled on purpose, or terms divide by counts that no role declares, declare "
         "rows_interact=True.",
-    )
+    )  # fmt: skip
 
 
 def _term_by_term(probe: Probe) -> bool:
@@ -279,4 +244,4 @@ def _evenly(probe: Probe) -> Span | None:
         return None
 
 
-LAW = Law.of("SE", "splits", __doc__, check, quick=False)
+LAW = Law.of("SE", "splits", __doc__, check, quick=False, perturbed=True)

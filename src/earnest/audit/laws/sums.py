@@ -21,30 +21,25 @@ ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the 
 
 
 def check(probe: Probe) -> Iterator[Finding]:
-    step = probe.step
-    if not step.fixed:
-        return
-    with probe.perturbed():
-        reading = probe.read()
+    step, reading, subject = probe.step, probe.read(), "the sum of the terms"
     weights = dict.fromkeys(step.fixed, 1.0)
     for metric, term in step.terms.items():
         weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
     missing = [m for m in weights if m not in reading.metrics]
     if missing:
-        yield LAW.finding("the sum of the terms", f"{missing[0]!r} is not returned", "returned", False,
-                          f"Return {missing[0]!r} as a metric.")  # fmt: skip
+        what = f"{missing[0]!r} is not returned"
+        yield LAW.finding(subject, what, "returned", False, f"Return {missing[0]!r} as a metric.")
         return
     parts = {m: w * reading.metrics[m] for m, w in weights.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
     room = max(ROOM, probe.coarsest) * scale
+    sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
     yield LAW.finding(
-        "the sum of the terms",
-        f"{' + '.join(f'{v:.4g} ({m})' for m, v in parts.items())} = {total:.4g}, the loss is {reading.loss:.4g}",
-        f"equal, up to {room:.1g}",
+        subject, f"{sums} = {total:.4g}, the loss is {reading.loss:.4g}", f"equal, up to {room:.1g}",
         abs(total - reading.loss) <= room,
         "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
         "is in the loss.",
-    )
+    )  # fmt: skip
 
 
-LAW = Law.of("MR-SUM", "sums", __doc__, check)
+LAW = Law.of("MR-SUM", "sums", __doc__, check, when=lambda step: bool(step.fixed), perturbed=True)

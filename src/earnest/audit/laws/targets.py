@@ -19,20 +19,12 @@ import torch
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import last
+from earnest.audit.laws.clip_names import TARGETS, last
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
-TARGETS = ("gamma", "simpo_gamma", "gamma_beta_ratio", "margin", "target_margin", "offset")
-
 
 def check(probe: Probe) -> Iterator[Finding]:
-    if {"chosen", "rejected"} <= probe.step.roles.keys():
-        with probe.perturbed():
-            yield from _target(probe)
-
-
-def _target(probe: Probe) -> Iterator[Finding]:
     """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
     target, so a far larger one decides."""
     step = probe.step
@@ -40,42 +32,48 @@ def _target(probe: Probe) -> Iterator[Finding]:
     name = step.roles.get("margin", knob)
     if name is None or step.rows_interact:
         return
+    subject = f"a larger {name}"
     if not probe.afford(2, keep=0):
-        yield LAW.not_applicable(f"a larger {name}", "the budget is spent")
+        yield LAW.not_applicable(subject, "the budget is spent")
         return
     try:
-        one = edits.take_rows(step, torch.tensor([0]))
+        found = _norms(probe, name)
     except Exception as error:
-        yield LAW.unchecked(f"a larger {name}", error)
+        yield LAW.unchecked(subject, error)
         return
+    if found is None:
+        return
+    least, there = found
+    yield LAW.finding(
+        subject, f"one pair's gradient has norm {there:.3g}", f"at least {least:.3g}", there >= least,
+        f"{name} is the margin by which the chosen answer must win, so a larger one needs a larger gradient. Here the "
+        "gradient shrinks: it is added to the margin instead of subtracted, or its sign is reversed.",
+    )  # fmt: skip
+
+
+def _norms(probe: Probe, name: str) -> tuple[float, float] | None:
+    """The least norm that is expected, and the one with a larger target; None where the name is not a target's."""
+    step, given = probe.step, "margin" in probe.step.roles
+    one = edits.take_rows(step, torch.tensor([0]))
 
     def pull(more: float) -> float:
-        if "margin" in step.roles:
+        if given:
             return probe.gradient({**one, name: one[name] + more}).norm()
         return probe.gradient(one, {name: step.knobs[name] + more}).norm()
 
-    there, least = 0.0, 0.0
-    try:
-        least = pull(0.0) * (1 - max(probe.tolerance, 1e-3))
-        for more in (float(one[name].abs().max()) + 1 if "margin" in step.roles else step.knobs[name], 1e3):
-            there = pull(more)
-            if not there < least:
-                break
-            if not probe.afford(2, keep=0):
-                return
-        if not math.isfinite(there) or (there < least and not least < pull(-1e3) < math.inf):
-            return  # not a target, in spite of its name: for example a focal exponent
-    except Exception as error:
-        yield LAW.unchecked(f"a larger {name}", error)
-        return
-    yield LAW.finding(
-        f"a larger {name}",
-        f"one pair's gradient has norm {there:.3g}",
-        f"at least {least:.3g}",
-        there >= least,
-        f"{name} is the margin by which the chosen answer must win, so a larger one needs a larger gradient. Here the "
-        "gradient shrinks: it is added to the margin instead of subtracted, or its sign is reversed.",
-    )
+    there, least = 0.0, pull(0.0) * (1 - max(probe.tolerance, 1e-3))
+    for more in (float(one[name].abs().max()) + 1 if given else step.knobs[name], 1e3):
+        there = pull(more)
+        if not there < least:
+            break
+        if not probe.afford(2, keep=0):
+            return None
+    if not math.isfinite(there) or (there < least and not least < pull(-1e3) < math.inf):
+        return None  # not a target, in spite of its name: for example a focal exponent
+    return least, there
 
 
-LAW = Law.of("PAIR-TARGET", "target margins", __doc__, check, quick=False, tier="contrib")
+LAW = Law.of(
+    "PAIR-TARGET", "target margins", __doc__, check, quick=False, tier="contrib", perturbed=True,
+    when=lambda step: {"chosen", "rejected"} <= step.roles.keys(),
+)  # fmt: skip
