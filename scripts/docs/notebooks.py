@@ -13,7 +13,7 @@ from typing import Any
 from scripts.docs.pages import ROOT, Block, commands, read
 from scripts.docs.run import reduced
 
-TUTORIALS = ("supervised", "preferences", "reward", "own-term", "agent-trace")
+TUTORIALS = ("supervised", "preferences", "reward", "distillation", "own-term", "agent-trace")
 FOLDER = ROOT / "notebooks"
 INSTALL = "# In a new runtime, install earnest first (replace . by its address or its name on PyPI).\n# %pip install ."
 
