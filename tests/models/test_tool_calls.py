@@ -72,7 +72,7 @@ def test_every_format_is_read(name: str) -> None:
     found = tool_format(policy)
     assert found is not None and found.name == name.split()[0]
     message = read_message(policy, [], _ids(WRITTEN[name]), TOOLS)
-    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
     assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -88,7 +88,7 @@ def test_text_and_reasoning_before_two_calls() -> None:
     text = "<think>\nfirst add\n</think>\n\nI add.\n" + "\n".join([WRITTEN["hermes"]] * 2)
     message = read_message(_policy("hermes"), [], _ids(text))
     assert (message["content"], message["reasoning_content"]) == ("I add.", "first add")
-    assert [c["id"] for c in message["tool_calls"]] == ["call_0", "call_1"]
+    assert [c["id"] for c in message["tool_calls"]] == ["call00000", "call00001"]
 
 
 def test_reasoning_that_the_prompt_has_opened() -> None:
@@ -176,7 +176,7 @@ def nano() -> Policy:
 
 
 def test_nano_writes_and_reads_the_same_call(nano: Policy) -> None:
-    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "Oslo"}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "Oslo"}}}
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
     prompt, tokens = message_tokens(nano, [{"role": "user", "content": "hi"}], reply, TOOLS)
     assert read_message(nano, prompt, tokens, TOOLS) == reply

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from earnest.models import SampleSpec, sample
 from earnest.serve.choices import chat_logprobs
+from earnest.serve.completing import CompletionWork, keep_rest
 from earnest.serve.decode import Done, PendingRequest
 from earnest.serve.decode import Request as Wanted
 from earnest.serve.errors import NotFound
 from earnest.serve.keys import Caller
 from earnest.serve.leases import Lease
-from earnest.serve.openai import CompletionWork, _keep_rest
 from earnest.serve.text import Text
 from earnest.serve.wire import TextRequest
 from tests.serve.conftest import Live
@@ -181,7 +181,7 @@ def test_an_answer_stays_with_its_prompt(live: Live) -> None:
     for place in (0, 2):
         for index in range(2):
             submitted[place].finish(index, Done((10 * place + index,), (-1.0,), "cancelled"))
-    asyncio.run(_keep_rest(work, submitted, ExitStack()))
+    asyncio.run(keep_rest(work, submitted, ExitStack()))
     for choice, (place, token) in {0: (0, 0), 1: (0, 1), 4: (2, 20), 5: (2, 21)}.items():
         kept = live.state.store.completion(work.id, choice)
         assert (kept.prompt, kept.tokens) == (work.prompts[place], (token,))
@@ -240,7 +240,7 @@ def test_token_ids_on_request(live: Live) -> None:
         ({"max_tokens": 5000}, openai.BadRequestError, "has room for 512"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 2000}]}, openai.BadRequestError, "has room for 512"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools.0.function"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias is not supported"),
         ({"frequency_penalty": 5}, openai.BadRequestError, "frequency_penalty"),
         ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),

@@ -1,12 +1,12 @@
 """A policy's answer as a message: text, reasoning and tool calls, read in the format that its chat template writes.
 
     read_message(policy, prompt, tokens)
-    {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function",
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function",
      "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}
 
 transformers' ``ResponseParser`` finds the regions of the text, by the tokenizer's own ``response_template`` or by one
 of the templates here. A call that cannot be read is not in ``tool_calls``; ``tool_call_errors`` has one sentence for
-it.
+it. The id of a call has nine letters and digits, which Mistral's templates demand.
 """
 
 from __future__ import annotations
@@ -151,11 +151,15 @@ def check_tools(policy: PolicyLike) -> None:
 
 @dataclass(frozen=True)
 class MessagePart:
-    """A piece of an answer: text, reasoning, a whole call, or the error of one."""
+    """A piece of an answer: text, reasoning, a whole call, or the error of one.
+
+    written: what the policy wrote, without the marks around it. error: the sentence about a call that cannot be read.
+    """
 
     kind: Literal["content", "reasoning", "call", "error"]
-    text: str = ""
+    written: str = ""
     call: Mapping[str, Any] | None = None
+    error: str = ""
 
 
 @dataclass
@@ -224,17 +228,17 @@ class MessageReader:
             found = list(read_calls(value, self._format, self.tools))
         except ValueError as error:
             shape = "" if self._format is None else f" A call has the form {self._format.example}"
-            yield self._error(f"The tool call cannot be read: {error}.{shape}")
+            yield self._error(f"The tool call cannot be read: {error}.{shape}", str(value))
             return
         for name, arguments in found:
             function = {"name": name, "arguments": arguments}
-            call = {"id": f"call_{len(self.calls)}", "type": "function", "function": function}
+            call = {"id": f"call{len(self.calls):05d}", "type": "function", "function": function}
             self.calls.append(call)
             yield MessagePart("call", call=call)
 
-    def _error(self, text: str) -> MessagePart:
+    def _error(self, text: str, written: str = "") -> MessagePart:
         self.errors.append(text)
-        return MessagePart("error", text)
+        return MessagePart("error", written, error=text)
 
 
 def read_message(
@@ -249,10 +253,10 @@ def read_message(
         kept.pop()
     reader = MessageReader(policy, _raw(policy, prompt[-64:]), tools)
     pieces = [*reader.feed(_raw(policy, kept)), *reader.finish()]
-    reasoning = "".join(p.text for p in pieces if p.kind == "reasoning").strip()
+    reasoning = "".join(p.written for p in pieces if p.kind == "reasoning").strip()
     message: dict[str, Any] = {"role": "assistant"}
     if reader.calls or reader.errors or reasoning:
-        message["content"] = "".join(p.text for p in pieces if p.kind == "content").strip()
+        message["content"] = "".join(p.written for p in pieces if p.kind == "content").strip()
     else:
         message["content"] = policy.decode(tokens)
     if reasoning:

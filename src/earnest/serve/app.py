@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from earnest.errors import EarnestError
-from earnest.serve import adapters, dashboard, feedback, health, openai, push, tinker
+from earnest.serve import adapters, dashboard, feedback, generate, health, openai, push, tinker
 from earnest.serve.errors import body, error_response
 from earnest.serve.limits import RequestLimits
 from earnest.serve.settings import ServeSettings
@@ -47,7 +47,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.earnest = state
-    for part in (openai, feedback, adapters, push, health, dashboard):
+    for part in (openai, generate, feedback, adapters, push, health, dashboard):
         app.include_router(part.router(state))
     app.include_router(tinker.router(state.host, state.store), dependencies=[Depends(state.tinker_caller)])
     app.add_middleware(

@@ -46,6 +46,13 @@ class Grammars:
             raise SamplingError(f"response_format: this schema cannot be followed: {problem.strip()[:300]}")
         return grammar
 
+    def lark(self, text: str) -> str:
+        """A grammar in llguidance's form of Lark; ``SamplingError`` where it has none."""
+        grammar: str = self._library.LLMatcher.grammar_from_lark(text)
+        if problem := self._library.LLMatcher.validate_grammar(grammar, self._tokenizer):
+            raise SamplingError(f"tool_choice: these tools cannot be forced: {problem.strip()[:300]}")
+        return grammar
+
     def matcher(self, grammar: str) -> Matcher:
         return Matcher(self._library.LLMatcher(self._tokenizer, grammar))
 

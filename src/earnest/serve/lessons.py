@@ -119,7 +119,7 @@ def _rows(
 def _better(state: State, better: str, given: StoredCompletion) -> tuple[int, ...]:
     """The better answer as the policy would have given it: a turn of the chat, or a continuation of the text."""
     if given.kind == "chat":
-        return answer_tokens(state, given.messages, better)[1]
+        return answer_tokens(state, given.messages, better, given.sampling.get("tools", ()))[1]
     return state.text.encode(better, special=False)
 
 
@@ -133,7 +133,7 @@ def _teacher_prompt(state: State, config: LearnConfig, f: FeedbackRow, given: St
         return reprompt(messages, f.better, f.text) if f.better is not None else hindsight(messages, said)
 
     if given.kind == "chat":
-        return state.text.render(framed(given.messages))
+        return state.text.render(framed(given.messages), tools=given.sampling.get("tools", ()))
     above = framed([{"role": "user", "content": ""}])[0]["content"].strip() + "\n\n"
     opening = state.text.encode("")  # special tokens that open every text stay in front
     shared = len(opening) if given.prompt[: len(opening)] == opening else 0

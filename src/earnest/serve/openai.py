@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,19 +19,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from earnest.errors import SamplingError
 from earnest.serve.awaitable import awaitable
 from earnest.serve.choices import chat_logprobs, text_logprobs
-from earnest.serve.errors import BadRequest, Busy, Conflict, TooLong, error_response, no_completion
-from earnest.serve.keys import Caller, Who
-from earnest.serve.leases import Lease
+from earnest.serve.completing import CompletionWork, begin, cancel, keep, keep_rest, submit, wait
+from earnest.serve.errors import BadRequest, Conflict, error_response, no_completion
+from earnest.serve.keys import Who
 from earnest.serve.state import State
-from earnest.serve.store import StoredCompletion
-from earnest.serve.text import IncrementalText, cut
+from earnest.serve.text import IncrementalText
+from earnest.serve.tool_wire import CallStream, message_of
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
 if TYPE_CHECKING:
-    from earnest.serve.decode import DecodedToken, Done, PendingRequest, Shaping
+    from earnest.serve.decode import DecodedToken, Done, PendingRequest
 
 
 STREAMS: dict[int | str, dict[str, Any]] = {
@@ -48,9 +45,9 @@ def router(state: State) -> APIRouter:
     @api.post("/chat/completions", response_model=None, summary="Answer a conversation", responses=STREAMS)
     async def chat(body: ChatRequest, request: Request, caller: Who) -> Any:
         messages = [m.plain() for m in body.messages]
-        top = body.top()
-        work = CompletionWork(state, body, caller, "chat", messages, body.length(), top)
-        return await _answer(work, request, [lambda: work.text.render(messages)])
+        tools = body.offered()
+        work = CompletionWork(state, body, caller, "chat", messages, body.length(), body.top(), tools)
+        return await _answer(work, request, [lambda: work.text.render(messages, tools=tools)])
 
     @api.post("/completions", response_model=None, summary="Continue a text", responses=STREAMS)
     async def complete(body: TextRequest, request: Request, caller: Who) -> Any:
@@ -68,9 +65,11 @@ def router(state: State) -> APIRouter:
 
     @api.get("/models", summary="The models")
     def models(caller: Who) -> dict[str, Any]:
+        longest = {"max_model_len": state.host.policy.positions} if state.host.ready() else {}
         rows = [("base", 0.0, 0, None)] + [(a.name, a.created, a.live, "base") for a in state.store.adapters()]
         data = [
             {"id": n, "object": "model", "created": int(t), "owned_by": "earnest", "adapter_version": v, "parent": p}
+            | longest
             for n, t, v, p in rows
             if caller.may(n, "read")
         ]
@@ -127,120 +126,13 @@ def router(state: State) -> APIRouter:
     return api
 
 
-class CompletionWork:
-    """One request: the version that answers it, its settings, and its record."""
-
-    def __init__(
-        self,
-        state: State,
-        body: ChatRequest | TextRequest,
-        caller: Caller,
-        kind: str,
-        messages: list[dict[str, str]],
-        length: int | None,
-        top: int | None,
-    ) -> None:
-        caller.demand(body.model.partition("@")[0], "read")
-        self.state, self.body, self.caller, self.kind, self.messages = state, body, caller, kind, messages
-        self.length, self.top = length, top
-        self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.n = body.n or 1
-        self.lease: Lease
-        self.shaping: Shaping
-        self.prompts: list[tuple[int, ...]] = []
-
-    @property
-    def text(self) -> Any:
-        return self.state.text
-
-    def room(self, prompt: Sequence[int]) -> int:
-        """How many tokens the answer may have."""
-        from earnest.serve.decode import positions
-
-        limit = positions(self.state.host.policy)
-        asked = self.state.settings.max_tokens if self.length is None else self.length
-        if limit is None:
-            return asked
-        left = limit - len(prompt)
-        if left < 1 or (self.length is not None and self.length > left):
-            raise TooLong(
-                f"the prompt has {len(prompt)} tokens and the answer may have {asked}; {self.state.host.policy.name} "
-                f"has room for {limit} together. Shorten the prompt, or lower max_tokens.",
-                "messages" if self.kind == "chat" else "prompt",
-            )
-        return min(asked, left)
-
-    def shape(self) -> None:
-        """Compile the request's changes of the logits: penalties, min-p and grammar."""
-        from earnest.serve.decode import Shaping
-
-        body = self.body
-        schema = None if body.response_format is None else body.response_format.schema_wanted()
-        grammar = None if schema is None else self.state.host.grammars.json(schema)
-        self.shaping = Shaping(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, body.min_p, grammar)
-
-    def record(self, prompt: int, index: int, done: Done) -> StoredCompletion:
-        spec = self.body.spec(1)
-        tokens = self.prompts[prompt]
-        return StoredCompletion(
-            id=self.id,
-            choice=prompt * self.n + index,
-            model=self.lease.model,
-            version=self.lease.version,
-            kind="chat" if self.kind == "chat" else "text",
-            messages=self.messages,
-            prompt=tokens,
-            tokens=done.tokens,
-            logprobs=done.logprobs,
-            temperature=spec.temperature or 1.0,
-            text=self.visible(done),
-            finish=done.finish,
-            adapter=None if self.lease.row is None else self.lease.row.id,
-            key=self.caller.name,
-            sampling={
-                "temperature": spec.temperature,
-                "top_p": spec.top_p,
-                "top_k": spec.top_k,
-                "min_p": self.shaping.min_p,
-                "presence_penalty": self.shaping.presence,
-                "frequency_penalty": self.shaping.frequency,
-                "json": self.shaping.grammar is not None,
-                "seed": self.body.seed,
-                "metadata": self.body.metadata or {},
-            },
-        )
-
-    def visible(self, done: Done) -> str:
-        return cut(self.text.decode(done.tokens), self.body.stops())
-
-    def head(self, suffix: str = "") -> dict[str, Any]:
-        name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return {
-            "id": self.id,
-            "object": name + (suffix if self.kind == "chat" else ""),
-            "created": self.created,
-            "model": self.body.model,
-            "system_fingerprint": f"fp_{self.state.host.policy.fingerprint()[:12]}",
-            "adapter_version": self.lease.version,
-        }
-
-    def headers(self) -> dict[str, str]:
-        return {"X-Earnest-Version": str(self.lease.version), "X-Request-ID": self.id}
-
-    def usage(self, answers: Sequence[Sequence[Done]]) -> dict[str, int]:
-        prompt = sum(map(len, self.prompts))
-        answer = sum(len(d.tokens) for found in answers for d in found)
-        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-
-
 async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]) -> Any:
     """Lease the version, submit, wait (or stream), store, answer."""
     stack = ExitStack()
     try:
-        await run_in_threadpool(_begin, work, prompts, stack)
+        await run_in_threadpool(begin, work, prompts, stack)
         events: asyncio.Queue[tuple[int, int, DecodedToken] | None] = asyncio.Queue()
-        submitted = _submit(work, events if work.body.stream else None)
+        submitted = submit(work, events if work.body.stream else None)
     except BaseException:
         stack.close()
         raise
@@ -249,8 +141,8 @@ async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]
             _stream(work, submitted, events, stack), media_type="text/event-stream", headers=work.headers()
         )
     try:
-        answers = await _wait(submitted, request)
-        await _keep(work, answers)
+        answers = await wait(submitted, request)
+        await keep(work, answers)
         echoed = await run_in_threadpool(_echo, work) if isinstance(work.body, TextRequest) and work.body.echo else None
         whole = _whole(work, answers, echoed)
         if isinstance(work.body, TextRequest) and work.body.prompt_logprobs is not None:
@@ -262,77 +154,6 @@ async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]
         for pending in submitted:
             pending.cancel()
         stack.close()
-
-
-def _begin(work: CompletionWork, prompts: Sequence[Any], stack: ExitStack) -> None:
-    work.state.wait()
-    work.lease = stack.enter_context(work.state.leases.lease(work.body.model))
-    work.prompts = [make() for make in prompts]
-    try:
-        work.shape()
-    except SamplingError as error:
-        raise BadRequest(str(error), "response_format") from None
-
-
-def _submit(
-    work: CompletionWork, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None
-) -> list[PendingRequest]:
-    from earnest.serve.decode import Full
-    from earnest.serve.decode import Request as Wanted
-
-    loop = asyncio.get_running_loop()
-    submitted: list[PendingRequest] = []
-    if work.length == 0:
-        return submitted
-    try:
-        for place, prompt in enumerate(work.prompts):
-
-            def on_step(index: int, step: DecodedToken, place: int = place) -> None:
-                loop.call_soon_threadsafe(events.put_nowait, (place, index, step))  # type: ignore[union-attr]
-
-            spec = work.body.spec(work.room(prompt))
-            wanted = Wanted(
-                prompt,
-                spec,
-                work.lease.adapter,
-                work.n,
-                work.top or 0,
-                work.shaping,
-                None if events is None else on_step,
-            )
-            submitted.append(work.state.host.decoder.submit(wanted))
-    except Full as error:
-        _cancel(submitted)
-        raise Busy(str(error)) from None
-    except SamplingError as error:
-        _cancel(submitted)
-        raise BadRequest(str(error)) from None
-    except BaseException:
-        _cancel(submitted)
-        raise
-    return submitted
-
-
-def _cancel(submitted: Sequence[PendingRequest]) -> None:
-    for pending in submitted:
-        pending.cancel()
-
-
-async def _wait(submitted: Sequence[PendingRequest], request: Request) -> list[list[Done]]:
-    """Wait for all answers; if the client disconnects, its sequences leave the batch."""
-    waiting = asyncio.gather(*(awaitable(f.future) for f in submitted))
-    while not waiting.done():
-        await asyncio.wait([waiting], timeout=0.5)
-        if not waiting.done() and await request.is_disconnected():
-            _cancel(submitted)
-    return list(waiting.result())
-
-
-async def _keep(work: CompletionWork, answers: Sequence[Sequence[Done]]) -> None:
-    """Store the answers, before the client gets their id."""
-    rows = [work.record(p, i, d) for p, found in enumerate(answers) for i, d in enumerate(found)]
-    if rows and work.body.store is not False:
-        await awaitable(work.state.store.add_completions(rows))
 
 
 def _finish(done: Done) -> str:
@@ -357,11 +178,16 @@ def _whole(work: CompletionWork, answers: Sequence[Sequence[Done]], echoed: list
 def _choice(work: CompletionWork, place: int, index: int, done: Done, echo: Any) -> dict[str, Any]:
     text = work.visible(done)
     shared: dict[str, Any] = {"index": place * work.n + index, "finish_reason": _finish(done)}
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if work.tools:
+        message |= message_of(work.reader(place), work.raw(done))
+        if message.get("tool_calls") and shared["finish_reason"] == "stop":
+            shared["finish_reason"] = "tool_calls"
     if work.body.return_token_ids:
         shared["token_ids"] = list(done.tokens)
     if work.kind == "chat":
         logprobs = None if work.top is None else chat_logprobs(work.text, done)
-        return {**shared, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
+        return {**shared, "message": message, "logprobs": logprobs}
     logprobs = None if work.top is None else text_logprobs(work.text, done, echo)
     return {**shared, "text": (echo["text"] if echo else "") + text, "logprobs": logprobs}
 
@@ -399,6 +225,7 @@ async def _stream(
 
     chat = work.kind == "chat"
     texts: dict[tuple[int, int], IncrementalText] = {}
+    calls: dict[tuple[int, int], CallStream] = {}
     offsets: dict[tuple[int, int], int] = {}  # of the next token, in the text of its choice
     ended = asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
     ended.add_done_callback(lambda _: events.put_nowait(None))
@@ -406,7 +233,15 @@ async def _stream(
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**work.head('.chunk'), 'choices': choices, **more})}\n\n"
 
-    def piece(place: int, index: int, text: str, step: DecodedToken | None) -> str:
+    def grown(place: int, index: int, text: str, last: bool = False) -> list[dict[str, Any]]:
+        """The deltas that new text makes."""
+        if not work.tools:
+            return [{"content": text}] if text or not last else []
+        if (place, index) not in calls:
+            calls[place, index] = CallStream(work.reader(place))
+        return calls[place, index].feed(text, last)
+
+    def piece(place: int, index: int, delta: dict[str, Any], step: DecodedToken | None) -> str:
         choice: dict[str, Any] = {"index": place * work.n + index, "finish_reason": None, "logprobs": None}
         if step is not None and work.body.return_token_ids:
             choice["token_ids"] = [step.token]
@@ -418,7 +253,10 @@ async def _stream(
                 logprobs = text_logprobs(work.text, done, None, offsets.get((place, index), 0))
                 offsets[place, index] = logprobs["text_offset"][0] + len(logprobs["tokens"][0])
                 choice["logprobs"] = logprobs
-        return chunk([choice | ({"delta": {"content": text}} if chat else {"text": text})])
+        return chunk([choice | ({"delta": delta} if chat else {"text": delta["content"]})])
+
+    def calls_of(place: int, index: int) -> bool:
+        return (place, index) in calls and bool(calls[place, index].reader.calls)
 
     finished = False
     try:
@@ -428,23 +266,28 @@ async def _stream(
                 yield chunk([{"index": index, "finish_reason": None, "logprobs": None, "delta": delta}])
         while (found := await events.get()) is not None:
             place, index, step = found
-            growing = texts.setdefault((place, index), IncrementalText(work.text, work.body.stops()))
+            growing = texts.setdefault((place, index), IncrementalText(work.text, work.body.stops(), bool(work.tools)))
             text = growing.feed(step.token)
-            if text or work.top is not None or work.body.return_token_ids:
-                yield piece(place, index, text, step)
+            every = work.top is not None or bool(work.body.return_token_ids)  # a chunk for every token
+            if text or every:
+                shown: DecodedToken | None = step
+                for delta in grown(place, index, text) or [{}] * every:
+                    yield piece(place, index, delta, shown)
+                    shown = None
         outcomes: list[list[Done]] = []
         for outcome in await ended:
             if isinstance(outcome, BaseException):
                 raise outcome
             outcomes.append(outcome)
-        await _keep(work, outcomes)
+        await keep(work, outcomes)
         finished = True
         for place, answers in enumerate(outcomes):
             for index, done in enumerate(answers):
-                grown = texts.get((place, index))
-                if grown is not None and (text := grown.rest()):
-                    yield piece(place, index, text, None)
-                last: dict[str, Any] = {"index": place * work.n + index, "finish_reason": _finish(done)}
+                text = texts[place, index].rest() if (place, index) in texts else ""
+                for delta in grown(place, index, text, last=True) if text or work.tools else ():
+                    yield piece(place, index, delta, None)
+                finish = "tool_calls" if _finish(done) == "stop" and calls_of(place, index) else _finish(done)
+                last: dict[str, Any] = {"index": place * work.n + index, "finish_reason": finish}
                 yield chunk([{**last, "logprobs": None, **({"delta": {}} if chat else {"text": ""})}])
         if work.body.stream_options is not None and work.body.stream_options.include_usage:
             yield chunk([], usage=work.usage(outcomes))
@@ -452,19 +295,8 @@ async def _stream(
     except Exception as error:
         yield f"data: {json.dumps(error_response(error)[1])}\n\n"
     finally:
-        _cancel(submitted)
+        cancel(submitted)
         if not finished:  # the client disconnected: what it received is stored
-            work.state.later(_keep_rest(work, submitted, stack))
+            work.state.later(keep_rest(work, submitted, stack))
         else:
             stack.close()
-
-
-async def _keep_rest(work: CompletionWork, submitted: Sequence[PendingRequest], stack: ExitStack) -> None:
-    try:
-        outcomes = await asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
-        # A failed request keeps its place, so that each answer stays with its own prompt.
-        await _keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
-    except Exception as error:
-        error_response(error)  # logs it: nobody waits for this answer
-    finally:
-        stack.close()

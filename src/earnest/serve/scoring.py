@@ -83,11 +83,14 @@ def prompt_tops(
 
 
 def answer_tokens(
-    state: State, messages: Sequence[Mapping[str, Any]], answer: str
+    state: State,
+    messages: Sequence[Mapping[str, Any]],
+    answer: str,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(prompt, the answer and the token that ends its turn), as the chat template writes them."""
-    prompt = state.text.render(messages)
-    whole = state.text.render([*messages, {"role": "assistant", "content": answer}], answer=False)
+    prompt = state.text.render(messages, tools=tools)
+    whole = state.text.render([*messages, {"role": "assistant", "content": answer}], answer=False, tools=tools)
     if whole[: len(prompt)] != prompt:
         raise BadRequest(f"the chat template of {state.host.policy.name} writes a prompt differently before an answer.")
     tokens = whole[len(prompt) :]

@@ -35,14 +35,20 @@ class Text:
         self.policy = policy
         self._lock = threading.Lock()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> tuple[int, ...]:
-        """Messages through the chat template, up to where an answer begins (or, without ``answer``, to their end);
-        messages that the template refuses are the client's mistake."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answer: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
+        """Messages and tools through the chat template, up to where an answer begins (or, without ``answer``, to their
+        end); messages that the template refuses are the client's mistake."""
         from jinja2 import TemplateError
 
         try:
             with self._lock:
-                return tuple(self.policy.render(messages, add_generation_prompt=answer))
+                return tuple(self.policy.render(messages, tools=tools or None, add_generation_prompt=answer))
         except (TemplateError, EarnestError) as error:
             raise BadRequest(
                 f"the chat template of {self.policy.name} refuses these messages: {error}", "messages"
@@ -98,23 +104,25 @@ def cut(text: str, stop: Sequence[str]) -> str:
 class IncrementalText:
     """The text of a growing sequence of tokens, in pieces that later tokens cannot change.
 
-    An incomplete character, and an end that may become a stop string, are withheld.
+    An incomplete character, and an end that may become a stop string, are withheld. ``special``: with special tokens,
+    except those that end the turn.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str]) -> None:
-        self._text, self._stop = text, tuple(stop)
+    def __init__(self, text: Text, stop: Sequence[str], special: bool = False) -> None:
+        self._text, self._stop, self._special = text, tuple(stop), special
         self._tokens: list[int] = []
         self._given = ""
 
     def feed(self, token: int, last: bool = False) -> str:
         """The text that is new and final."""
-        self._tokens.append(token)
+        if not (self._special and token in self._text.policy.eos_ids):
+            self._tokens.append(token)
         return self.rest(last)
 
     def rest(self, last: bool = True) -> str:
         if not self._tokens:
             return ""
-        whole = self._text.decode(self._tokens)
+        whole = self._text.decode(self._tokens, self._special)
         ready = cut(whole, self._stop)
         if ready == whole and not last:
             ready = ready.rstrip("\ufffd")

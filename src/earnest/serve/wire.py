@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -46,12 +47,68 @@ class TextPart(StrictBody):
     text: str
 
 
+class CalledFunction(StrictBody):
+    """The function of a call; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MessageCall(StrictBody):
+    """A tool call of an assistant message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call for a chat template, with the arguments as a mapping if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        return {
+            "id": self.id or "",
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+class FunctionSchema(StrictBody):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool | None = None
+
+
+class ToolSchema(StrictBody):
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class ChosenFunction(StrictBody):
+    name: str
+
+
+class ChosenTool(StrictBody):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class ChatMessage(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -61,9 +118,26 @@ class ChatMessage(StrictBody):
             return {k: v for k, v in data.items() if k in cls.model_fields or v not in (None, [])}
         return data
 
-    def plain(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @model_validator(mode="after")
+    def _whole(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant message has tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required, except in an assistant message with tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template."""
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(p.text for p in parts)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {k: v for k, v in (("tool_call_id", self.tool_call_id), ("name", self.name)) if v is not None}
+        if self.reasoning_content is not None and self.role == "assistant":
+            message["reasoning_content"] = self.reasoning_content
+        return message
 
 
 class StreamOptions(StrictBody):
@@ -160,6 +234,28 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ToolSchema], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+
+    def offered(self) -> list[dict[str, Any]]:
+        """The schemas that the chat template gets; none with tool_choice "none"."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    def forced(self) -> list[dict[str, Any]]:
+        """The tools of which one must be called; none: the model decides."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        if not self.tools:
+            raise BadRequest("tool_choice needs tools; give at least one, or leave tool_choice out.", "tool_choice")
+        if not isinstance(self.tool_choice, ChosenTool):
+            return self.offered()
+        name = self.tool_choice.function.name
+        found = [tool for tool in self.offered() if tool["function"]["name"] == name]
+        if not found:
+            raise BadRequest(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
+        return found
 
     def length(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

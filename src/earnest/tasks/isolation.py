@@ -20,7 +20,6 @@ import errno
 import math
 import os
 import platform
-import resource
 import struct
 from collections.abc import Iterable
 
@@ -63,6 +62,8 @@ def give_up(folder: str, readable: Iterable[str], memory: int, seconds: float) -
     folder: the only place where it can write. readable: folders and files that it can read.
     memory: bytes in addition to the present address space. seconds: of CPU time, rounded up.
     """
+    import resource  # not on Windows, where this file is only imported
+
     done: set[str] = set()
     space = _address_space()
     cpu = math.ceil(seconds) + 1
@@ -96,6 +97,8 @@ def give_up(folder: str, readable: Iterable[str], memory: int, seconds: float) -
 
 
 def _limit(which: int, value: int) -> bool:
+    import resource
+
     _, hard = resource.getrlimit(which)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
