@@ -10,7 +10,7 @@ import pytest
 
 from earnest import report
 from earnest.report.record import EvalRecord, StepRecord
-from earnest.report.watch import CONDITIONS, FALLING, Watch, fallen
+from earnest.report.watch import CONDITIONS, FALLING, RunWatch, fallen
 from tests.report import folders
 
 
@@ -46,7 +46,7 @@ SICK: dict[str, list[StepRecord]] = {
 def test_each_condition_warns_once_with_its_last_step(name: str) -> None:
     """It warns with the step that completes the sequence, alone, and not again while the sequence goes on."""
     steps = SICK[name]
-    found = Watch()
+    found = RunWatch()
     warned = [found.add(one) for one in steps]
     assert [len(one) for one in warned] == [0] * (len(steps) - 1) + [1]
     (streak,) = [s for s in found.streaks if s.warned]
@@ -63,7 +63,7 @@ def test_one_healthy_step_begins_the_count_again(name: str) -> None:
     steps = SICK[name]
     half = len(steps) // 2
     healthy = step(half + 1, terms="sft", loss=1.0) if name == "constant loss" else step(half + 1)
-    assert Watch([*steps[:half], healthy, *steps[half + 1 :]]).warnings == []
+    assert RunWatch([*steps[:half], healthy, *steps[half + 1 :]]).warnings == []
 
 
 def test_the_table_of_conditions_is_tested_completely() -> None:
@@ -82,7 +82,7 @@ def test_the_table_of_conditions_is_tested_completely() -> None:
     ids=["nearly solved", "a good policy is certain", "no term reads rewards", "an inactive barrier", "a small rate"],
 )
 def test_what_looks_alike_and_is_healthy_gives_no_warning(steps: list[StepRecord]) -> None:
-    assert Watch(steps).warnings == []
+    assert RunWatch(steps).warnings == []
 
 
 def measured(*pairs: tuple[float, float]) -> list[StepRecord | EvalRecord]:
@@ -123,7 +123,7 @@ def test_a_loss_is_worse_when_it_is_larger() -> None:
 
 def test_a_fall_warns_once_and_takes_the_given_advice() -> None:
     best, last = [0.2, 0.5, 0.9, 0.6], [0.1, 0.4, 0.8, 0.5]
-    found = Watch(advice={FALLING: "Do that."})
+    found = RunWatch(advice={FALLING: "Do that."})
     warned = [found.add(evaluation(n, m)) for n, m in enumerate([best, last, last, best, last])]
     assert [len(one) for one in warned] == [0, 1, 0, 0, 1] and warned[1][0].endswith("to 0.450 at step 1. Do that.")
 

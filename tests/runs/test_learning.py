@@ -16,7 +16,7 @@ import earnest as en
 from earnest import report
 from earnest.cli import main
 from earnest.config import RunConfig, dump
-from earnest.report.watch import Watch
+from earnest.report.watch import RunWatch
 from earnest.runs import resume, start
 from earnest.runs.errors import RunStopped
 from tests.runs.compare import lines
@@ -120,14 +120,14 @@ def step(number: int, reason: str | None, correct: float = 0.5) -> dict[str, Any
     ],
 )
 def test_three_steps_in_a_row_or_all_of_them(reasons: list[str | None], warned: list[int], problem: bool) -> None:
-    found = Watch()
+    found = RunWatch()
     said = [number for number, why in enumerate(reasons, 1) if found.add(step(number, why))]
     assert said == warned and (found.problem() is not None) is problem
-    assert Watch([step(n, why) for n, why in enumerate(reasons, 1)]).problem() == found.problem(), "resumed"
+    assert RunWatch([step(n, why) for n, why in enumerate(reasons, 1)]).problem() == found.problem(), "resumed"
 
 
 def test_a_solved_task_is_not_a_problem() -> None:
-    assert Watch([step(n, "x", correct=1.0) for n in range(1, 6)]).problem() is None
+    assert RunWatch([step(n, "x", correct=1.0) for n in range(1, 6)]).problem() is None
 
 
 def test_on_stall_stop_ends_the_run_with_exit_code_1_and_a_whole_folder(

@@ -18,10 +18,11 @@ from earnest.cli import main
 from earnest.config import RunConfig, dump, from_mapping
 from earnest.data.dataset import DataSettings
 from earnest.data.reading import DataError
-from earnest.errors import CheckpointError, ConfigError
+from earnest.errors import CheckpointError, ConfigError, EarnestError
 from earnest.replay import pairs as files
 from earnest.runs import resume, start
 from earnest.runs.collect import BatchSource
+from earnest.runs.measure import measure
 from earnest.runs.own_data import OwnData
 from earnest.runs.setup import Setup, build
 from tests.replay.records import call, pair
@@ -275,6 +276,91 @@ def test_a_task_beside_own_demonstrations_keeps_its_reward(make_config: Make, ta
     assert batch.behaviour is not None and batch.behaviour.shape[0] == batch.active.shape[0]
     line = evaluate(setup, 0).record(0.0)
     assert "reward" in line and "measure" not in line and line["metrics"]["heldout/loss"] > 0
+
+
+def test_the_samples_are_the_users_rows_with_their_own_numbers(
+    tmp_path: Path, make_config: Make, quiet: Console, talks: Path
+) -> None:
+    """Each held-out row has its loss before and after, and the file's answer."""
+    options = ("steps=4", "eval.every=0", "optimizer.lr=0.02", "sampling.prompts_per_step=8", "samples.heldout=100")
+    config = demonstrations(make_config, talks, *options, "eval.prompts=64", f"out={tmp_path / 'run'}")
+    setup = build(config, lambda _: None)
+    folder = start("own", config, quiet).folder
+    shown = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
+    before, after = ([x for x in shown if x["phase"] == phase] for phase in ("before", "after"))
+    held = [e.prompt[0]["content"] for e in own(setup).dataset.examples("heldout")]
+    assert [x["prompt"][0]["content"] for x in before] == held == [x["prompt"][0]["content"] for x in after]
+    found = own(setup).measure(setup.engine, 64)
+    assert found is not None and [x["loss"] for x in before] == pytest.approx(list(found.each))
+    first = next(x for x in lines(folder) if x["kind"] == "eval")
+    assert first["metrics"]["heldout/loss_se"] == pytest.approx(first["se"])
+    assert first["metrics"]["heldout/perplexity_se"] == pytest.approx(first["se"] * math.exp(first["loss"]))
+    better = sum(a["loss"] < b["loss"] for b, a in zip(before, after, strict=True))
+    page = (folder / "report.html").read_text()
+    assert f"{better} better, {len(before) - better} worse, 0 with the same loss" in page and better > 0
+    assert "All numbers of the evaluations" in page and "held-out: heldout/perplexity" in page
+
+
+def test_a_plain_text_is_completed_from_its_first_half(tmp_path: Path, make_config: Make, quiet: Console) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the number {i} is a number"}) + "\n" for i in range(20)))
+    config = make_config(SFT, "task=null", f"data={{train: {path}, heldout: 0.2}}", "steps=1", f"out={tmp_path / 'r'}")
+    folder = start("own", config, quiet).folder
+    shown = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    assert shown["prompt"][0]["content"].startswith("the number") and shown["loss"] > 0
+    assert shown["feedback"].startswith("in the file: ") and "number" in shown["feedback"]
+
+
+def test_further_tasks_are_measured_beside_the_users_rows(
+    tmp_path: Path, make_config: Make, quiet: Console, talks: Path
+) -> None:
+    """The further task's numbers equal those of a run on that task with the same settings."""
+    settings = ("steps=2", "eval={every: 1, prompts: 3, samples: 2, task: style/volume}", f"out={tmp_path / 'run'}")
+    folder = start("own", demonstrations(make_config, talks, *settings), quiet).folder
+    evaluations = [x for x in lines(folder) if x["kind"] == "eval"]
+    assert [x["step"] for x in evaluations] == [0, 1, 2] and all(x["measure"] == "loss" for x in evaluations)
+    from earnest.runs.evaluate import evaluate
+
+    alone = evaluate(build(make_config("eval={every: 2, prompts: 3, samples: 2}"), lambda _: None), 0)
+    first = evaluations[0]["metrics"]
+    assert first["eval/style/volume/reward"] == alone.value and first["eval/style/volume/reward_se"] == alone.se
+    assert "held-out: eval/style/volume/reward" in (folder / "report.html").read_text()
+    assert "; style/volume " in quiet.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("srot", "task 'srot' is unknown"), ("style/volume", "eval.task: style/volume is measured already")],
+)
+def test_a_further_task_that_cannot_be_measured_is_refused_before_the_folder(
+    tmp_path: Path, make_config: Make, quiet: Console, task: str, message: str
+) -> None:
+    with pytest.raises(EarnestError, match=message):
+        start("own", make_config(f"eval.task={task}", f"out={tmp_path / 'run'}"), quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["rows", "pairs"])
+def test_eval_measures_a_run_on_its_own_held_out_rows(
+    tmp_path: Path, make_config: Make, quiet: Console, talks: Path, data: Path, kind: str
+) -> None:
+    out = f"out={tmp_path / 'run'}"
+    config = (
+        demonstrations(make_config, talks, "steps=2", out)
+        if kind == "rows"
+        else make_config(DPO, "task=null", f"data={{train: {data}, heldout: 0.2}}", "steps=2", out)
+    )
+    done = start("own", config, quiet)
+    found = measure(done.folder)
+    assert found.measure == done.measure == ("loss" if kind == "rows" else "accuracy")
+    assert found.before == pytest.approx(done.before) and found.after == pytest.approx(done.after)
+    assert found.margin == pytest.approx(done.margin) and found.perplexity == pytest.approx(done.perplexity)
+    with pytest.raises(ConfigError, match=r"samples: .* is measured on rows of its file"):
+        measure(done.folder, ["samples=3"])
+    if kind == "rows":
+        talks.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(90, 130)))
+        with pytest.raises(ConfigError, match=r"talks.jsonl has changed since"):
+            measure(done.folder)
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

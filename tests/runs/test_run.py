@@ -392,7 +392,8 @@ def test_no_config_field_is_read_by_nothing(
         return look(self, name)
 
     terms = "objective=[{kind: grpo}, {kind: sdpo, support: full}]"
-    config = make_config(terms, "teacher={kind: ema}", "loggers=[tensorboard]", f"out={tmp_path / 'run'}")
+    more = ("teacher={kind: ema}", "loggers=[tensorboard]", "best={patience: 9}")
+    config = make_config(terms, *more, f"out={tmp_path / 'run'}")
     monkeypatch.setattr(Strict, "__getattribute__", watch)
     start("test", config, quiet)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
         if name in getattr(model, "hidden_fields", ()):
             continue
         inner, listed = _part(field.annotation)
-        if inner is not None:
+        if inner is not None and not (listed and field.default_factory is list):
             path = f"{prefix}{name}.{'0.' if listed else ''}"
             yield from keys(inner, path)
             if "fields" in inner.model_fields:

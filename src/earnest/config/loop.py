@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from earnest.config.kinds import Strict, Whole, key_of
+from earnest.config.task import TaskConfig
+from earnest.errors import ConfigError
 from earnest.models.sampling import SampleSpec
 
 
@@ -26,6 +28,48 @@ class EvalConfig(Strict):
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
     prompts: Whole = Field(64, description="held-out prompts")
     samples: Whole = Field(4, description="completions per prompt, at the training temperature with fixed seeds")
+    task: list[TaskConfig] = Field(
+        default_factory=list,
+        description="further tasks to measure: a name, a mapping as under `task`, or a list of these",
+    )
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _one_or_many(cls, given: Any) -> Any:
+        return [] if given is None else given if isinstance(given, list) else [given]
+
+
+RISING = ("reward", "accuracy", "margin", "correct")
+FALLING = ("loss", "perplexity")
+
+
+class BestConfig(Strict):
+    """Which checkpoint is the run's result, and when the run stops for it; ``best: NUMBER`` is short for ``metric``."""
+
+    metric: str = Field(
+        "heldout",
+        min_length=1,
+        description="`heldout` (the evaluation's result), a number of the evaluations (`heldout/perplexity`, "
+        "`eval/reverse/reward`), or of the steps since the last one (`step/entropy`, `step/loss`): their mean",
+    )
+    mode: Literal["max", "min"] | None = Field(
+        None,
+        description="whether more or less is better; none: known for rewards, accuracies, margins and losses",
+    )
+    patience: Whole | None = Field(
+        None, description="the run stops after this many evaluations in a row without a better one; none: never"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, data: Any) -> Any:
+        return {"metric": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _agree(self) -> BestConfig:
+        if self.mode is None and self.metric != "heldout" and not self.metric.endswith((*RISING, *FALLING)):
+            raise ConfigError(f"best.mode: whether more {self.metric} is better is not known; give max or min")
+        return self
 
 
 class CheckpointConfig(Strict):
@@ -54,6 +98,7 @@ class LoopConfig(Strict):
     updates_per_batch: Whole = Field(1, description="optimizer steps on each batch")
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    best: BestConfig | None = Field(None, description="none: the last step is the result")
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
     max_grader_errors: float = Field(
         0.1, ge=0, le=1, description="the run stops when a larger share of a step's gradings raises"
@@ -71,6 +116,12 @@ class LoopConfig(Strict):
         default_factory=list, description="loggers besides metrics.jsonl; each needs the extra of the same name"
     )
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
+
+    @model_validator(mode="after")
+    def _compares_evaluations(self) -> LoopConfig:
+        if self.best is not None and not self.eval.every:
+            raise ConfigError("best: compares the evaluations of a run, and eval.every is 0; set it, or leave best out")
+        return self
 
     @property
     def updates(self) -> int:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from earnest import plugins
 from earnest.adapters.variant import VARIANTS, Variant
 from earnest.config.kinds import Kinded, Strict, Whole, key_of
 from earnest.config.loop import LoopConfig
 from earnest.config.replicas import SyncConfig, plan
+from earnest.config.task import TaskConfig
 from earnest.config.teacher import TeacherConfig
 from earnest.config.text import absolute, map_texts
 from earnest.data.dataset import DataSettings
@@ -28,7 +29,7 @@ from earnest.objectives.base import Objective, Term, Weighted
 from earnest.objectives.registry import OBJECTIVES
 from earnest.registry import Registry
 from earnest.settings import make
-from earnest.tasks import Task, from_data, get_task
+from earnest.tasks import from_data
 
 
 class TermConfig(Kinded):
@@ -87,43 +88,6 @@ class OptimizerConfig(Kinded):
     def build(self) -> Optimizer:
         found: Optimizer = super().build()
         return found
-
-
-class TaskConfig(Strict):
-    """The task to learn; ``task: NAME`` is short for ``task: {name: NAME}``. ``fields`` holds the task's settings."""
-
-    hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
-
-    name: str = Field(
-        min_length=1,
-        description="`earnest tasks` lists them; `earnest tasks NAME` shows the settings. Your own: `my_task.py:Name`",
-    )
-    fields: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, data: Any) -> Any:
-        if isinstance(data, str):
-            return {"name": data}
-        if isinstance(data, dict):
-            rest = {key: value for key, value in data.items() if key != "name"}
-            return {key: value for key, value in data.items() if key == "name"} | {"fields": rest}
-        if not isinstance(data, cls):
-            raise ConfigError(f"must be a text, got {data!r}.")
-        return data
-
-    @field_validator("name")
-    @classmethod
-    def _found_from_anywhere(cls, name: str) -> str:
-        return plugins.absolute(name)
-
-    def build(self) -> Task:
-        """The task; some are large, so it is loaded only here."""
-        return get_task(self.name, self.fields)
-
-    @model_serializer(mode="plain")
-    def _flat(self) -> Any:
-        return {"name": self.name, **self.fields} if self.fields else self.name
 
 
 class SamplerConfig(Strict):
@@ -339,6 +303,8 @@ class RunConfig(LoopConfig):
             raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")
         if self.replicated and self.on_stall == "stop":
             raise ConfigError("on_stall: replicas train elsewhere, so the watch can only warn; set on_stall=warn")
+        if self.replicated and self.best is not None:
+            raise ConfigError("best: replicas keep no checkpoints in the run folder; leave it out, or use replicas=1")
         if self.replicated:
             plan(self)
         elif self.sync != SyncConfig():

@@ -22,7 +22,7 @@ from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Execut
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import SyncSchedule, WeightCopies
-from earnest.report.watch import FALLING, Watch
+from earnest.report.watch import FALLING, RunWatch
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.lifecycle import Finished, complete
@@ -175,7 +175,7 @@ class Launcher(TrainingLoop):
             f"The outer step moves the weights by sync.lr / (1 - sync.momentum) = {gain:.3g} times the replicas' "
             "average progress; try sync.lr=1 sync.momentum=0, or a lower optimizer.lr."
         )
-        self.watch = Watch(known, {FALLING: undone})
+        self.watch = RunWatch(known, {FALLING: undone})
         self.seen = max([line["version"] for line in known if line["kind"] == "step"], default=0) // self.plan.interval
         self.step = self.plan.steps_at(self.seen)
 

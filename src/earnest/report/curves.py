@@ -175,6 +175,17 @@ def reward_chart(run: Run) -> Chart | None:
     )
 
 
+def evaluation_charts(run: Run) -> list[Chart]:
+    """One small chart per further number of the evaluations: a further task's reward, perplexity, margin."""
+    charts = []
+    for name in dict.fromkeys(name for e in run.evaluations for name in e.metrics):
+        if (name.startswith("eval/") and name.endswith("/reward")) or name in ("heldout/perplexity", "pairs/margin"):
+            found = [(float(e.step), value) for e in run.evaluations if (value := e.metrics.get(name)) is not None]
+            if len(found) > 1 and (chart := small(f"evaluation.{name}", f"held-out: {name}", found, 0)):
+                charts.append(chart)
+    return charts
+
+
 def term_labels(run: Run) -> list[str]:
     """Every term that ran, in the order of first appearance. A term has the same colour on the whole page."""
     return list(dict.fromkeys(label for step in run.steps for label in step.terms))

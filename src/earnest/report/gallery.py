@@ -24,7 +24,7 @@ def samples(run: Run) -> Html:
     return section(
         "samples",
         "Samples",
-        el("p", _lead(kinds)) if pairs else None,
+        el("p", _lead(kinds, _number(pairs))) if pairs else None,
         _filter(kinds[:PAIRS]) if len(set(kinds[:PAIRS])) > 1 else None,
         el("div", *(_pair(*pair) for pair in shown), class_="pairs"),
         note(cut),
@@ -32,11 +32,11 @@ def samples(run: Run) -> Html:
     )
 
 
-def _lead(kinds: Sequence[str]) -> str:
+def _lead(kinds: Sequence[str], what: str) -> str:
     paired = len(kinds) - kinds.count("unpaired")
     if not paired:
         return f"{len(kinds):,} held-out prompts are recorded on one side only: there is nothing to compare yet."
-    counts = f"{kinds.count('better')} better, {kinds.count('worse')} worse, {kinds.count('same')} with the same reward"
+    counts = f"{kinds.count('better')} better, {kinds.count('worse')} worse, {kinds.count('same')} with the same {what}"
     rest = f"; {kinds.count('unpaired')} on one side only" if paired < len(kinds) else ""
     return f"{len(kinds):,} recorded held-out prompts with the same sampling seed, in their order: {counts}{rest}."
 
@@ -59,9 +59,20 @@ def _filter(kinds: Sequence[str]) -> Html:
 
 
 def _kind(before: SampleRecord | None, after: SampleRecord | None) -> str:
-    if before is None or after is None or before.reward is None or after.reward is None:
+    if before is None or after is None:
         return "unpaired"
-    return "better" if after.reward > before.reward else "worse" if after.reward < before.reward else "same"
+    for old, new in ((before.reward, after.reward), (before.margin, after.margin), (after.loss, before.loss)):
+        if old is not None and new is not None:
+            return "better" if new > old else "worse" if new < old else "same"
+    return "unpaired"
+
+
+def _number(pairs: Sequence[tuple[SampleRecord | None, SampleRecord | None]]) -> str:
+    """The number by which before and after are compared."""
+    known = next((sample for pair in pairs for sample in pair if sample is not None), None)
+    if known is None:
+        return "reward"
+    return "loss" if known.loss is not None else "margin" if known.margin is not None else "reward"
 
 
 def _pair(before: SampleRecord | None, after: SampleRecord | None) -> Html:
@@ -93,7 +104,8 @@ def _side(name: str, sample: SampleRecord | None) -> Html:
     tone = "" if sample.correct is None else " right" if sample.correct else " wrong"
     word = "" if sample.correct is None else ", correct" if sample.correct else ", not correct"
     length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""
-    reward = "" if sample.reward is None else f"reward {number(sample.reward, 3)}"
+    numbers = {"reward": sample.reward, "loss": sample.loss, "margin": sample.margin}
+    reward = ", ".join(f"{name} {number(value, 3)}" for name, value in numbers.items() if value is not None)
     mark = el("span", f"{reward}{word}", class_="score" + tone) if reward or word else None
     head = el("p", el("span", name, class_="role"), mark, el("span", length, class_="soft"), class_="head")
     completion = el("p", sample.completion, class_="completion") if sample.completion else none("(nothing)")

@@ -32,6 +32,8 @@ def headline(run: Run) -> Html:
         "objective": header.objective,
         "started": header.started.replace("T", " ").replace("Z", " UTC"),
     }
+    if header.best is not None:
+        facts["best checkpoint"] = f"step {header.best['step']:,} by {header.best['metric']}"
     if header.data is not None and "rows" in header.data:
         facts["data"] = _counts(header.data)
     return el(

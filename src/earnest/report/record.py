@@ -84,6 +84,8 @@ class RunRecord(Record):
     seconds: float
     data: Mapping[str, Any] | None = None
     """The user's own file, where the run has one: a hash of its rows, its layout, and the counts of its rows."""
+    best: Mapping[str, Any] | None = None
+    """The best checkpoint (``step``, ``metric``, ``value``), where the recipe has ``best``."""
 
 
 class TermRecord(Record):
@@ -187,6 +189,10 @@ class SampleRecord(Record):
     correct: bool | None = None
     feedback: str = ""
     tokens: NonNegativeInt | None = None
+    loss: Number = None
+    """Of a held-out row of the user's file: nats per trained token of its own answer."""
+    margin: Number = None
+    """Of a held-out pair: mean log-prob per token of the chosen answer minus that of the rejected one."""
 
 
 class CheckRecord(Record):
@@ -284,10 +290,13 @@ class Run:
 
     @property
     def change(self) -> Change | None:
-        """None before the second evaluation, or if the last one is not from a later step than the first."""
+        """The first evaluation and the best one where the run names it, else the last. None before the second
+        evaluation, or if the last one is not from a later step than the first."""
         if len(self.evaluations) < 2 or self.evaluations[0].step >= self.evaluations[-1].step:
             return None
-        return Change(self.evaluations[0], self.evaluations[-1])
+        best = None if self.header.best is None else self.header.best["step"]
+        after = next((e for e in self.evaluations if e.step == best), self.evaluations[-1])
+        return Change(self.evaluations[0], after)
 
     @property
     def pairs(self) -> list[tuple[SampleRecord | None, SampleRecord | None]]:

@@ -9,7 +9,7 @@ from earnest.report.blocks import badge, none, note, scroll, section
 from earnest.report.curves import Chart
 from earnest.report.markup import Html, el, join, number
 from earnest.report.record import Run
-from earnest.report.watch import FALLING, Watch
+from earnest.report.watch import FALLING, RunWatch
 
 
 def figure(chart: Chart, large: bool = False) -> Html:
@@ -41,9 +41,33 @@ def reward(run: Run) -> tuple[Html, list[Chart]]:
     chart = curves.reward_chart(run)
     if chart is None:
         return section("reward", "Reward", none("No reward is recorded.")), []
-    return section("reward", "Reward" if run.measure == "reward" else "Held-out rows", figure(chart, large=True)), [
-        chart
-    ]
+    title = "Reward" if run.measure == "reward" else "Held-out rows"
+    further = curves.evaluation_charts(run)
+    return section("reward", title, figure(chart, large=True), _further(run), _grid(further)), [chart, *further]
+
+
+def _further(run: Run) -> Html | None:
+    """The other numbers of the evaluations, before and after, with standard errors where they are known."""
+    change = run.change
+    if change is None:
+        return None
+    names = [name for name in change.after.metrics if not name.endswith("_se") and name in change.before.metrics]
+    if not names:
+        return None
+
+    def cell(metrics: Mapping[str, float | None], name: str) -> Html:
+        se = metrics.get(f"{name}_se")
+        return el("td", number(metrics[name]) + ("" if se is None else f" ± {number(se, 2)}"))
+
+    rows = (
+        el("tr", el("th", name, scope="row"), cell(change.before.metrics, name), cell(change.after.metrics, name))
+        for name in names
+    )
+    columns = ("number", f"step {change.before.step:,}", f"step {change.after.step:,}")
+    head = el("tr", *(el("th", name, scope="col") for name in columns))
+    label = "All numbers of the evaluations"
+    table = scroll(label, el("table", el("thead", head), el("tbody", *rows), class_="numbers"))
+    return el("details", el("summary", label), table, class_="data")
 
 
 def terms(run: Run) -> tuple[Html, list[Chart]]:
@@ -117,7 +141,7 @@ def watch(run: Run) -> Html | None:
     """Each condition of the watch: how many steps in a row it was true of, and when it warned."""
     if not run.steps:
         return None
-    found = Watch.of(run)
+    found = RunWatch.of(run)
     rows = [
         _condition(
             streak.condition.name,

@@ -161,7 +161,7 @@ class Streak:
         return best
 
 
-class Watch:
+class RunWatch:
     """The conditions over a run so far. ``advice`` replaces what a condition (by its name) advises."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Watch:
             self.add(line)
 
     @classmethod
-    def of(cls, run: Run) -> Watch:
+    def of(cls, run: Run) -> RunWatch:
         """The watch over a run folder that was read."""
         lines: list[StepRecord | EvalRecord] = [*run.steps, *run.evaluations]
         lines.sort(key=lambda line: (line.step, line.kind == "eval"))

@@ -30,8 +30,8 @@ def place(run: RunFolder, step: int) -> Path:
     return run.path / "checkpoints" / f"step-{step:06d}"
 
 
-def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write the checkpoint of ``step`` and drop all but the newest ``keep``."""
+def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep: int, best: int | None = None) -> Path:
+    """Write the checkpoint of ``step`` and drop all but the newest ``keep`` and that of the step ``best``."""
     final = place(run, step)
     fresh = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -44,7 +44,8 @@ def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep:
     fresh.rename(final)
     sync(final.parent)
     for old in _whole(run)[keep:]:
-        shutil.rmtree(old)
+        if best is None or old != place(run, best):
+            shutil.rmtree(old)
     return final
 
 

@@ -13,14 +13,16 @@ from earnest.rollouts import attempt as graded
 from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
 from earnest.seeds import derive
-from earnest.tasks import Prompt, PromptStream
+from earnest.tasks import Prompt, PromptStream, Task
 
 
-def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int) -> list[Attempt]:
-    """``n`` graded completions of every prompt, prompt by prompt, with the run's sampler and settings."""
-    assert setup.task is not None, "there are prompts only where there is a task"
+def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int, task: Task | None = None) -> list[Attempt]:
+    """``n`` graded completions of every prompt of the run's task, or of ``task``, prompt by prompt, with the run's
+    sampler and settings."""
+    task = task or setup.task
+    assert task is not None, "there are prompts only where there is a task"
     spec = _spec(setup, seed)
-    return graded(setup.sample, setup.policy, setup.task, prompts, n, spec, setup.config.max_grader_errors)
+    return graded(setup.sample, setup.policy, task, prompts, n, spec, setup.config.max_grader_errors)
 
 
 class BatchSource:
@@ -72,33 +74,44 @@ def sample_record(a: Attempt, phase: str, step: int) -> dict[str, Any]:
     }
 
 
-def own_samples(setup: Setup, phase: str, step: int) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl: completions of held-out prompts of the user's file, with the file's own answer."""
-    assert setup.data is not None, "they are samples on the user's data"
-    spec, policy = _spec(setup, HELDOUT_SEED), setup.policy
-    asked = [
-        (example, tokens)
-        for example in setup.data.heldout(setup.config.samples.heldout)
-        if example.prompt
-        and len(tokens := policy.render(example.prompt, tools=example.tools or None)) + spec.max_new_tokens
-        <= (policy.positions or 2**31)
-    ]
-    if not asked:
-        return []
-    found = setup.sample([tokens for _, tokens in asked], 1, spec)
+def own_samples(
+    setup: Setup, phase: str, step: int, version: int, measure: str, each: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl: held-out rows of the user's file, each with its loss or margin (``each`` has those of
+    all measured rows), the file's own answer, and a completion of its prompt. A plain text is completed from its first
+    half. Rows whose completion would not fit into the context are left out."""
+    data, spec, policy = setup.data, _spec(setup, HELDOUT_SEED), setup.policy
+    assert data is not None, "they are samples on the user's data"
+    measured = data.heldout_places(setup.config.eval.prompts)
+    shown: list[tuple[int, list[dict[str, str]], str, Sequence[int]]] = []
+    for place in data.heldout_places(min(setup.config.samples.heldout, len(measured))):
+        example = data.dataset.at("heldout", place)
+        if example.prompt:
+            tokens: Sequence[int] = policy.render(example.prompt, tools=example.tools or None)
+            prompt = [{"role": m["role"], "content": _plain(m.get("content"))} for m in example.prompt]
+            answer = _plain(example.reply[0].get("content"))
+        else:
+            (row,) = data.dataset.rendered(example)
+            tokens = row.tokens[: (len(row) + 1) // 2]
+            prompt = [{"role": "text", "content": policy.decode(tokens)}]
+            answer = policy.decode(row.tokens[len(tokens) :])
+        if len(tokens) + spec.max_new_tokens <= (policy.positions or 2**31):
+            shown.append((place, prompt, answer, tokens))
+    found = setup.sample([tokens for *_, tokens in shown], 1, spec) if shown else []
     return [
         {
             "phase": phase,
             "step": step,
-            "version": rollout.policy_version,
-            "prompt_id": f"held-out row {number}",
+            "version": version,
+            "prompt_id": f"held-out row {place + 1}",
             "sample": 0,
-            "prompt": [{"role": m["role"], "content": _plain(m.get("content"))} for m in example.prompt],
+            "prompt": prompt,
             "completion": policy.decode(rollout.tokens),
-            "feedback": f"in the file: {_plain(example.reply[0].get('content'))}",
+            "feedback": f"in the file: {answer}",
             "tokens": len(rollout.tokens),
+            "loss" if measure == "loss" else "margin": each[measured.index(place)],
         }
-        for number, ((example, _), rollout) in enumerate(zip(asked, found, strict=True), 1)
+        for (place, prompt, answer, _), rollout in zip(shown, found, strict=True)
     ]
 
 

@@ -1,5 +1,7 @@
 """The held-out evaluation: the reward of a task, or without one the loss or accuracy on the user's held-out rows.
 
+Further tasks (``eval.task``) and, beside a task, the user's rows are among its metrics.
+
 A reward is measured on fixed prompts with fixed sampling seeds at the training temperature.
 
 The completions of one prompt are not independent, so the standard error is that of the P prompts' means:
@@ -9,10 +11,9 @@ The completions of one prompt are not independent, so the standard error is that
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -21,9 +22,9 @@ from earnest.errors import ConfigError
 from earnest.report.record import Measure
 from earnest.rollouts import Attempt, describe
 from earnest.runs.collect import attempt
-from earnest.runs.own_data import HELDOUT_SEED
+from earnest.runs.own_data import HELDOUT_SEED, OwnMeasurement, standard_error
 from earnest.runs.setup import Setup
-from earnest.tasks import Prompt
+from earnest.tasks import Prompt, Task
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ class HeldOutEvaluation:
     samples: int
     correct: float | None
     attempts: tuple[Attempt, ...]
-    own: Mapping[str, float] = field(default_factory=dict)
-    """Numbers on the held-out rows of the user's file, where the run has one."""
+    further: Mapping[str, float] = field(default_factory=dict)
+    """Numbers on further tasks, and on the held-out rows of the user's file, where the run has one."""
+    own: OwnMeasurement | None = None
     measure: Measure = "reward"
 
     @classmethod
     def of(
-        cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, own: Mapping[str, float] | None = None
+        cls, attempts: Sequence[Attempt], step: int = 0, version: int = 0, further: Mapping[str, float] | None = None
     ) -> HeldOutEvaluation:
         """The measurement from graded completions; every prompt has the same number of them."""
         rewards: dict[int, list[float]] = defaultdict(list)
@@ -53,7 +55,7 @@ class HeldOutEvaluation:
             rewards[a.rollout.prompt_index].append(a.grade.reward)
         means = tuple(sum(rewards[i]) / len(rewards[i]) for i in sorted(rewards))
         correct = sum(a.grade.correct for a in attempts) / len(attempts)
-        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), own or {})
+        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), further or {})
 
     @property
     def value(self) -> float:
@@ -75,18 +77,19 @@ class HeldOutEvaluation:
             "prompts": len(self.means),
             "n": len(self.means) * self.samples,
             "correct": self.correct,
-            "metrics": describe(self.attempts) | dict(self.own),
+            "metrics": describe(self.attempts) | dict(self.further),
             "means": list(self.means),
             "seconds": seconds,
         }
 
 
-def heldout(setup: Setup) -> list[Prompt]:
-    """The held-out prompts: the same at every evaluation and for every seed."""
-    assert setup.task is not None, "there are prompts only where there is a task"
-    prompts = setup.task.prompts("heldout", setup.config.eval.prompts, HELDOUT_SEED)
+def heldout(setup: Setup, task: Task | None = None) -> list[Prompt]:
+    """The held-out prompts of the run's task, or of ``task``: the same at every evaluation and for every seed."""
+    task = task or setup.task
+    assert task is not None, "there are prompts only where there is a task"
+    prompts = task.prompts("heldout", setup.config.eval.prompts, HELDOUT_SEED)
     if not prompts:
-        raise ConfigError(f"task: {setup.task.name} has no held-out prompts; use another task.")
+        raise ConfigError(f"task: {task.name} has no held-out prompts; use another task.")
     return prompts
 
 
@@ -95,21 +98,16 @@ def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
     wanted, version = setup.config.eval, setup.engine.version
     with setup.deployed():
         own = None if setup.data is None else setup.data.measure(setup.engine, wanted.prompts)
-        metrics = {} if own is None else own.metrics
+        further = {} if own is None else dict(own.metrics)
+        for task in setup.further:
+            found = HeldOutEvaluation.of(attempt(setup, heldout(setup, task), wanted.samples, HELDOUT_SEED, task))
+            numbers = {"reward": found.value, "reward_se": found.se, "correct": found.correct}
+            further |= {f"eval/{task.name}/{name}": value for name, value in numbers.items() if value is not None}
         if setup.task is None:
             assert own is not None, "a run without a task has held-out rows"
-            return HeldOutEvaluation(step, version, own.parts, 1, None, (), metrics, own.measure)
+            return HeldOutEvaluation(step, version, own.parts, 1, None, (), further, own, own.measure)
         attempts = attempt(setup, heldout(setup), wanted.samples, HELDOUT_SEED)
-    return HeldOutEvaluation.of(attempts, step, version, metrics)
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """sd/√n, with the sd's divisor n - 1; None for a single value."""
-    n = len(values)
-    if n < 2:
-        return None
-    mean = sum(values) / n
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return replace(HeldOutEvaluation.of(attempts, step, version, further), own=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +124,7 @@ class Comparison:
     samples: int
     measure: Measure = "reward"
     perplexity: tuple[float, float] | None = None
+    margin: tuple[float, float] | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name = f"held-out {self.measure}"
@@ -133,6 +132,8 @@ class Comparison:
         if self.measure != "reward":
             if self.perplexity is not None:
                 yield f"perplexity       {self.perplexity[0]:.3f} → {self.perplexity[1]:.3f}"
+            if self.margin is not None:
+                yield f"margin           {self.margin[0]:.3f} → {self.margin[1]:.3f}  [dim](nats per token)[/]"
             size = f"standard errors over {self.prompts} rows"
             yield f"change           {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
             return
@@ -144,10 +145,15 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
     """The fields of a ``Comparison`` from two evaluation lines of metrics.jsonl."""
     gained, gained_se = gain(before["means"], after["means"])
     measure = after.get("measure", "reward")
-    perplexities = [line["metrics"].get("heldout/perplexity") for line in (before, after)]
+
+    def both(name: str) -> tuple[float, float] | None:
+        found = (before["metrics"].get(name), after["metrics"].get(name))
+        return None if None in found else found
+
     return {
         "measure": measure,
-        "perplexity": tuple(perplexities) if measure == "loss" else None,
+        "perplexity": both("heldout/perplexity") if measure == "loss" else None,
+        "margin": both("pairs/margin") if measure == "accuracy" else None,
         "before": before[measure],
         "after": after[measure],
         "before_se": before["se"],

@@ -50,6 +50,8 @@ class Finished(Comparison):
     warning that stopped it."""
     stalled: bool = False
     """Whether the watch stopped the run (``on_stall: stop``)."""
+    best: int | None = None
+    """The step of the best checkpoint, whose weights are the adapter's (``best``)."""
 
     @property
     def exit_code(self) -> int:
@@ -59,6 +61,8 @@ class Finished(Comparison):
         yield ""
         yield from super().__rich_console__(console, options)
         yield f"training took    {self.seconds:.0f} s"
+        if self.best is not None:
+            yield f"best checkpoint  step {self.best}, which is the adapter's and the result above"
         if self.problem is not None:
             yield Text(f"warning          {self.problem}", style="bold yellow")
         yield Text(f"{'report':<16} {self.report}", no_wrap=True, overflow="ignore")
@@ -172,17 +176,18 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
         for check in loop.watch.checks():
             verdicts.add(run.path, check)
         status = "finished" if loop.stalled is None else "failed"
-        run.update(status=status, reason=loop.stalled, steps_done=loop.step, seconds=round(loop.seconds, 3))
-        run.event("info", "finished" if loop.stalled is None else f"stopped after step {loop.step} (on_stall is stop)")
+        run.update(status=status, reason=loop.ended, steps_done=loop.step, seconds=round(loop.seconds, 3))
+        run.event("info", "finished" if loop.ended is None else f"stopped after step {loop.step}: {loop.ended}")
         page = report.write(run.path)
     return Finished(
-        **compared(loop.evaluations[0], loop.evaluations[-1]),
+        **compared(loop.evaluations[0], loop.result),
         folder=run.path,
         seconds=loop.seconds,
         adapter=Path(adapter),
         report=Path(page),
         problem=loop.stalled or loop.watch.problem(),
         stalled=loop.stalled is not None,
+        best=None if loop.best is None else loop.best.step,
     )
 
 

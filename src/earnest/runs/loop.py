@@ -19,12 +19,13 @@ import torch
 
 from earnest.errors import EarnestError, NothingToTrain
 from earnest.proving import prove
-from earnest.report.watch import WAY_OUT, Watch
+from earnest.report.watch import WAY_OUT, RunWatch
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, verdicts
+from earnest.runs.best import Best
 from earnest.runs.collect import BatchSource, own_samples, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
-from earnest.runs.evaluate import evaluate
+from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.folder import RunFolder
 from earnest.runs.lines import step_line, trained, untrained
 from earnest.runs.loggers import Logger
@@ -58,7 +59,8 @@ class TrainingLoop:
         self.saved_at = -1
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
-        self.watch = Watch()
+        self.watch = RunWatch()
+        self.best = None if self.setup.config.best is None else Best(self.setup.config.best)
 
     # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
 
@@ -77,7 +79,8 @@ class TrainingLoop:
         self.seconds = float(state["seconds"])
         earlier = self.run.metrics.read()
         self.evaluations = [line for line in earlier if line["kind"] == "eval"]
-        self.watch = Watch(earlier)
+        self.watch = RunWatch(earlier)
+        self.best = None if self.setup.config.best is None else Best(self.setup.config.best, earlier)
         self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
 
     def save(self) -> None:
@@ -85,7 +88,8 @@ class TrainingLoop:
         if self.saved_at == self.step:
             return
         state = {"stream": self.source.state(), "seconds": self.seconds}
-        checkpoints.save(self.run, self.setup.engine, self.step, state, self.setup.config.checkpoint.keep)
+        best = None if self.best is None else self.best.step
+        checkpoints.save(self.run, self.setup.engine, self.step, state, self.setup.config.checkpoint.keep, best)
         self.saved_at = self.step
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -142,16 +146,18 @@ class TrainingLoop:
             self._check()
         if self.step == 0:
             self._evaluate("before")
-        while self.step < config.steps and self.stalled is None:
+        while self.step < config.steps and self.ended is None:
             self._stop_if_asked(stopper)
             self._one_step(self.step + 1)
             due = config.eval.every and self.step % config.eval.every == 0
-            if due and self.step < config.steps and self.stalled is None:
+            if due and self.step < config.steps and self.ended is None:
                 self._evaluate(None)
             if self.step % config.checkpoint.every == 0:
                 self.save()
         self.save()
         self._stop_if_asked(stopper)
+        if self.ended is not None and self.stalled is None:
+            self.progress.note(f"stopping early: {self.ended}")
         self._evaluate("after")
 
     def _one_step(self, step: int) -> None:
@@ -190,6 +196,19 @@ class TrainingLoop:
         self.progress.step(line)
         for warning in self.watch.add(line):
             self._warn(warning)
+        if self.best is not None:
+            self.best.add(line)
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run stops before its last step: a warning, or no better evaluation for a while; else None."""
+        return self.stalled or (None if self.best is None else self.best.ended)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The evaluation of the policy that the run ends with: the best one, or the last."""
+        step = None if self.best is None else self.best.step
+        return next((line for line in self.evaluations if line["step"] == step), self.evaluations[-1])
 
     @property
     def stalled(self) -> str | None:
@@ -232,12 +251,29 @@ class TrainingLoop:
         found = evaluate(self.setup, self.step)
         if self.step not in [line["step"] for line in self.evaluations]:
             self._record_evaluation(found.record(time.perf_counter() - started))
+        if phase == "after":
+            found = self._go_to_best() or found
         if phase is not None:
             firsts = [a for a in found.attempts if a.rollout.sample_index == 0]
-            samples = [sample_record(a, phase, self.step) for a in firsts[: self.setup.config.samples.heldout]]
-            for sample in samples if self.setup.task is not None else own_samples(self.setup, phase, self.step):
+            samples = [sample_record(a, phase, found.step) for a in firsts[: self.setup.config.samples.heldout]]
+            if found.own is not None:
+                own = found.own
+                samples += own_samples(self.setup, phase, found.step, found.version, own.measure, own.each)
+            for sample in samples:
                 self.run.samples.append(sample)
         self.run.update(steps_done=self.step, seconds=round(self.seconds, 3))
+
+    def _go_to_best(self) -> HeldOutEvaluation | None:
+        """Load the best checkpoint and evaluate it, unless the policy is that of its step already."""
+        if self.best is None or self.best.step is None:
+            return None
+        self.run.update(best=self.best.record())
+        if self.best.step == self.step:
+            return None
+        by = self.best.config.metric
+        self.run.event("info", f"the result is the checkpoint of step {self.best.step}, the best by {by}")
+        self.setup.engine.load(checkpoints.place(self.run, self.best.step) / checkpoints.ENGINE)
+        return evaluate(self.setup, self.best.step)
 
     def _record_evaluation(self, line: dict[str, Any]) -> None:
         """Write an evaluation's line, show it, and warn if the held-out result has fallen."""
@@ -248,6 +284,8 @@ class TrainingLoop:
         self.progress.evaluation(line)
         for warning in self.watch.add(line):
             self._warn(warning)
+        if self.best is not None and self.best.add(line):
+            self.save()
 
     def _stop_if_asked(self, stopper: Stopper) -> None:
         if stopper.requested is not None:

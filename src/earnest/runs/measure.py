@@ -1,7 +1,8 @@
-"""`earnest eval RUN`: a saved adapter and its base model on the held-out prompts of a task.
+"""`earnest eval RUN`: a saved adapter and its base model on the held-out prompts of a task, or on the held-out rows of
+the file that the run was trained on.
 
-Prompts and sampling seeds are those of a run's own evaluations, so with the same task, prompts and samples the result
-equals the run's.
+Prompts, rows and sampling seeds are those of a run's own evaluations, so with the same task, prompts and samples the
+result equals the run's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import Field
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.adapters.trained import load_trained
-from earnest.config.load import check_mapping
+from earnest.config.load import check_mapping, data_settings
 from earnest.config.loop import EvalConfig, SamplingConfig
 from earnest.config.schema import Strict, TaskConfig, Whole
 from earnest.config.text import parse_file
@@ -25,7 +26,7 @@ from earnest.models import SampleSpec
 from earnest.rollouts.attempts import attempt
 from earnest.runs.evaluate import Comparison, HeldOutEvaluation, compared
 from earnest.runs.folder import read_json
-from earnest.runs.own_data import HELDOUT_SEED
+from earnest.runs.own_data import HELDOUT_SEED, OwnData
 
 
 class MeasureConfig(Strict):
@@ -48,14 +49,17 @@ class Measured(Comparison):
     task: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield f"task             {self.task}  [dim](the base model → with the adapter)[/]"
+        what = "task" if self.measure == "reward" else "data"
+        yield f"{what:<17}{self.task}  [dim](the base model → with the adapter)[/]"
         yield from super().__rich_console__(console, options)
 
 
 def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Measured:
-    """Sample and grade the held-out prompts with the base model and with the adapter in ``place``."""
+    """Measure the base and the adapter in ``place``: grade samples of held-out prompts, or score held-out rows."""
     wanted = check_mapping(MeasureConfig, {}, overrides)
     own = parse_file(place / "config.yaml") if (place / "config.yaml").is_file() else {}
+    if wanted.task is None and own.get("data") is not None and own.get("task") is None:
+        return _measure_rows(place, wanted, own, say)
     named = wanted.task or _own_task(place, own)
     task = named.build()
     measured = EvalConfig.model_validate(own.get("eval", {}))
@@ -80,10 +84,34 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
     return Measured(**compared(before, evaluated()), task=task.name)
 
 
+def _measure_rows(
+    place: Path, wanted: MeasureConfig, config: Mapping[str, Any], say: Callable[[str], None]
+) -> Measured:
+    """The same on at most ``prompts`` held-out rows of the run's own file; nothing is sampled."""
+    for key in ("samples", "temperature", "max_new_tokens"):
+        if getattr(wanted, key) is not None:
+            raise ConfigError(f"{key}: {place} is measured on rows of its file, not on samples; leave it out.")
+    policy, adapter = load_trained(place, wanted.model)
+    data = OwnData.load(data_settings(config["data"]), policy, say)
+    known = read_json(place / "run.json").get("data") or {}
+    if known.get("sha256") not in (None, data.dataset.sha256):
+        raise ConfigError(f"data: {data.path} has changed since {place} was trained; give the same rows, or task=NAME.")
+    engine = LocalEngine(policy, adapter)
+    count = wanted.prompts or EvalConfig.model_validate(config.get("eval", {})).prompts
+
+    def evaluated() -> dict[str, Any]:
+        found = data.measure(engine, count)
+        if found is None:
+            raise ConfigError(f"data.heldout: {place} holds out no row of {data.path}; give task=NAME.")
+        return HeldOutEvaluation(0, 0, found.parts, 1, None, (), found.metrics, found, found.measure).record(0.0)
+
+    with adapter.off():
+        before = evaluated()
+    return Measured(**compared(before, evaluated()), task=data.name)
+
+
 def _own_task(place: Path, config: Mapping[str, Any]) -> TaskConfig:
     """The task of the run in ``place``: from its config, or by its name if ``en.train`` started it."""
-    if config.get("data") is not None and config.get("task") is None:
-        raise ConfigError(f"task: {place} was trained on a file, so it has no task of its own; give task=NAME.")
     name = config.get("task") or (read_json(place / "run.json").get("task") if config else None)
     if name is None:
         raise ConfigError(f"task: {place} is not a run folder, so its task is not known; give task=NAME.")

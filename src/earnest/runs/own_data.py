@@ -42,11 +42,16 @@ ROLES: dict[Kind, tuple[Role, ...]] = {
 
 @dataclass(frozen=True)
 class OwnMeasurement:
-    """``value`` is the mean of ``parts``, one per held-out row; ``metrics`` are further numbers."""
+    """The result is the mean of ``parts``, one per held-out row; ``metrics`` are further numbers.
+
+    ``each`` is a row's own number: its loss in nats per trained token, its margin, or for a judged answer its implicit
+    reward (minus it, if the answer is unwanted). Of a loss less is better, of the others more.
+    """
 
     measure: Literal["loss", "accuracy"]
     parts: tuple[float, ...]
     metrics: Mapping[str, float]
+    each: tuple[float, ...]
 
 
 class OwnData:
@@ -129,8 +134,11 @@ class OwnData:
 
     def heldout(self, count: int) -> list[Example]:
         """At most ``count`` held-out examples, the same for every seed."""
-        size = self.dataset.size("heldout")
-        return [self.dataset.at("heldout", i) for i in sorted(_order(HELDOUT_SEED, size)[:count])]
+        return [self.dataset.at("heldout", i) for i in self.heldout_places(count)]
+
+    def heldout_places(self, count: int) -> list[int]:
+        """The places of ``heldout(count)`` among all held-out rows; a smaller count gives some of the same places."""
+        return sorted(_order(HELDOUT_SEED, self.dataset.size("heldout"))[:count])
 
     def measure(self, engine: Scorer, count: int) -> OwnMeasurement | None:
         """Measure the live policy on at most ``count`` held-out rows; None where there are none."""
@@ -173,17 +181,22 @@ def _likelihood(sums: Sequence[float], tokens: Sequence[float]) -> OwnMeasuremen
     total = sum(tokens)
     loss = sum(sums) / total
     parts = tuple(loss + (s - loss * t) * len(sums) / total for s, t in zip(sums, tokens, strict=True))
-    metrics = {"heldout/loss": loss, "heldout/perplexity": math.exp(min(loss, 700.0)), "heldout/tokens": total}
-    return OwnMeasurement("loss", parts, metrics | {"heldout/rows": float(len(sums))})
+    perplexity, se = math.exp(min(loss, 700.0)), standard_error(parts)
+    metrics = {"heldout/loss": loss, "heldout/perplexity": perplexity, "heldout/tokens": total}
+    if se is not None:
+        metrics |= {"heldout/loss_se": se, "heldout/perplexity_se": perplexity * se}  # d exp(L) = exp(L) dL
+    each = tuple(s / t for s, t in zip(sums, tokens, strict=True))
+    return OwnMeasurement("loss", parts, metrics | {"heldout/rows": float(len(sums))}, each)
 
 
 def _preferred(margins: Sequence[float]) -> OwnMeasurement:
     n = len(margins)
-    mean = sum(margins) / n
-    metrics = {"pairs/accuracy": sum(m > 0 for m in margins) / n, "pairs/margin": mean, "pairs/heldout": float(n)}
-    if n > 1:
-        metrics["pairs/margin_se"] = math.sqrt(sum((m - mean) ** 2 for m in margins) / (n - 1) / n)
-    return OwnMeasurement("accuracy", tuple(float(m > 0) for m in margins), metrics)
+    right = tuple(float(m > 0) for m in margins)
+    metrics = {"pairs/accuracy": sum(right) / n, "pairs/margin": sum(margins) / n, "pairs/heldout": float(n)}
+    for name, values in (("accuracy", right), ("margin", margins)):
+        if (se := standard_error(values)) is not None:
+            metrics[f"pairs/{name}_se"] = se
+    return OwnMeasurement("accuracy", right, metrics, tuple(margins))
 
 
 def _separated(rewards: Sequence[float], wanted: Sequence[bool]) -> OwnMeasurement:
@@ -202,7 +215,19 @@ def _separated(rewards: Sequence[float], wanted: Sequence[bool]) -> OwnMeasureme
         "judged/reward_unwanted": sum(sides[False]) / len(sides[False]),
         "judged/heldout": float(len(wanted)),
     }
-    return OwnMeasurement("accuracy", tuple(parts), metrics)
+    if (se := standard_error(parts)) is not None:
+        metrics["judged/accuracy_se"] = se
+    each = tuple(reward if own else -reward for reward, own in zip(rewards, wanted, strict=True))
+    return OwnMeasurement("accuracy", tuple(parts), metrics, each)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """sd/√n, with the sd's divisor n - 1; None for a single value."""
+    n = len(values)
+    if n < 2:
+        return None
+    mean = sum(values) / n
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
 
 def _row(role: Role, rendered: Rendered, group: int, pair: int) -> Row:

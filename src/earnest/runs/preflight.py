@@ -19,13 +19,12 @@ def preflight(setup: Setup) -> None:
     config, policy, task = setup.config, setup.policy, setup.task
     require_installed(config.loggers)
     setup.engine.plan(1, config.updates)  # raises where the schedule does not fit into the run
-    stream = BatchSource(setup).stream
-    if task is None or stream is None:
-        return  # the user's rows were read and checked when they were loaded
-    training = stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
+    stream = BatchSource(setup).stream  # the user's rows were read and checked when they were loaded
+    training = [] if stream is None else stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
     context = policy.positions
     longest = config.sampling.max_new_tokens
-    for prompt in [*heldout(setup), *training]:
+    evaluated = [prompt for one in (task, *setup.further) if one is not None for prompt in heldout(setup, one)]
+    for prompt in [*evaluated, *training]:
         length = len(policy.render(prompt.messages))
         if context is None or length + longest - 1 <= context:
             continue
@@ -39,6 +38,6 @@ def preflight(setup: Setup) -> None:
             f"{policy.name} ({context} tokens); set at most {context - length + 1}."
         )
     given = frozenset() if setup.data is None else setup.data.roles
-    if "demonstration" in setup.objective.wants().roles - given:
+    if task is not None and "demonstration" in setup.objective.wants().roles - given:
         for prompt in training[: config.sampling.prompts_per_step]:
             demonstrate(policy, task, prompt)

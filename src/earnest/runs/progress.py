@@ -63,6 +63,20 @@ def reward_text(line: dict[str, Any]) -> str:
 
 
 def heldout_text(line: dict[str, Any]) -> str:
+    """An evaluation in one line: its result, then the rewards of further tasks."""
+    return "; ".join([_result_text(line), *_further_texts(line["metrics"])])
+
+
+def _further_texts(metrics: dict[str, float]) -> list[str]:
+    names = [name.removesuffix("/reward") for name in metrics if name.startswith("eval/") and name.endswith("/reward")]
+    spread = {name: metrics.get(f"{name}/reward_se") for name in names}
+    return [
+        f"{name.removeprefix('eval/')} {metrics[f'{name}/reward']:.3f}" + ("" if se is None else f" ± {se:.3f}")
+        for name, se in spread.items()
+    ]
+
+
+def _result_text(line: dict[str, Any]) -> str:
     spread = "" if line["se"] is None else f" ± {line['se']:.3f}"
     if (measure := line.get("measure", "reward")) != "reward":
         more = line["metrics"].get("heldout/perplexity")

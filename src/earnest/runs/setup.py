@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +53,15 @@ class Setup:
             return self.task.name
         assert self.data is not None, "a run without a task has data"
         return self.data.name
+
+    @functools.cached_property
+    def further(self) -> tuple[Task, ...]:
+        """The further tasks of ``eval.task``."""
+        tasks = tuple(task.build() for task in self.config.eval.task)
+        names = [task.name for task in (*tasks, *([] if self.task is None else [self.task]))]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"eval.task: {double} is measured already; name each further task once.")
+        return tasks
 
     @property
     def policy(self) -> PolicyLike:
