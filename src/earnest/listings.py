@@ -15,6 +15,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from earnest.objectives.registry import TermInfo
     from earnest.settings import FieldInfo
+    from earnest.tasks import Environment
 
 
 @dataclass
@@ -137,7 +138,7 @@ def tasks() -> Listing:
 
 def task(name: str) -> list[Listing]:
     """One task: its description, its settings, and three prompts with the grades of the right and an empty answer."""
-    from earnest.tasks import get_task
+    from earnest.tasks import get_task, is_environment
     from earnest.tasks.external_reasoning_gym import ReasoningGym
 
     found = get_task(name)
@@ -147,6 +148,8 @@ def task(name: str) -> list[Listing]:
         for key, value in found.options().items():
             settings.add(key, str(value))
         parts.append(settings)
+    if is_environment(found):
+        return [*parts, _environment(found)]
     examples = Listing(
         f"{found.name}: {found.description}\nthree held-out prompts",
         ("prompt", "completion", "reward", "feedback"),
@@ -159,6 +162,16 @@ def task(name: str) -> list[Listing]:
             text = "\n".join(str(m.get("content")) for m in prompt.messages)
             examples.add(text, completion or "(empty)", f"{grade.reward:g}", grade.feedback)
     return [*parts, examples]
+
+
+def _environment(found: Environment) -> Listing:
+    """The tools and three held-out prompts of an environment."""
+    names = [tool.get("function", tool).get("name", "?") for tool in found.tools]
+    title = f"{found.name}: {found.description}\ntools: {', '.join(names) or 'none'}"
+    table = Listing(title, ("held-out prompt", "text"), False)
+    for prompt in found.prompts("heldout", 3, 0):
+        table.add(prompt.id, "\n".join(str(m.get("content")) for m in prompt.messages))
+    return table
 
 
 def models() -> Listing:

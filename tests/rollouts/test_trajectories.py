@@ -14,7 +14,7 @@ import torch
 import earnest as en
 from earnest.errors import ConfigError, SamplingError, SignalError
 from earnest.models import SampleSpec
-from earnest.rollouts import Rollouts, Segment, Trajectory, Turns, collecting, rewrites_history, rows
+from earnest.rollouts import Rollouts, Segment, Trajectory, TurnSettings, collecting, rewrites_history, rows
 from earnest.rollouts.rows import rollout_rows, stack
 from earnest.rollouts.transcript import Transcript
 from earnest.signals import Batch
@@ -43,7 +43,7 @@ def engine() -> en.LocalEngine:
 
 
 def talk(
-    engine: en.LocalEngine, world: Any = None, turns: Turns | None = None, spec: SampleSpec = SPEC, **more: Any
+    engine: en.LocalEngine, world: Any = None, turns: TurnSettings | None = None, spec: SampleSpec = SPEC, **more: Any
 ) -> Rollouts:
     world = world or Echo()
     return en.collect(engine, world, world.prompts("train", 3, 0), 4, spec, turns=turns, objective=DAPO, **more)
@@ -74,7 +74,7 @@ def test_a_conversation_of_one_turn_is_a_rollout_bit_for_bit(engine: en.LocalEng
     task = en.get_task("sort")
     prompts = task.prompts("train", 4, 0)
     plain = en.collect(engine, task, prompts, 4, SPEC, objective=DAPO)
-    turned = en.collect(engine, OneTurn(task), prompts, 4, SPEC, objective=DAPO, turns=Turns(max_turns=1))  # type: ignore[arg-type]
+    turned = en.collect(engine, OneTurn(task), prompts, 4, SPEC, objective=DAPO, turns=TurnSettings(max_turns=1))  # type: ignore[arg-type]
     same(plain.batch, turned.batch)
     assert plain.batch.max_length == turned.batch.max_length
     assert plain.texts == turned.texts
@@ -178,7 +178,7 @@ def test_turns_in_rows_of_their_own_have_the_same_gradient(engine: en.LocalEngin
 @pytest.mark.parametrize("at_once", [256, 3])
 def test_the_timing_of_tools_changes_nothing(engine: en.LocalEngine, at_once: int) -> None:
     waits = itertools.cycle([0.0, 0.004, 0.001, 0.02, 0.0, 0.01, 0.002])
-    at_rest, late = talk(engine), talk(engine, Echo(wait=lambda: next(waits)), turns=Turns(at_once=at_once))
+    at_rest, late = talk(engine), talk(engine, Echo(wait=lambda: next(waits)), turns=TurnSettings(at_once=at_once))
     for a, b in zip(trajectories(at_rest), trajectories(late), strict=True):
         assert [s.tokens for s in a.rows[0]] == [s.tokens for s in b.rows[0]]
         assert a.messages == b.messages
@@ -203,10 +203,10 @@ def test_every_ending_is_reported(engine: en.LocalEngine) -> None:
     found = talk(engine)
     assert found.metrics["ended/answered"] + found.metrics["ended/token_limit"] == 1
     assert found.metrics["turns"] == 3 or found.metrics["ended/token_limit"] > 0
-    bounded = talk(engine, turns=Turns(max_turns=2))
+    bounded = talk(engine, turns=TurnSettings(max_turns=2))
     assert bounded.metrics["ended/turn_limit"] + bounded.metrics["ended/token_limit"] == 1
     assert max(len(t.turn_rewards) for t in trajectories(bounded)) == 2
-    short = talk(engine, turns=Turns(max_tokens=40))
+    short = talk(engine, turns=TurnSettings(max_tokens=40))
     assert short.metrics["ended/token_limit"] == 1
     for t in trajectories(short):
         assert len([token for s in t.rows[0] for token in s.tokens]) <= 60  # the last reply may be longer
@@ -220,7 +220,7 @@ def test_every_ending_is_reported(engine: en.LocalEngine) -> None:
 
 def test_a_prompt_that_leaves_no_room_is_refused(engine: en.LocalEngine) -> None:
     with pytest.raises(SamplingError, match=r"leaves none for an answer; raise turns\.max_tokens"):
-        talk(engine, turns=Turns(max_tokens=3))
+        talk(engine, turns=TurnSettings(max_tokens=3))
 
 
 def test_rewards_of_turns_and_grade_add_up(engine: en.LocalEngine) -> None:
@@ -239,7 +239,7 @@ def test_returns_by_hand() -> None:
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_credit_by_hand(engine: en.LocalEngine, credit: Any, discount: float) -> None:
-    found = talk(engine, turns=Turns(credit=credit, discount=discount), estimator="none")
+    found = talk(engine, turns=TurnSettings(credit=credit, discount=discount), estimator="none")
     groups: dict[tuple[int, int], list[float]] = {}
     each = []
     for a in found.attempts:
@@ -318,6 +318,9 @@ def test_a_template_that_rewrites_history_gives_rows_that_are_each_exact(strippi
     scored = stripping.score(found.batch, LogProbsWanted(1.0))
     assert isinstance(scored, torch.Tensor)
     assert torch.allclose(scored, found.batch.behaviour, atol=1e-4)
+    # No room is left after the reply to the first turn: the row that it would begin is not there.
+    for t in trajectories(talk(stripping, turns=TurnSettings(max_tokens=40))):
+        assert len(t.rows) == len(t.histories) <= len(t.turn_rewards)
     (first, *_) = (i for i, t in enumerate(trajectories(found)) if len(t.rows) > 1)
     place = sum(len(t.rows) for t in trajectories(found)[:first])
     one = found.batch.rows([place]).advantages

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from earnest.tasks import Ending, Grade, Message, Opening, Prompt, Split, Step, Task
+from earnest.tasks import Ending, Grade, Message, Opening, Prompt, Split, StepResult, Task
 
 
 @dataclass
@@ -32,9 +32,9 @@ class OneTurn:
     async def reset(self, prompt: Prompt, seed: int) -> Opening:
         return Opening(prompt.messages, {"prompt": prompt})
 
-    async def step(self, state: dict[str, Any], message: Message) -> Step:
+    async def step(self, state: dict[str, Any], message: Message) -> StepResult:
         state["answer"] = message["content"]
-        return Step(done=True)
+        return StepResult(done=True)
 
     async def grade(self, state: dict[str, Any], ending: Ending) -> Grade:
         return self.task.grade(state["prompt"], state["answer"])
@@ -67,7 +67,7 @@ class Echo:
         await asyncio.sleep(self.wait())
         return Opening(prompt.messages, {"said": []})
 
-    async def step(self, state: dict[str, Any], message: Message) -> Step:
+    async def step(self, state: dict[str, Any], message: Message) -> StepResult:
         await asyncio.sleep(self.wait())
         if self.fails(state):
             raise RuntimeError("the tool is broken")
@@ -75,7 +75,7 @@ class Echo:
         state["said"].append(text)
         reward = sum(c in "aeiou" for c in text) / (len(text) + 1)
         done = len(state["said"]) >= self.turns
-        return Step(() if done else ({"role": self.role, "content": self.reply(text)},), done, reward)
+        return StepResult(() if done else ({"role": self.role, "content": self.reply(text)},), done, reward)
 
     async def grade(self, state: dict[str, Any], ending: Ending) -> Grade:
         letters = sum(map(len, state["said"]))

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from earnest.report import gallery, headline, laws, sections
+from earnest.report import conversations, gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
@@ -50,6 +50,7 @@ def render(run: Run) -> str:
         terms,
         update,
         gallery.samples(run),
+        conversations.section_of(run),
         laws.verdict(run),
         sections.watch(run),
         sections.events(run),
@@ -85,6 +86,7 @@ def render(run: Run) -> str:
 def _contents(run: Run) -> Html:
     first = "Reward" if run.measure == "reward" else "Held-out rows"
     names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict"}
+    names |= {"conversations": "Conversations"} if any(s.segments for s in run.samples) else {}
     names |= ({"watch": "Watch"} if run.steps else {}) | {"config": "Config"}
     return el("nav", *(el("a", title, href=f"#{key}") for key, title in names.items()), aria_label="Sections")
 

@@ -175,6 +175,15 @@ class MessageRecord(Record):
         return "\n".join(part for part in parts if part)
 
 
+class SegmentRecord(Record):
+    """Tokens of one author in a row of a conversation; those of the policy were trained."""
+
+    row: NonNegativeInt
+    author: Literal["policy", "tool", "user", "template"]
+    text: str
+    tokens: NonNegativeInt
+
+
 class SampleRecord(Record):
     """A line of samples.jsonl."""
 
@@ -193,6 +202,9 @@ class SampleRecord(Record):
     """Of a held-out row of the user's file: nats per trained token of its own answer."""
     margin: Number = None
     """Of a held-out pair: mean log-prob per token of the chosen answer minus that of the rejected one."""
+    ending: str | None = None
+    turn_rewards: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    segments: Annotated[tuple[SegmentRecord, ...], Field(strict=False)] = ()
 
 
 class CheckRecord(Record):

@@ -8,7 +8,7 @@ from earnest.rollouts.collecting import Rollouts as Rollouts
 from earnest.rollouts.collecting import collect as collect
 from earnest.rollouts.collecting import graded as graded
 from earnest.rollouts.collecting import teacher_prompts as teacher_prompts
-from earnest.rollouts.conversing import Turns as Turns
+from earnest.rollouts.conversing import TurnSettings as TurnSettings
 from earnest.rollouts.rollout import Rollout as Rollout
 from earnest.rollouts.rows import Row as Row
 from earnest.rollouts.rows import batch_of as batch_of

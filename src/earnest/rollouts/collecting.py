@@ -18,7 +18,7 @@ from earnest.errors import SignalError
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts.attempts import Attempt, Sample, attempt, describe
-from earnest.rollouts.conversing import Conversations, Turns, converse
+from earnest.rollouts.conversing import Conversations, TurnSettings, converse
 from earnest.rollouts.credit import check_exact, with_turn_advantages
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.rows import Row, demonstration, pairs_among, rollout_rows, stack
@@ -87,7 +87,7 @@ def collect(
     teacher: TeacherPolicy | None = None,
     given: Sequence[Row] = (),
     sample: Sample | None = None,
-    turns: Turns | None = None,
+    turns: TurnSettings | None = None,
     max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
 ) -> Rollouts:
     """``n`` graded completions of every prompt as a batch, with every signal that ``objective`` reads.
@@ -100,7 +100,7 @@ def collect(
     given. ``estimator`` makes the advantages; None: the first that every term's definition allows.
     ``teacher``: None is the policy itself. ``sample`` replaces the engine's sampler.
     """
-    turns = turns or Turns()
+    turns = turns or TurnSettings()
     wants = Wants() if objective is None else objective.wants()
     spec, policy, version = spec or SampleSpec(), engine.policy, engine.version
     sought = wants.roles - {row.role for row in given}  # what the task has to give
@@ -157,7 +157,7 @@ def graded(
     prompts: Sequence[Prompt],
     n: int,
     spec: SampleSpec,
-    turns: Turns,
+    turns: TurnSettings,
     *,
     sample: Sample | None = None,
     max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,

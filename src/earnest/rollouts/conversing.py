@@ -26,7 +26,7 @@ from earnest.rollouts.transcript import Transcript
 from earnest.rollouts.turn_sampling import CallTurns, HasSlots, SlotTurns, TurnSampler
 from earnest.seeds import derive
 from earnest.settings import Checked, setting
-from earnest.tasks import Ending, Environment, Grade, GraderErrors, Message, Prompt, Step, TaskError
+from earnest.tasks import Ending, Environment, Grade, GraderErrors, Message, Prompt, StepResult, TaskError
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE, TIME_LIMIT
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def plain_message(policy: PolicyLike, _prompt: Sequence[int], tokens: Sequence[i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns(Checked):
+class TurnSettings(Checked):
     """The limits of a conversation, and how its rewards become advantages.
 
         G_t = Σ_{k ≥ t} γ^(k-t) r_k + γ^(K-1-t) · grade        the return of turn t of K
@@ -92,7 +92,7 @@ def converse(
     prompts: Sequence[Prompt],
     n: int,
     spec: SampleSpec,
-    turns: Turns,
+    turns: TurnSettings,
     *,
     sample: Sample | None = None,
     read: ReadMessage | None = None,
@@ -114,7 +114,7 @@ def converse(
 
 @contextmanager
 def _sampler(
-    engine: Samples, spec: SampleSpec, turns: Turns, tokens: int, sample: Sample | None
+    engine: Samples, spec: SampleSpec, turns: TurnSettings, tokens: int, sample: Sample | None
 ) -> Iterator[TurnSampler]:
     if sample is not None:
         yield CallTurns(sample, spec)
@@ -130,7 +130,7 @@ class _Talk:
     policy: PolicyLike
     environment: Environment
     spec: SampleSpec
-    turns: Turns
+    turns: TurnSettings
     sampler: TurnSampler
     read: ReadMessage
 
@@ -213,14 +213,16 @@ class _Talk:
             if step.done:
                 ending = step.ending
                 break
-            transcript.observe(step.messages)
+            if len(rewards) < self.turns.max_turns:
+                transcript.observe(step.messages)
         grade = await self._grade(state, ending, prompt, problem)
         grade = replace(grade, reward=grade.reward + sum(rewards))
+        rows, histories = transcript.finished()
         trajectory = Trajectory(
             i,
             j,
-            transcript.segments(),
-            tuple(transcript.histories),
+            rows,
+            histories,
             tuple(transcript.messages),
             tuple(rewards),
             ending,
@@ -247,9 +249,9 @@ class _Talk:
         return f"{type(error).__name__}: {error}"
 
 
-def _valid(step: Step) -> Step:
-    if not isinstance(step, Step):
-        raise TypeError(f"step returned {step!r}, a {type(step).__name__}, and not a Step")
+def _valid(step: StepResult) -> StepResult:
+    if not isinstance(step, StepResult):
+        raise TypeError(f"step returned {step!r}, a {type(step).__name__}, and not a StepResult")
     if not math.isfinite(step.reward):
         raise ValueError(f"the reward of a turn is {step.reward}")
     if not step.done and not step.messages:

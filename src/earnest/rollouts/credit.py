@@ -13,7 +13,7 @@ import torch
 
 from earnest.errors import SignalError
 from earnest.rollouts.attempts import Attempt
-from earnest.rollouts.conversing import Turns
+from earnest.rollouts.conversing import TurnSettings
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Trajectory
 from earnest.signals import Batch, with_credit
@@ -21,7 +21,7 @@ from earnest.signals.advantages import Estimator
 
 
 def with_turn_advantages(
-    batch: Batch, attempts: Sequence[Attempt], estimator: Estimator, turns: Turns
+    batch: Batch, attempts: Sequence[Attempt], estimator: Estimator, turns: TurnSettings
 ) -> tuple[Batch, int]:
     """(the batch with advantages, the number of turns that had no turn to be compared with). The rows of the
     conversations are the first rows of the batch, in their order."""

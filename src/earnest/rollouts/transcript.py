@@ -42,8 +42,11 @@ class Transcript:
         """The tokens that the policy reads before its next turn."""
         return tuple(token for segment in self.rows[-1] for token in segment.tokens)
 
-    def segments(self) -> tuple[Segments, ...]:
-        return tuple(tuple(row) for row in self.rows)
+    def finished(self) -> tuple[tuple[Segments, ...], tuple[tuple[Message, ...], ...]]:
+        """(rows, the messages that each begins with), without a last row in which the policy had no turn any more."""
+        pairs = zip(self.rows, self.histories, strict=True)
+        kept = [(tuple(row), history) for row, history in pairs if any(s.author == "policy" for s in row)]
+        return tuple(row for row, _ in kept), tuple(history for _, history in kept)
 
     def turn(self, rollout: Rollout, message: Message) -> None:
         """Append what the policy sampled, and the message that its tokens were parsed into."""

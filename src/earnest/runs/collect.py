@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from earnest.models import SampleSpec
-from earnest.rollouts import Attempt, Rollouts, collect
-from earnest.rollouts import attempt as graded
+from earnest.models.protocol import PolicyLike
+from earnest.rollouts import Attempt, Rollouts, Trajectory, collect, graded
 from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
 from earnest.seeds import derive
@@ -17,12 +17,20 @@ from earnest.tasks import Prompt, PromptStream, Task
 
 
 def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int, task: Task | None = None) -> list[Attempt]:
-    """``n`` graded completions of every prompt of the run's task, or of ``task``, prompt by prompt, with the run's
-    sampler and settings."""
-    task = task or setup.task
+    """``n`` graded completions or conversations of every prompt of the run's task, or of ``task``, prompt by prompt,
+    with the run's sampler and settings."""
+    task, config = task or setup.task, setup.config
     assert task is not None, "there are prompts only where there is a task"
-    spec = _spec(setup, seed)
-    return graded(setup.sample, setup.policy, task, prompts, n, spec, setup.config.max_grader_errors)
+    return graded(
+        setup.engine,
+        task,
+        prompts,
+        n,
+        _spec(setup, seed),
+        config.turns.build(),
+        sample=setup.elsewhere,
+        max_grader_errors=config.max_grader_errors,
+    ).attempts
 
 
 class BatchSource:
@@ -51,15 +59,16 @@ class BatchSource:
             estimator=config.advantages,
             teacher=setup.teacher,
             given=() if setup.data is None else setup.data.rows(config.seed, self.purpose, step, count),
-            sample=setup.sample,
+            sample=setup.elsewhere,
+            turns=config.turns.build(),
             max_grader_errors=config.max_grader_errors,
         )
         return found if setup.samplers is None else replace(found, metrics=found.metrics | setup.samplers.metrics)
 
 
-def sample_record(a: Attempt, phase: str, step: int) -> dict[str, Any]:
+def sample_record(a: Attempt, phase: str, step: int, policy: PolicyLike) -> dict[str, Any]:
     """A line of samples.jsonl."""
-    return {
+    return _conversation(a.rollout, policy) | {
         "phase": phase,
         "step": step,
         "version": a.rollout.policy_version,
@@ -72,6 +81,23 @@ def sample_record(a: Attempt, phase: str, step: int) -> dict[str, Any]:
         "feedback": a.grade.feedback,
         "tokens": len(a.rollout.tokens),
     }
+
+
+def _conversation(rollout: object, policy: PolicyLike) -> dict[str, Any]:
+    """The segments of a conversation, with their author and the text of their tokens; nothing for a completion."""
+    if not isinstance(rollout, Trajectory):
+        return {}
+    segments = [
+        {
+            "row": row,
+            "author": segment.author,
+            "text": str(policy.tokenizer.decode(segment.tokens, skip_special_tokens=False)),
+            "tokens": len(segment.tokens),
+        }
+        for row, segments in enumerate(rollout.rows)
+        for segment in segments
+    ]
+    return {"ending": rollout.ending, "turn_rewards": list(rollout.turn_rewards), "segments": segments}
 
 
 def own_samples(

@@ -20,7 +20,7 @@ import torch
 from earnest.errors import EarnestError, NothingToTrain
 from earnest.proving import prove
 from earnest.report.watch import WAY_OUT, RunWatch
-from earnest.rollouts import Rollouts
+from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.best import Best
 from earnest.runs.collect import BatchSource, own_samples, sample_record
@@ -34,6 +34,7 @@ from earnest.runs.setup import Setup
 from earnest.runs.stopping import Stopper
 from earnest.seeds import derive
 from earnest.signals import Batch
+from earnest.tasks import is_environment
 from earnest.tasks.audit import grader_warnings
 
 PROBE_TRIES = 8
@@ -186,7 +187,7 @@ class TrainingLoop:
         self.line = line
         self._record_step(line)
         for a in collected.attempts[: config.samples.train]:
-            self.run.samples.append(sample_record(a, "train", step))
+            self.run.samples.append(sample_record(a, "train", step, self.setup.policy))
 
     def _record_step(self, line: dict[str, Any]) -> None:
         """Write a step's line, show it, and warn if a condition of the watch is true of the last steps."""
@@ -231,7 +232,7 @@ class TrainingLoop:
             return
         started = time.perf_counter()
         self.progress.note("checking the training step")
-        for warning in () if self.setup.task is None else grader_warnings(self.setup.task):
+        for warning in task_warnings(self.setup):
             self.run.event("warning", warning)
             self.progress.warn(warning)
         batch, objective = probe_batch(self.setup), self.setup.objective
@@ -255,7 +256,8 @@ class TrainingLoop:
             found = self._go_to_best() or found
         if phase is not None:
             firsts = [a for a in found.attempts if a.rollout.sample_index == 0]
-            samples = [sample_record(a, phase, found.step) for a in firsts[: self.setup.config.samples.heldout]]
+            shown = firsts[: self.setup.config.samples.heldout]
+            samples = [sample_record(a, phase, found.step, self.setup.policy) for a in shown]
             if found.own is not None:
                 own = found.own
                 samples += own_samples(self.setup, phase, found.step, found.version, own.measure, own.each)
@@ -304,6 +306,15 @@ class TrainingLoop:
     def _end(self, status: str, reason: str) -> None:
         self.run.update(status=status, reason=reason, steps_done=self.step, seconds=round(self.seconds, 3))
         self.run.event("error" if status == "failed" else "warning", f"{status}: {reason}")
+
+
+def task_warnings(setup: Setup) -> list[str]:
+    """One sentence for each thing about the task that a user should know before training."""
+    task = setup.task
+    if is_environment(task):
+        rewritten = rewrites_history(setup.policy, with_tools=bool(task.tools))
+        return [] if rewritten is None else [rewritten]
+    return [] if task is None else grader_warnings(task)
 
 
 def probe_batch(setup: Setup) -> Batch:

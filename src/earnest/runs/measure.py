@@ -17,13 +17,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.adapters.trained import load_trained
 from earnest.config.load import check_mapping, data_settings
-from earnest.config.loop import EvalConfig, SamplingConfig
+from earnest.config.loop import EvalConfig, SamplingConfig, TurnsConfig
 from earnest.config.schema import Strict, TaskConfig, Whole
 from earnest.config.text import parse_file
 from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
-from earnest.rollouts.attempts import attempt
+from earnest.rollouts import graded
 from earnest.runs.evaluate import Comparison, HeldOutEvaluation, compared
 from earnest.runs.folder import read_json
 from earnest.runs.own_data import HELDOUT_SEED, OwnData
@@ -64,6 +64,7 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
     task = named.build()
     measured = EvalConfig.model_validate(own.get("eval", {}))
     sampling = SamplingConfig.model_validate(own.get("sampling", {}))
+    turns = TurnsConfig.model_validate(own.get("turns", {})).build()
     count, samples = wanted.prompts or measured.prompts, wanted.samples or measured.samples
     spec = SampleSpec(
         max_new_tokens=wanted.max_new_tokens or sampling.max_new_tokens,
@@ -75,7 +76,7 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
     prompts = task.prompts("heldout", count, HELDOUT_SEED)
 
     def evaluated() -> dict[str, Any]:
-        return HeldOutEvaluation.of(attempt(engine.sample, policy, task, prompts, samples, spec)).record(0.0)
+        return HeldOutEvaluation.of(graded(engine, task, prompts, samples, spec, turns).attempts).record(0.0)
 
     say(f"sampling {count} prompts with {policy.name}")
     with adapter.off():

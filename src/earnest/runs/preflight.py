@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from earnest.config.loop import TurnsConfig
 from earnest.errors import ConfigError
+from earnest.models.tool_calls import check_tools
 from earnest.rollouts import demonstrate
 from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import heldout
 from earnest.runs.loggers import require_installed
 from earnest.runs.setup import Setup
+from earnest.tasks import is_environment
 
 PROMPTS = 256
 """The number of training prompts that are rendered and measured, at most."""
@@ -19,13 +22,20 @@ def preflight(setup: Setup) -> None:
     config, policy, task = setup.config, setup.policy, setup.task
     require_installed(config.loggers)
     setup.engine.plan(1, config.updates)  # raises where the schedule does not fit into the run
+    for one in (task, *setup.further):
+        if is_environment(one) and one.tools:
+            check_tools(policy)
+    if config.turns != TurnsConfig() and not any(is_environment(one) for one in (task, *setup.further)):
+        raise ConfigError(f"turns: {setup.name} has one turn; leave turns out, or use an environment as task.")
     stream = BatchSource(setup).stream  # the user's rows were read and checked when they were loaded
     training = [] if stream is None else stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))
     context = policy.positions
     longest = config.sampling.max_new_tokens
-    evaluated = [prompt for one in (task, *setup.further) if one is not None for prompt in heldout(setup, one)]
-    for prompt in [*evaluated, *training]:
-        length = len(policy.render(prompt.messages))
+    tasks = [one for one in (task, *setup.further) if one is not None]
+    evaluated = [(one, prompt) for one in tasks for prompt in heldout(setup, one)]
+    for one, prompt in [*evaluated, *((task, prompt) for prompt in training)]:
+        tools = one.tools if is_environment(one) else None
+        length = len(policy.render(prompt.messages, tools=tools or None))
         if context is None or length + longest - 1 <= context:
             continue
         if length >= context:

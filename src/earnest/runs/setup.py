@@ -80,7 +80,12 @@ class Setup:
     @property
     def sample(self) -> Sample:
         """The function that samples with the current policy: the engine's own, or that of the samplers elsewhere."""
-        return (self.samplers or self.engine).sample
+        return self.elsewhere or self.engine.sample
+
+    @property
+    def elsewhere(self) -> Sample | None:
+        """The function of the samplers elsewhere; None: the engine samples."""
+        return None if self.samplers is None else self.samplers.sample
 
     def close(self) -> None:
         """Stop the samplers."""

@@ -2,7 +2,7 @@
 
 from earnest.tasks.audit import audit_grader
 from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, UnknownTask
-from earnest.tasks.environment import Ending, Environment, Message, Opening, Step, is_environment
+from earnest.tasks.environment import Ending, Environment, Message, Opening, StepResult, is_environment
 from earnest.tasks.grading import GraderErrors, grade_all
 from earnest.tasks.registry import get_task, list_tasks, register
 from earnest.tasks.stream import PromptStream
@@ -17,7 +17,7 @@ __all__ = [
     "Prompt",
     "PromptStream",
     "Split",
-    "Step",
+    "StepResult",
     "Task",
     "TaskError",
     "TaskInfo",

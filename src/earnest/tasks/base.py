@@ -66,6 +66,6 @@ class TaskInfo:
 
     name: str
     description: str
-    source: Literal["built-in", "imported", "reasoning-gym", "verifiers"]
+    source: Literal["built-in", "environment", "imported", "reasoning-gym", "verifiers"]
     available: bool = True
     """False if its extra is not installed."""

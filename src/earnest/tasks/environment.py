@@ -39,7 +39,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """The environment's reply to an assistant message.
 
     ``messages`` are what the policy reads next (tool results, a user's message); they may be empty only if ``done``.
@@ -79,7 +79,7 @@ class Environment(Protocol):
         """Start a conversation. Everything random in it must follow from ``seed``."""
         ...
 
-    async def step(self, state: Any, message: Message) -> Step:
+    async def step(self, state: Any, message: Message) -> StepResult:
         """Reply to the policy's message. A tool that fails is a reply, not an exception."""
         ...
 

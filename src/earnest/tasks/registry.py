@@ -32,10 +32,11 @@ def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
     from earnest.tasks import external_reasoning_gym, external_verifiers, from_data
 
     given = dict(settings or {})
-    if name in TASKS:
+    environments = _environments()
+    if name in TASKS or name in environments:
         if given:
             raise TaskError(f"task.{next(iter(given))}: the task {name} has no settings; leave it out.")
-        return TASKS[name]
+        return TASKS[name] if name in TASKS else environments[name]
     family, _, rest = name.partition("/")
     if family == "reasoning_gym" and rest:
         return external_reasoning_gym.load(rest, given)
@@ -47,8 +48,15 @@ def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
         return _from_code(name, given)
     if name.endswith(".py"):
         raise TaskError(f"task: {name} is a file; add the name of the task in it, as in {name}:MyTask.")
-    known = [*TASKS, "my_task.py:Name", "reasoning_gym/<dataset>", "verifiers/<environment>"]
+    known = [*TASKS, *environments, "my_task.py:Name", "reasoning_gym/<dataset>", "verifiers/<environment>"]
     raise UnknownTask(f"task {name!r} is unknown: {nearest(name, known)} `earnest tasks` lists all of them.")
+
+
+def _environments() -> dict[str, Any]:
+    """The built-in environments by name."""
+    from earnest.tasks.tool_tasks import ENVIRONMENTS
+
+    return {environment.name: environment for environment in ENVIRONMENTS}
 
 
 def _from_code(entry: str, settings: Mapping[str, Any]) -> Task:
@@ -78,4 +86,5 @@ def list_tasks() -> list[TaskInfo]:
         TaskInfo(name, task.description, "imported" if name in TASKS.imported else "built-in")
         for name, task in TASKS.items()
     ]
+    infos += [TaskInfo(name, found.description, "environment") for name, found in _environments().items()]
     return [*infos, *external_reasoning_gym.infos(), *external_verifiers.infos()]

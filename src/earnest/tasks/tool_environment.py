@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from earnest.tasks.base import Extra, Grade, Prompt, Split, Task, TaskError
-from earnest.tasks.environment import Ending, Message, Opening, Step
+from earnest.tasks.environment import Ending, Message, Opening, StepResult
 from earnest.tasks.tools import Observation, Tools
 
 
@@ -73,12 +73,12 @@ class ToolEnvironment:
         """The observation of one call."""
         return await asyncio.to_thread(self.toolbox.call, name, arguments, state.prompt.data)
 
-    async def step(self, state: Conversation, message: Message) -> Step:
+    async def step(self, state: Conversation, message: Message) -> StepResult:
         turn, state.turns = state.turns, state.turns + 1
         calls, errors = message.get("tool_calls") or (), message.get("tool_call_errors") or ()
         if not calls and not errors:
             state.answer = str(message.get("content") or "")
-            return Step(done=True)
+            return StepResult(done=True)
         replies: list[Message] = []
         for number, call in enumerate(calls):
             function = call["function"]
@@ -90,7 +90,7 @@ class ToolEnvironment:
         for number, text in enumerate(errors, len(calls)):
             state.failures.append((turn, text))
             replies.append(tool_message(f"call_{number}", "", text))
-        return Step(tuple(replies))
+        return StepResult(tuple(replies))
 
     async def grade(self, state: Conversation, ending: Ending) -> Grade:
         extras: dict[str, Extra] = {

@@ -1,0 +1,64 @@
+"""Conversations turn by turn, as tokens: what the policy sampled is marked, because only that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from earnest.report.blocks import section
+from earnest.report.markup import Html, el, number
+from earnest.report.record import Run, SampleRecord, SegmentRecord
+
+SHOWN = 6
+
+
+def section_of(run: Run) -> Html | None:
+    """The section, or None for a run without conversations."""
+    found = [sample for sample in run.samples if sample.segments]
+    if not found:
+        return None
+    last = max(found, key=lambda sample: sample.step).step
+    chosen = ([s for s in found if s.phase == "after"] or [s for s in found if s.step == last])[:SHOWN]
+    return section(
+        "conversations",
+        "Conversations",
+        el(
+            "p",
+            "Every token that the policy read or sampled. The marked ones were sampled by the policy: they alone are "
+            "trained, with the log-probs that they were sampled with.",
+        ),
+        _endings(run),
+        *(_conversation(sample) for sample in chosen),
+    )
+
+
+def _endings(run: Run) -> Html | None:
+    """How the conversations of the first and of the last evaluation ended."""
+    lines = [(e.step, _shares(e.metrics)) for e in run.evaluations if _shares(e.metrics)]
+    chosen = lines[:1] + lines[1:][-1:]
+    items = [el("li", f"step {step}: " + ", ".join(parts)) for step, parts in chosen]
+    return el("ul", *items) if items else None
+
+
+def _shares(metrics: Mapping[str, float | None]) -> list[str]:
+    found = {name.removeprefix("ended/"): value for name, value in metrics.items() if name.startswith("ended/")}
+    return [f"{name.replace('_', ' ')} {value:.0%}" for name, value in found.items() if value]
+
+
+def _conversation(sample: SampleRecord) -> Html:
+    rewards = ", ".join(number(reward, 3) for reward in sample.turn_rewards)
+    parts = [
+        f"{sample.phase}, step {sample.step}",
+        f"ended: {(sample.ending or 'unknown').replace('_', ' ')}",
+        "" if sample.reward is None else f"reward {number(sample.reward, 3)}",
+        f"rewards of the turns: {rewards}" if any(sample.turn_rewards) else "",
+    ]
+    head = el("p", " · ".join(part for part in parts if part), el("span", sample.prompt_id, class_="id"), class_="head")
+    rows = sorted({segment.row for segment in sample.segments})
+    bodies = [_row([s for s in sample.segments if s.row == row], row if len(rows) > 1 else None) for row in rows]
+    return el("article", head, *bodies, class_="conversation")
+
+
+def _row(segments: Sequence[SegmentRecord], number_: int | None) -> Html:
+    label = None if number_ is None else el("p", f"row {number_ + 1}: the template rewrote the history", class_="soft")
+    spans = (el("span", s.text, class_=f"segment {s.author}", title=f"{s.author}, {s.tokens} tokens") for s in segments)
+    return el("div", label, el("p", *spans, class_="completion"))

@@ -1,0 +1,71 @@
+"""A run on an environment of several turns: training, evaluation, records and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import earnest as en
+from earnest.errors import ConfigError
+from earnest.report import load, render
+from tests.rollouts.worlds import Echo
+
+QUIET = Console(quiet=True)
+WORLDS = Path(__file__).parents[1] / "rollouts" / "worlds.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), seed=0))
+    place = tmp_path_factory.mktemp("runs") / "talk"
+    world = en.get_task(f"{WORLDS}:Echo", {"turns": 2})
+    en.train(
+        engine,
+        world,
+        en.GRPO(),
+        steps=2,
+        out=place,
+        sampling={"prompts_per_step": 2, "completions_per_prompt": 3, "max_new_tokens": 12},
+        turns={"max_turns": 3, "credit": "turn", "discount": 0.9},
+        eval={"every": 0, "prompts": 4, "samples": 2},
+        console=QUIET,
+    )
+    return place
+
+
+def test_metrics_have_the_ends_of_conversations(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["eval", "step", "step", "eval"]
+    for line in lines:
+        shares = {k: v for k, v in line["metrics"].items() if k.startswith("ended/")}
+        assert set(shares) == {"ended/answered", "ended/turn_limit", "ended/token_limit", "ended/tool_failure"}
+        assert sum(shares.values()) == pytest.approx(1)
+    assert json.loads((folder / "verdict.json").read_text())["holds"]
+
+
+def test_the_report_marks_what_was_trained(folder: Path) -> None:
+    run = load(folder)
+    samples = [s for s in run.samples if s.phase == "after"]
+    assert samples and all(s.segments and s.ending for s in samples)
+    first = samples[0]
+    assert sum(s.tokens for s in first.segments if s.author == "policy") == first.tokens
+    page = render(run)
+    assert 'id="conversations"' in page
+    assert page.count('class="segment policy"') == sum(s.author == "policy" for a in samples for s in a.segments)
+
+
+def test_turns_are_refused_for_a_task_of_one_turn(tmp_path: Path) -> None:
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), seed=0))
+    with pytest.raises(ConfigError, match="turns: sort has one turn; leave turns out"):
+        en.train(engine, "sort", en.GRPO(), steps=1, out=tmp_path / "run", turns={"max_turns": 3}, console=QUIET)
+
+
+def test_built_in_environments_are_tasks() -> None:
+    for name in ("calculator", "lookup", "fix"):
+        assert en.get_task(name).name == name
+    assert Echo().name == "echo"
