@@ -25,7 +25,7 @@ def test_every_built_in_task_is_found_by_its_listed_name() -> None:
     [
         ("sorted", "did you mean 'sort'"),
         ("holes/markers", "did you mean 'holes/marker'"),
-        ("zzzzzz", "known: add, count"),
+        ("zzzzzz", "known: add, calculator, count"),
         ("reasoning_gym/chain_sums", "did you mean 'chain_sum'"),
         ("reasoning_gym/", "reasoning_gym/<dataset>"),
         ("verifiers/no-such-package", "install its package first"),
