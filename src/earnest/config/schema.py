@@ -153,6 +153,11 @@ class EngineConfig(Strict):
         description="how divergences are computed: exactly over the vocabulary or its top K, or estimated per sampled "
         "token as an advantage",
     )
+    pack: bool | None = Field(
+        None,
+        description="pack rows without padding and compute common beginnings (prompts) once; none: where that is exact "
+        "and cheaper",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> EngineConfig:
@@ -203,7 +208,7 @@ class RunConfig(LoopConfig):
     sampler: SamplerConfig | None = Field(
         None, description="the URL of a server or bucket that samples; none: this process samples"
     )
-    micro_tokens: Whole = Field(8192, description="padded tokens in one forward pass; changes memory, not the result")
+    micro_tokens: Whole = Field(8192, description="tokens in one micro-batch; changes memory, not the result")
     replicas: Whole = Field(1, description="processes that sample and train; they synchronize every sync.every updates")
     store: str | None = Field(
         None,

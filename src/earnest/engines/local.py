@@ -4,14 +4,15 @@
     two passes   the objective is not a sum over rows (such as an rmse over positions) and the batch is cut: first the
                  whole batch's scalars, without a graph; then the objective on them; then forward and backward by part
 
-In both cases the gradient is that of the whole batch and does not depend on the cut.
+In both cases the gradient is that of the whole batch and does not depend on the cut, nor on how the rows of a
+micro-batch are laid out: packed (``engines.packing``) or padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,19 +21,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.adapters import Adapter, without_adapters
-from earnest.engines import checkpoint, micro, scoring
+from earnest.engines import checkpoint, micro, passes, scoring
 from earnest.engines.base import Guard, Outer
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
+from earnest.engines.packing import Packer, why_not
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import CheckpointError, ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec, evaluating, sample
-from earnest.objectives import metrics
 from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import LogProb, Need, SpectralNorm
 from earnest.objectives.view import Field, Scalars
@@ -50,9 +51,11 @@ class LocalEngine:
 
     Without ``optimizer`` it is AdamW at the learning rate that the adapter's variant declares (``variant.lr``).
     ``version`` counts updates; every rollout and every checkpoint has one. ``tokens`` counts the tokens trained on
-    since the engine was made; replicas are weighted by it. ``micro_tokens`` limits the padded tokens of one forward
-    pass. ``guard`` checks each update after the optimizer, ``outer`` runs after the guard. ``estimator``: divergences
-    over the vocabulary, or as an engine without logits estimates them (``engines.estimator``).
+    since the engine was made; replicas are weighted by it. ``micro_tokens`` limits the tokens of a micro-batch.
+    ``pack``: True packs rows, False pads them; None packs them where it is exact and clearly cheaper, and not in 16
+    bits on a CPU, where other shapes of the same products round visibly. ``guard`` checks each update after the
+    optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine without
+    logits estimates them (``engines.estimator``).
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class LocalEngine:
         max_grad_norm: float | None = 1.0,
         micro_tokens: int = 8192,
         estimator: Literal["exact", "sampled"] = "exact",
+        pack: bool | None = None,
     ) -> None:
         if estimator not in ("exact", "sampled"):
             raise ConfigError(f"estimator is {estimator!r}; give 'exact' or 'sampled'.")
@@ -75,7 +79,7 @@ class LocalEngine:
         if micro_tokens < 1:
             raise ConfigError(f"micro_tokens is {micro_tokens}; give at least 1 (one row is always taken).")
         self.policy, self.adapter, self.guard, self.outer = policy, adapter, guard, outer
-        self.max_grad_norm, self.micro_tokens = max_grad_norm, micro_tokens
+        self.max_grad_norm, self.micro_tokens, self.pack = max_grad_norm, micro_tokens, pack
         named = adapter.named_parameters()
         self.names, self.parameters = list(named), list(named.values())
         decayed = {id(p) for p in adapter.decay_parameters()}
@@ -162,12 +166,11 @@ class LocalEngine:
             if isinstance(want, LogProbsWanted):
                 need = LogProb(want.temperature)
                 return self.scalars(batch, [need])[need].values
-            parts = micro.cut(batch, self.micro_tokens)
             hidden = torch.empty(
                 batch.active.shape[0], self.policy.head.weight.shape[1], dtype=self.policy.dtype, device=batch.device
             )
-            for part in parts:
-                hidden[part.token] = self._hidden(part.batch)
+            for part in self._cut(batch):
+                hidden[part.token] = self._hidden(part)
             # Still inside the block: the head may have an adapter, too.
             if isinstance(want, HiddenWanted):
                 return Hidden(hidden)
@@ -195,15 +198,15 @@ class LocalEngine:
         """The whole batch's scalars, without a graph."""
         batch = batch.to(self.policy.device)
         fields = self.parameter_fields(needs)
-        if token_needs := _token_needs(needs):
-            parts = [(part, self._fields(part.batch, token_needs)) for part in micro.cut(batch, self.micro_tokens)]
+        if token_needs := passes.token_needs(needs):
+            parts = [(part, self._fields(part, token_needs)) for part in self._cut(batch)]
             fields |= micro.join(parts, batch.active.shape[0])
         return fields
 
     def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
         """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` have the layout that ``scalars`` returns."""
         batch = batch.to(self.policy.device)
-        self._backward(batch, weights, micro.cut(batch, self.micro_tokens))
+        self._backward(batch, weights, self._cut(batch))
 
     def update(self) -> UpdateReport:
         """Clip, optimizer, guard, outer sync, in this order; clears the gradients and increases the version by 1."""
@@ -294,45 +297,77 @@ class LocalEngine:
         if self.estimator == "sampled":
             demand_ratio(batch, objective, self.objective_state, self.version, idle)
         needs = objective.needs(batch, self.objective_state, idle)
-        parts = micro.cut(batch, self.micro_tokens)
+        parts = self._cut(batch, any("batch_local" in w.term.laws for w in objective.live()))
         if len(parts) > 1 and not objective.additive:
-            _refuse_batch_local(objective, len(parts))
+            passes.refuse_batch_local(objective, len(parts))
             fields = self.scalars(batch, needs)
-            leaves = _leaves(fields)
+            leaves = passes.leaves(fields)
             result = objective.evaluate(batch, leaves, self.objective_state)
-            self._backward(batch, _derivatives(result.loss, leaves), parts)
-            return _pass(float(result.loss.detach()), result.values, idle, "two passes", batch, parts)
+            self._backward(batch, passes.derivatives(result.loss, leaves), parts)
+            return self._pass(float(result.loss.detach()), result.values, idle, "two passes", batch, parts)
         counts = objective.counts(batch)
         found: list[Mapping[str, Value]] = []
         loss = 0.0
         for part in parts:
-            fields = self.parameter_fields(needs) | self._fields(part.batch, _token_needs(needs))
-            leaves = _leaves(fields)
+            fields = self.parameter_fields(needs) | self._fields(part, passes.token_needs(needs))
+            leaves = passes.leaves(fields)
             result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
-            _propagate(fields, _derivatives(result.loss, leaves))
+            passes.propagate(fields, passes.derivatives(result.loss, leaves))
             loss += float(result.loss.detach())
             found.append(result.values)
-        return _pass(loss, _merge(found), idle, "one pass", batch, parts)
+        return self._pass(loss, passes.merge(found), idle, "one pass", batch, parts)
 
     def _backward(self, batch: Batch, weights: Mapping[Need, Tensor], parts: Sequence[micro.Micro]) -> None:
         total = batch.active.shape[0]
-        token_needs = _token_needs(list(weights))
+        token_needs = passes.token_needs(list(weights))
         for part in parts if token_needs else ():
-            fields = self._fields(part.batch, token_needs)
-            wholes = {need: Field(weights[need], _coverage(batch, need)) for need in token_needs}
+            fields = self._fields(part, token_needs)
+            wholes = {need: Field(weights[need], passes.coverage(batch, need)) for need in token_needs}
             own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
-            _propagate(fields, own)
-        _propagate(self.parameter_fields(list(weights)), weights)
+            passes.propagate(fields, own)
+        passes.propagate(self.parameter_fields(list(weights)), weights)
 
-    def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
-        states = self.policy.hidden(batch.inputs)
-        return states[batch.row, batch.position]
+    def _hidden(self, part: micro.Micro) -> Float[Tensor, "n d"]:
+        return part.hidden(self.policy)
 
-    def _fields(self, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
+    def _fields(self, part: micro.Micro, needs: Sequence[Need]) -> dict[Need, Field]:
         if not needs:
             return {}
         found = vocabulary_scalars if self.estimator == "exact" else sampled_fields
-        return dict(found(self._hidden(batch), self.policy.head, batch, needs))
+        return dict(found(self._hidden(part), self.policy.head, part.batch, needs))
+
+    def _pass(
+        self,
+        loss: float,
+        values: Mapping[str, Value],
+        idle: Mapping[str, str],
+        ran: str,
+        batch: Batch,
+        parts: Sequence[micro.Micro],
+    ) -> Pass:
+        why = f" ({self.packing})" if isinstance(self.packing, str) else ""
+        layout = f"padded{why}" if any(p.layout is None for p in parts) else "packed"
+        computed, padding = sum(p.computed for p in parts), sum(p.padding for p in parts)
+        return Pass(loss, values, idle, ran, len(parts), batch.active.shape[0], computed, padding, layout)
+
+    # --- micro-batches ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def packing(self) -> Packer | str:
+        """What packs the rows, or the reason why they are padded."""
+        if self.pack is False:
+            return "pack is false"
+        if self.pack is None and self.policy.device.type == "cpu" and self.policy.dtype.itemsize == 2:
+            return "16 bits on a CPU; pack=true packs them"
+        return why_not(self.policy) or Packer(self.policy)
+
+    def _cut(self, batch: Batch, same_rows: bool = False) -> list[micro.Micro]:
+        """``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows."""
+        packer, padded = self.packing, micro.cut(batch, self.micro_tokens)
+        if isinstance(packer, str):
+            return padded
+        packed = micro.cut_packed(batch, self.micro_tokens, packer, same_rows=same_rows)
+        return packed if self.pack or micro.saves(packed, padded, packer) else padded
 
     def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
         """Scalars of the adapter, which depend on no batch, with their graph."""
@@ -382,69 +417,3 @@ class LocalEngine:
                 )
         self.version = int(meta["version"])
         self.objective_state = meta["objective_state"]
-
-
-def _refuse_batch_local(objective: Objective, parts: int) -> None:
-    """Raise if a term divides by each micro-batch's own counts: it has no value on the whole batch at once."""
-    for weighted in objective.live():
-        if "batch_local" in weighted.term.laws:
-            whole = next(w.term.label for w in objective.live() if not w.term.additive)
-            raise ObjectiveError(
-                f"{weighted.term.label}: divides by the tokens of each micro-batch, but {whole} needs the whole batch "
-                f"at once, and this batch is cut into {parts}. Raise micro_tokens until it is one part, or use dapo."
-            )
-
-
-def _pass(
-    loss: float,
-    values: Mapping[str, Value],
-    idle: Mapping[str, str],
-    passes: str,
-    batch: Batch,
-    parts: Sequence[micro.Micro],
-) -> Pass:
-    padded = sum(p.padded_tokens for p in parts)
-    return Pass(loss, values, idle, passes, len(parts), batch.active.shape[0], padded)
-
-
-def _token_needs(needs: Sequence[Need]) -> list[Need]:
-    return [n for n in needs if not isinstance(n, SpectralNorm)]
-
-
-def _coverage(batch: Batch, need: Need) -> Tensor | None:
-    return batch.teacher.at if getattr(need, "source", None) == "teacher" and batch.teacher is not None else None
-
-
-def _leaves(fields: Mapping[Need, Field]) -> dict[Need, Field]:
-    return {
-        n: replace(f, values=f.values.detach().requires_grad_(f.values.is_floating_point())) for n, f in fields.items()
-    }
-
-
-def _derivatives(loss: Tensor, leaves: Mapping[Need, Field]) -> dict[Need, Tensor]:
-    """∂loss/∂scalar for every scalar that the loss depends on."""
-    if not loss.requires_grad:
-        return {}
-    with torch.enable_grad():
-        grads = torch.autograd.grad(loss, [f.values for f in leaves.values()], allow_unused=True)
-    return {need: g for need, g in zip(leaves, grads, strict=True) if g is not None}
-
-
-def _propagate(fields: Mapping[Need, Field], weights: Mapping[Need, Tensor]) -> None:
-    pairs = [(f.values, weights[n]) for n, f in fields.items() if n in weights and f.values.requires_grad]
-    if pairs:
-        torch.autograd.backward([v for v, _ in pairs], [w.to(v.dtype) for v, w in pairs])
-
-
-def _merge(found: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    whole: dict[str, Value] = {}
-    for values in found:
-        for label, value in values.items():
-            if label not in whole:
-                whole[label] = value
-                continue
-            first = whole[label]
-            ran = first.ran if first.ran == value.ran else f"{first.ran} | {value.ran}"
-            loss = first.loss.detach() + value.loss.detach()
-            whole[label] = replace(first, loss=loss, ran=ran, metrics=metrics.merge([first.metrics, value.metrics]))
-    return whole

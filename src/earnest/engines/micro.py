@@ -1,7 +1,7 @@
 """Cut a batch into micro-batches of rows, and join their per-token values.
 
-Rows of similar length go together, so that there is little padding. Micro-batches may have different sizes; the result
-does not depend on them, because the objectives divide by the whole batch's counts.
+Packed rows with common beginnings go together, or padded rows of similar length. Micro-batches may have different
+sizes; the result does not depend on them, because the objectives divide by the whole batch's counts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from earnest.engines.packing import WORTH, Packed, Packer
+from earnest.models.policy import Policy
 from earnest.objectives.metrics import merge
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Field
@@ -21,21 +23,37 @@ from earnest.signals.batch import Batch
 
 @dataclass(frozen=True, eq=False)
 class Micro:
-    """Some rows of a batch, and the places of their active tokens among the whole batch's."""
+    """Some rows of a batch, and the places of their active tokens among the whole batch's.
+
+    ``layout`` is how the model computes them; None: as they are, padded to the longest.
+    """
 
     batch: Batch
     token: Int[Tensor, " n"]
+    layout: Packed | None = None
+
+    def hidden(self, policy: Policy) -> Float[Tensor, "n d"]:
+        """The last hidden states at the active tokens of these rows."""
+        if self.layout is not None:
+            return self.layout.hidden(policy)
+        return policy.hidden(self.batch.inputs)[self.batch.row, self.batch.position]
 
     @property
-    def padded_tokens(self) -> int:
-        return self.batch.inputs.shape[0] * self.batch.inputs.shape[1]
+    def computed(self) -> int:
+        """The positions that go through the model."""
+        return self.batch.inputs.numel() if self.layout is None else self.layout.computed
+
+    @property
+    def padding(self) -> int:
+        """The computed positions that are no token of a row."""
+        return self.computed - sum(self.batch.lengths) if self.layout is None else self.layout.padding
 
 
 def cut(batch: Batch, max_tokens: int) -> list[Micro]:
     """Micro-batches of at most ``max_tokens`` padded tokens each (at least one row)."""
     lengths = batch.lengths
     if len(lengths) * max(lengths) <= max_tokens:
-        return [Micro(batch, torch.arange(batch.active.shape[0], device=batch.device))]
+        return [_whole(batch)]
     order = sorted(range(len(lengths)), key=lambda r: (-lengths[r], r))
     parts: list[list[int]] = []
     for row in order:
@@ -45,6 +63,40 @@ def cut(batch: Batch, max_tokens: int) -> list[Micro]:
         else:
             parts.append([row])
     return [_part(batch, sorted(rows)) for rows in parts if any(batch.sizes[r] for r in rows)]
+
+
+def cut_packed(batch: Batch, max_tokens: int, packer: Packer, *, same_rows: bool = False) -> list[Micro]:
+    """Micro-batches of at most ``max_tokens`` packed tokens each (at least one row).
+
+    ``same_rows``: the rows of each are those of ``cut``, for terms that divide by the tokens of their micro-batch.
+    """
+    if same_rows:
+        parts = cut(batch, max_tokens)
+    else:
+        rows: list[int] = []
+        parts, size = [], 0
+        trees = packer.trees(batch, max_tokens)
+        if sum(t.size for t in trees) <= max_tokens:
+            parts = [_whole(batch)]
+        else:
+            for tree in trees:
+                if rows and size + tree.size > max_tokens:
+                    parts.append(_part(batch, sorted(rows)))
+                    rows, size = [], 0
+                rows, size = [*rows, *tree.rows], size + tree.size
+            parts.append(_part(batch, sorted(rows)))
+    return [replace(p, layout=packer.pack(p.batch, max_tokens)) for p in parts]
+
+
+def saves(packed: Sequence[Micro], padded: Sequence[Micro], packer: Packer) -> bool:
+    """Whether packing is worth it: clearly cheaper than padding."""
+    shapes = [b.inputs.shape for p in packed if p.layout is not None for b in p.layout.blocks]
+    cost = sum(packer.cost(*shape) for shape in shapes)
+    return cost <= WORTH * sum(packer.cost(*p.batch.inputs.shape) for p in padded)
+
+
+def _whole(batch: Batch) -> Micro:
+    return Micro(batch, torch.arange(batch.active.shape[0], device=batch.device))
 
 
 def _part(batch: Batch, rows: Sequence[int]) -> Micro:

@@ -49,6 +49,8 @@ class StepReport:
     """The loss, each term's report, the update, and the passes over the batch that ran.
 
     ``skipped`` terms have weight 0; ``idle`` are live terms without any token in this batch, each with the reason.
+    ``computed_tokens`` are the positions that went through the model, ``padded_tokens`` those of them that are
+    padding; ``layout`` is "packed", or "padded" with the reason.
     """
 
     loss: float
@@ -59,7 +61,9 @@ class StepReport:
     passes: str
     micro_batches: int
     tokens: int
+    computed_tokens: int
     padded_tokens: int
+    layout: str
 
     @property
     def learned_nothing(self) -> str | None:
@@ -95,7 +99,9 @@ class Pass:
     passes: str
     micro_batches: int
     tokens: int
+    computed_tokens: int
     padded_tokens: int
+    layout: str
 
 
 def report_of(
@@ -120,5 +126,5 @@ def report_of(
         state[label] = term.advance(state[label], worth, numbers)
     return StepReport(
         done.loss, terms, objective.skipped, done.idle, update, done.passes, done.micro_batches, done.tokens,
-        done.padded_tokens,
+        done.computed_tokens, done.padded_tokens, done.layout,
     )  # fmt: skip

@@ -130,6 +130,8 @@ class StepRecord(Record):
     update_norm: Number = None
     lr: Number = None
     passes: str | None = None
+    layout: str | None = None
+    """"packed", or "padded" with the reason."""
     micro_batches: NonNegativeInt | None = None
     metrics: Numbers = {}
     seconds: Numbers = {}

@@ -56,7 +56,11 @@ def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: 
         }
         for label, term in report.terms.items()
     }
-    more = {"clip_factor": report.update.clip_factor}
+    more: dict[str, float] = {
+        "clip_factor": report.update.clip_factor,
+        "computed_tokens": report.computed_tokens,
+        "padded_tokens": report.padded_tokens,
+    }
     more |= {f"guard/{k}": v for k, v in report.update.guard.items()}
     more |= {f"outer/{k}": v for k, v in report.update.outer.items()}
     return line | {
@@ -69,6 +73,7 @@ def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: 
         "update_norm": report.update.update_norm,
         "lr": lr,
         "passes": report.passes,
+        "layout": report.layout,
         "micro_batches": report.micro_batches,
         "tokens": report.tokens,
         "metrics": line["metrics"] | more,

@@ -151,6 +151,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         max_grad_norm=config.optimizer.max_grad_norm,
         micro_tokens=config.micro_tokens,
         estimator=config.engine.estimator,
+        pack=config.engine.pack,
     )
     samplers = None if task is None else samplers_of(config, task, engine, say)
     return Setup(config, config.model, task, engine, objective, teacher, data, samplers, config.chat_template)

@@ -24,6 +24,7 @@ from torch import Tensor
 from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.disk import clean
 from earnest.engines import LocalEngine
+from earnest.engines.micro import Micro
 from earnest.errors import EarnestError
 from earnest.models import SampleSpec
 from earnest.objectives import Objective
@@ -54,9 +55,9 @@ class YieldingEngine(LocalEngine):
 
     yield_turn: Callable[[], None]
 
-    def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
+    def _hidden(self, part: Micro) -> Float[Tensor, "N d"]:
         self.yield_turn()
-        return super()._hidden(batch)
+        return super()._hidden(part)
 
 
 class Learner:

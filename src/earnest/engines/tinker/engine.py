@@ -226,7 +226,7 @@ class TinkerEngine:
         (result,) = seen
         passes = f"forward_backward_custom, {columns.targets.shape[1]} targets per position"
         worth, tokens = float(result.loss.detach()), batch.active.shape[0]
-        done = Pass(worth, result.values, idle, passes, 1, tokens, sum(batch.lengths))
+        done = Pass(worth, result.values, idle, passes, 1, tokens, sum(batch.lengths), 0, "by the service")
         self.tokens += tokens
         return report_of(objective, done, self.update(), self.objective_state)
 
