@@ -96,6 +96,8 @@ class Layer:
             if self.kind == "opaque":
                 return self._probe()
             weight: Any = self.module.weight if self.stash is None else self.stash[0]
+            if hasattr(weight, "full_tensor"):  # in shards: every rank asks for it at the same time
+                weight = weight.full_tensor()
             w = weight.detach().float()
             return w if self.kind == "linear" else w.t().contiguous()
 

@@ -11,7 +11,8 @@ micro-batch are laid out: packed (``engines.packing``) or padded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,15 +26,17 @@ from earnest.engines import checkpoint, micro, passes, scoring
 from earnest.engines.base import Guard, Outer
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
+from earnest.engines.mesh import Mesh
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
 from earnest.engines.packing import Packer, why_not
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
+from earnest.engines.sharding import free, shard, whole
 from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import CheckpointError, ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
-from earnest.models.sampling import SampleSpec, evaluating, sample
+from earnest.models.sampling import Completion, SampleSpec, evaluating, sample
 from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import LogProb, Need, SpectralNorm
 from earnest.objectives.view import Field, Scalars
@@ -55,7 +58,8 @@ class LocalEngine:
     ``pack``: True packs rows, False pads them; None packs them where it is exact and clearly cheaper, and not in 16
     bits on a CPU, where other shapes of the same products round visibly. ``guard`` checks each update after the
     optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine without
-    logits estimates them (``engines.estimator``).
+    logits estimates them (``engines.estimator``). ``mesh``: the processes that train together; each calls every method
+    with the same arguments, and gets the same results.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class LocalEngine:
         micro_tokens: int = 8192,
         estimator: Literal["exact", "sampled"] = "exact",
         pack: bool | None = None,
+        mesh: Mesh | None = None,
+        offload: bool = False,
     ) -> None:
         if estimator not in ("exact", "sampled"):
             raise ConfigError(f"estimator is {estimator!r}; give 'exact' or 'sampled'.")
@@ -96,6 +102,9 @@ class LocalEngine:
             split_rates(self.optimizer, faster, ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
+        self.mesh = mesh or Mesh()
+        if self.mesh.shard > 1:
+            shard(policy, adapter, self.mesh, offload=offload)
         self.version = 0
         self.tokens = 0
         self.planned: float | None = None  # the next update's rate as a share of lr; None: by the version
@@ -126,7 +135,7 @@ class LocalEngine:
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
         with self._for_sampling(len(prompts) * n * spec.max_new_tokens):
-            completions = sample(self.policy, prompts, n, spec)
+            completions = self._completions(prompts, n, spec)
         return [
             Rollout(
                 c.prompt_index,
@@ -149,13 +158,28 @@ class LocalEngine:
         with self._for_sampling(tokens), evaluating(self.policy):
             yield SlotSampler(self.policy, spec, max_rows=max_rows)
 
-    def _for_sampling(self, tokens: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def _for_sampling(self, tokens: int) -> Iterator[None]:
         """Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
         policy than the one that is trained, and a quantised layer has no dense weight: there the adapter stays beside
-        its layer, as it does where too few tokens are sampled to pay for the merge."""
+        its layer, as it does where too few tokens are sampled to pay for the merge. A sharded base is gathered."""
+        if self.mesh.shard > 1:
+            with whole(self.policy.model):
+                yield
+            return
         merge = self.policy.dtype == torch.float32 and self.adapter.mergeable and self.adapter.merging_pays(tokens)
-        merged: AbstractContextManager[object] = self.adapter.merged() if merge else nullcontext()
-        return merged
+        with self.adapter.merged() if merge else nullcontext():
+            yield
+
+    def _completions(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Completion]:
+        """Each rank samples some of the prompts; all completions of equal prompts are one rank's."""
+        if self.mesh.size == 1:
+            return sample(self.policy, prompts, n, spec)
+        distinct = {p: i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        mine = [i for i, p in enumerate(prompts) if distinct[tuple(p)] % self.mesh.size == self.mesh.rank]
+        own = sample(self.policy, [prompts[i] for i in mine], n, spec) if mine else []
+        found = self.mesh.gathered([replace(c, prompt_index=mine[c.prompt_index]) for c in own])
+        return sorted((c for own in found for c in own), key=lambda c: (c.prompt_index, c.sample_index))
 
     @torch.no_grad()
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
@@ -166,11 +190,14 @@ class LocalEngine:
             if isinstance(want, LogProbsWanted):
                 need = LogProb(want.temperature)
                 return self.scalars(batch, [need])[need].values
-            hidden = torch.empty(
+            hidden = torch.zeros(
                 batch.active.shape[0], self.policy.head.weight.shape[1], dtype=self.policy.dtype, device=batch.device
             )
             for part in self._cut(batch):
-                hidden[part.token] = self._hidden(part)
+                states = self._hidden(part)
+                if not part.spare:
+                    hidden[part.token] = states
+            self.mesh.sum_(hidden)
             # Still inside the block: the head may have an adapter, too.
             if isinstance(want, HiddenWanted):
                 return Hidden(hidden)
@@ -180,16 +207,20 @@ class LocalEngine:
                 return scoring.at_ids(hidden, self.policy.head, want.ids.to(batch.device))
             return scoring.all_logits(hidden, self.policy.head)
 
-    def _as(self, who: Who) -> AbstractContextManager[object]:
+    @contextmanager
+    def _as(self, who: Who) -> Iterator[None]:
         """Inside the block the model is that policy. Without stacked adapters, base and previous are the same."""
-        if who == "live":
-            return nullcontext()
-        if who == "base":
-            return without_adapters(self.policy)
-        if who == "previous":
-            off: AbstractContextManager[object] = self.adapter.off()
-            return off
-        raise ConfigError(f"policy is {who!r}; score as 'live', 'base' or 'previous'.")
+        if who not in ("live", "base", "previous"):
+            raise ConfigError(f"policy is {who!r}; score as 'live', 'base' or 'previous'.")
+        policies = {"live": nullcontext, "base": lambda: without_adapters(self.policy), "previous": self.adapter.off}
+        with policies[who]():
+            yield
+        self._free()
+
+    def _free(self) -> None:
+        """Free the weights that passes without a backward pass have gathered."""
+        if self.mesh.shard > 1:
+            free(self.policy.model)
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
@@ -200,13 +231,17 @@ class LocalEngine:
         fields = self.parameter_fields(needs)
         if token_needs := passes.token_needs(needs):
             parts = [(part, self._fields(part, token_needs)) for part in self._cut(batch)]
-            fields |= micro.join(parts, batch.active.shape[0])
+            own = [(part.token, found) for part, found in parts if not part.spare]
+            everyone = [piece for pieces in self.mesh.gathered(own) for piece in pieces]
+            fields |= micro.join(everyone, batch.active.shape[0])
+            self._free()
         return fields
 
     def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
         """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` have the layout that ``scalars`` returns."""
         batch = batch.to(self.policy.device)
-        self._backward(batch, weights, self._cut(batch))
+        with self._summed():
+            self._backward(batch, weights, self._cut(batch))
 
     def update(self) -> UpdateReport:
         """Clip, optimizer, guard, outer sync, in this order; clears the gradients and increases the version by 1."""
@@ -234,6 +269,7 @@ class LocalEngine:
             [(p.detach() - b).double().square().sum() for p, b in zip(self.parameters, before, strict=True)]
         )
         self.optimizer.zero_grad(set_to_none=True)
+        self.mesh.require_same("weights", [p.detach() for p in self.parameters])
         self.version += 1
         outer = self.outer.after_update(self) if self.outer else {}
         factor = min(1.0, bound / norm) if norm > 0 else 1.0
@@ -297,25 +333,50 @@ class LocalEngine:
         if self.estimator == "sampled":
             demand_ratio(batch, objective, self.objective_state, self.version, idle)
         needs = objective.needs(batch, self.objective_state, idle)
-        parts = self._cut(batch, any("batch_local" in w.term.laws for w in objective.live()))
-        if len(parts) > 1 and not objective.additive:
-            passes.refuse_batch_local(objective, len(parts))
-            fields = self.scalars(batch, needs)
-            leaves = passes.leaves(fields)
-            result = objective.evaluate(batch, leaves, self.objective_state)
-            self._backward(batch, passes.derivatives(result.loss, leaves), parts)
-            return self._pass(float(result.loss.detach()), result.values, idle, "two passes", batch, parts)
-        counts = objective.counts(batch)
-        found: list[Mapping[str, Value]] = []
-        loss = 0.0
-        for part in parts:
-            fields = self.parameter_fields(needs) | self._fields(part, passes.token_needs(needs))
-            leaves = passes.leaves(fields)
-            result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
-            passes.propagate(fields, passes.derivatives(result.loss, leaves))
-            loss += float(result.loss.detach())
-            found.append(result.values)
-        return self._pass(loss, passes.merge(found), idle, "one pass", batch, parts)
+        local = [w.term.label for w in objective.live() if "batch_local" in w.term.laws]
+        if local and self.mesh.size > 1:
+            raise ObjectiveError(
+                f"{local[0]}: divides by the tokens of each micro-batch, and {self.mesh.size} ranks cut the batch; "
+                "train it in one process, or use dapo."
+            )
+        self.mesh.require_same("batches", [batch.inputs, batch.weight, *batch.tensors()])
+        parts = self._cut(batch, bool(local))
+        with self._summed():
+            if not objective.additive and (len(parts) > 1 or self.mesh.size > 1):
+                passes.refuse_batch_local(objective, len(parts))
+                fields = self.scalars(batch, needs)
+                leaves = passes.leaves(fields)
+                result = objective.evaluate(batch, leaves, self.objective_state)
+                self._backward(batch, passes.derivatives(result.loss, leaves), parts)
+                return self._pass(float(result.loss.detach()), result.values, idle, "two passes", batch, parts)
+            counts = objective.counts(batch)
+            found: list[tuple[float, Mapping[str, Value]]] = []
+            for part in parts:
+                fields = self.parameter_fields(needs) | self._fields(part, passes.token_needs(needs))
+                leaves = passes.leaves(fields)
+                result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
+                weights = {} if part.spare else passes.derivatives(result.loss, leaves)
+                passes.propagate(fields, weights, always=self.mesh.size > 1)
+                if not part.spare:
+                    found.append((float(result.loss.detach()), passes.detached(result.values)))
+        found = [each for own in self.mesh.gathered(found) for each in own]
+        values = passes.merge([values for _, values in found])
+        return self._pass(sum(loss for loss, _ in found), values, idle, "one pass", batch, parts)
+
+    @contextmanager
+    def _summed(self) -> Iterator[None]:
+        """What the block adds to the gradients is summed over the ranks."""
+        if self.mesh.size == 1:
+            yield
+            return
+        held = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        yield
+        self.mesh.sum_gradients(self.parameters)
+        for p, before in zip(self.parameters, held, strict=True):
+            if before is not None:
+                p.grad = before if p.grad is None else before + p.grad
 
     def _backward(self, batch: Batch, weights: Mapping[Need, Tensor], parts: Sequence[micro.Micro]) -> None:
         total = batch.active.shape[0]
@@ -324,8 +385,10 @@ class LocalEngine:
             fields = self._fields(part, token_needs)
             wholes = {need: Field(weights[need], passes.coverage(batch, need)) for need in token_needs}
             own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
-            passes.propagate(fields, own)
-        passes.propagate(self.parameter_fields(list(weights)), weights)
+            passes.propagate(fields, {} if part.spare else own, always=self.mesh.size > 1)
+        found = self.parameter_fields(list(weights))
+        if self.mesh.rank == 0:  # they depend on no rows, and count once
+            passes.propagate(found, weights)
 
     def _hidden(self, part: micro.Micro) -> Float[Tensor, "n d"]:
         return part.hidden(self.policy)
@@ -347,7 +410,8 @@ class LocalEngine:
     ) -> Pass:
         why = f" ({self.packing})" if isinstance(self.packing, str) else ""
         layout = f"padded{why}" if any(p.layout is None for p in parts) else "packed"
-        computed, padding = sum(p.computed for p in parts), sum(p.padding for p in parts)
+        sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
+        computed, padding = (sum(size) for size in zip(*sizes, strict=True))
         return Pass(loss, values, idle, ran, len(parts), batch.active.shape[0], computed, padding, layout)
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
@@ -362,11 +426,31 @@ class LocalEngine:
         return why_not(self.policy) or Packer(self.policy)
 
     def _cut(self, batch: Batch, same_rows: bool = False) -> list[micro.Micro]:
-        """``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows."""
+        """This rank's micro-batches, as many as every other rank's.
+
+        ``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows.
+        """
+        if self.mesh.size == 1:
+            return self._layout(batch, same_rows)
+        trees = [] if isinstance(self.packing, str) else self.packing.trees(batch, self.micro_tokens)
+        rows = self.mesh.deal(*self.mesh.units(batch, [(t.rows, t.size) for t in trees]))
+        parts: list[micro.Micro] = []
+        if rows:
+            places = batch.tokens_of(rows)
+            parts = [replace(p, token=places[p.token]) for p in self._layout(batch.rows(rows), same_rows)]
+        most = max(self.mesh.gathered(len(parts)))
+        if len(parts) < most:
+            first = next(r for r, size in enumerate(batch.sizes) if size)
+            spare = parts[-1] if parts else self._layout(batch.rows([first]), same_rows)[0]
+            parts += [replace(spare, spare=True)] * (most - len(parts))
+        return parts
+
+    def _layout(self, batch: Batch, same_rows: bool) -> list[micro.Micro]:
         packer, padded = self.packing, micro.cut(batch, self.micro_tokens)
         if isinstance(packer, str):
             return padded
-        packed = micro.cut_packed(batch, self.micro_tokens, packer, same_rows=same_rows)
+        one = self.mesh.size > 1  # every rank makes the same number of forward passes
+        packed = micro.cut_packed(batch, self.micro_tokens, packer, same_rows=same_rows, one_block=one)
         return packed if self.pack or micro.saves(packed, padded, packer) else padded
 
     def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
@@ -377,7 +461,9 @@ class LocalEngine:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path | str) -> Path:
-        """Write everything that the next step depends on; the folder is complete or not there."""
+        """Write everything that the next step depends on; the folder is complete or not there. Rank 0 writes it."""
+        if self.mesh.rank != 0:
+            return Path(folder)
         tensors = {f"adapter.{k}": v for k, v in self.adapter.state_dict().items()}
         optimizer_tensors, optimizer_meta = flatten_optimizer(self.optimizer)
         tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors.items()}

@@ -31,6 +31,8 @@ class Micro:
     batch: Batch
     token: Int[Tensor, " n"]
     layout: Packed | None = None
+    spare: bool = False
+    """Computed so that every rank makes as many passes, and left out of every result."""
 
     def hidden(self, policy: Policy) -> Float[Tensor, "n d"]:
         """The last hidden states at the active tokens of these rows."""
@@ -65,10 +67,13 @@ def cut(batch: Batch, max_tokens: int) -> list[Micro]:
     return [_part(batch, sorted(rows)) for rows in parts if any(batch.sizes[r] for r in rows)]
 
 
-def cut_packed(batch: Batch, max_tokens: int, packer: Packer, *, same_rows: bool = False) -> list[Micro]:
+def cut_packed(
+    batch: Batch, max_tokens: int, packer: Packer, *, same_rows: bool = False, one_block: bool = False
+) -> list[Micro]:
     """Micro-batches of at most ``max_tokens`` packed tokens each (at least one row).
 
     ``same_rows``: the rows of each are those of ``cut``, for terms that divide by the tokens of their micro-batch.
+    ``one_block``: each is one forward pass.
     """
     if same_rows:
         parts = cut(batch, max_tokens)
@@ -85,7 +90,7 @@ def cut_packed(batch: Batch, max_tokens: int, packer: Packer, *, same_rows: bool
                     rows, size = [], 0
                 rows, size = [*rows, *tree.rows], size + tree.size
             parts.append(_part(batch, sorted(rows)))
-    return [replace(p, layout=packer.pack(p.batch, max_tokens)) for p in parts]
+    return [replace(p, layout=packer.pack(p.batch, max_tokens, one_block=one_block)) for p in parts]
 
 
 def saves(packed: Sequence[Micro], padded: Sequence[Micro], packer: Packer) -> bool:
@@ -103,11 +108,11 @@ def _part(batch: Batch, rows: Sequence[int]) -> Micro:
     return Micro(batch.rows(rows), batch.tokens_of(rows))
 
 
-def join(parts: Sequence[tuple[Micro, Mapping[Need, Field]]], total: int) -> dict[Need, Field]:
-    """The whole batch's scalars from those of its micro-batches."""
+def join(parts: Sequence[tuple[Int[Tensor, " n"], Mapping[Need, Field]]], total: int) -> dict[Need, Field]:
+    """The whole batch's scalars from those of its micro-batches, each with the places of its tokens."""
     whole: dict[Need, Field] = {}
     for need, first in parts[0][1].items():
-        place = torch.cat([_whole_place(micro, fields[need]) for micro, fields in parts])
+        place = torch.cat([_whole_place(token, fields[need]) for token, fields in parts])
         values = torch.cat([fields[need].values for _, fields in parts])
         order = torch.argsort(place)
         at = None if all(f[need].at is None for _, f in parts) and len(place) == total else place[order]
@@ -123,8 +128,8 @@ def slice_like(
     place = torch.full((total,), -1, dtype=torch.long, device=micro.token.device)
     at = torch.arange(total, device=place.device) if whole.at is None else whole.at
     place[at] = torch.arange(at.shape[0], device=place.device)
-    return weights[need][place[_whole_place(micro, field)]]
+    return weights[need][place[_whole_place(micro.token, field)]]
 
 
-def _whole_place(micro: Micro, field: Field) -> Int[Tensor, " m"]:
-    return micro.token if field.at is None else micro.token[field.at]
+def _whole_place(token: Int[Tensor, " n"], field: Field) -> Int[Tensor, " m"]:
+    return token if field.at is None else token[field.at]

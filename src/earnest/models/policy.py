@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from earnest.models.cache import CacheKind
 
-__all__ = ["HeadSpec", "Policy"]
+__all__ = ["SHARDED", "HeadSpec", "Policy"]
+
+SHARDED = "earnest_sharded_body"
+"""The method of a sharded model that gathers the weights around the body's forward."""
 
 
 @dataclass(eq=False)
@@ -118,7 +121,8 @@ class Policy(Speech):
                 raise UnusableModel(f"{type(self.model).__name__} takes no {name}; leave it out for this architecture.")
         if self.accepts("use_cache"):
             extra["use_cache"] = past is not None
-        return self.body(input_ids=input_ids, **extra)[0]
+        body = getattr(self.model, SHARDED, self.body)
+        return body(input_ids=input_ids, **extra)[0]
 
     @cached_property
     def head(self) -> HeadSpec:

@@ -240,6 +240,11 @@ class Batch:
             raise SignalError(f"expected one value for each of {len(self)} rows, got shape {tuple(values.shape)}.")
         return values[self.row]
 
+    def tensors(self) -> list[Tensor]:
+        """The per-token and per-row signals that are plain tensors."""
+        found = [self.targets, self.advantages, self.behaviour, self.proximal, self.find("reference.logprobs")]
+        return [t for t in found if isinstance(t, Tensor)]
+
     def __len__(self) -> int:
         return self.inputs.shape[0]
 

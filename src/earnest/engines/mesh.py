@@ -1,0 +1,179 @@
+"""The processes that train together, and what they exchange.
+
+Every process (rank) runs the same program on the same batch. The rows are dealt to the ranks by tokens; each rank
+computes the scalars and the backward pass of its own rows. A sum over the ranks then gives every rank the gradient of
+the whole batch, so clipping, optimizer, guard and averages are the same everywhere, bit for bit:
+
+    gradient = Σ_ranks Σ_own rows weight · ∂scalar/∂θ          weight = ∂loss/∂scalar, from the whole batch
+
+The adapter's parameters are whole on every rank; the base is sharded (``engines.sharding``). One process is a mesh
+of 1.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from earnest.errors import ConfigError, EarnestError
+from earnest.signals.batch import Batch
+
+T = TypeVar("T")
+PATIENCE = timedelta(minutes=30)
+"""The longest that a rank waits for another one that is alive: an evaluation, a slow grader."""
+
+
+class Mesh:
+    """This process among ``size`` processes, of which it is number ``rank``. ``shard`` of them hold one base."""
+
+    def __init__(self, rank: int = 0, size: int = 1, shard: int = 1) -> None:
+        self.rank, self.size, self.shard = rank, size, shard
+
+    @classmethod
+    def start(cls, shard: int = 1, replicate: int = 1) -> Mesh:
+        """Join the processes that ``torchrun`` started: ``shard`` × ``replicate`` of them."""
+        wanted, found = shard * replicate, int(os.environ.get("WORLD_SIZE", "1"))
+        if wanted != found:
+            raise ConfigError(
+                f"engine: shard={shard} × replicate={replicate} needs {wanted} processes, and this is one of {found}; "
+                f"start it with: torchrun --nproc-per-node {wanted} -m earnest run …"
+            )
+        if found == 1:
+            return cls()
+        if not dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        mesh = cls(dist.get_rank(), found, shard)
+        mesh._people = mesh.gathered((socket.gethostname(), os.getpid()))
+        return mesh
+
+    _people: Sequence[tuple[str, int]] = ()
+
+    # --- exchange -----------------------------------------------------------------------------------------------------
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[T | None] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]  # every place is filled
+
+    def from_first(self, value: T) -> T:
+        """The value of rank 0."""
+        return self.gathered(value)[0]
+
+    def any(self, value: T | None) -> T | None:
+        """The first rank's value that is not None."""
+        return next((v for v in self.gathered(value) if v is not None), None)
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Each gradient becomes its sum over the ranks; one that no rank has stays None."""
+        if self.size == 1:
+            return
+        has = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [has])
+        dist.all_reduce(flat)
+        *sums, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        for p, total, count in zip(parameters, sums, counts.tolist(), strict=True):
+            p.grad = total.view_as(p).clone() if count else None
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def require_same(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Raise if these tensors differ in any bit between the ranks."""
+        if self.size == 1:
+            return
+        own = [_checksum(t) for t in tensors]
+        if any(other != own for other in self.gathered(own)):
+            raise EarnestError(
+                f"the {what} differ between the {self.size} ranks, so they no longer train the same policy; a grader, "
+                "a data file or a device that gives each rank another result is the usual cause."
+            )
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def deal(self, units: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
+        """This rank's rows: the units of rows, largest first, each to the rank with the fewest tokens."""
+        loads, found = [0] * self.size, []
+        for i in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
+            rank = loads.index(min(loads))
+            loads[rank] += sizes[i]
+            if rank == self.rank:
+                found += units[i]
+        return sorted(found)
+
+    def units(self, batch: Batch, trees: Sequence[tuple[Sequence[int], int]]) -> tuple[list[Sequence[int]], list[int]]:
+        """The rows that stay together, and their tokens: given trees, or single rows where there are too few trees."""
+        if len(trees) >= 2 * self.size:
+            return [rows for rows, _ in trees], [size for _, size in trees]
+        active = [r for r, size in enumerate(batch.sizes) if size]
+        return [[r] for r in active], [batch.lengths[r] for r in active]
+
+    # --- ranks that are gone ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """If an exchange fails inside the block because a rank is gone, the error is one sentence about that rank."""
+        try:
+            yield
+        except EarnestError as error:
+            self._leave_reason(error)
+            raise
+        except RuntimeError as error:
+            if self.size == 1 or not (gone := self._gone(error)):
+                self._leave_reason(error)
+                raise
+            raise EarnestError(gone) from error
+        except BaseException as error:
+            self._leave_reason(error)
+            raise
+
+    def _leave_reason(self, error: BaseException) -> None:
+        if self.size > 1 and (folder := os.environ.get("EARNEST_RANKS")):
+            (Path(folder) / f"rank-{self.rank}.failed").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+
+    def _gone(self, error: RuntimeError) -> str | None:
+        """Which rank ended and why, if one did."""
+        words = ("connection", "peer", "timed out", "timeout", "socket", "nccl", "gloo")
+        if not any(word in str(error).lower() for word in words):
+            return None
+        folder = os.environ.get("EARNEST_RANKS")
+        for rank, (host, pid) in enumerate(self._people):
+            if rank == self.rank:
+                continue
+            note = Path(folder) / f"rank-{rank}.failed" if folder else None
+            if note is not None and note.exists():
+                return f"rank {rank} stopped: {note.read_text(encoding='utf-8').splitlines()[0]}"
+            if host == socket.gethostname() and not _alive(pid):
+                return f"rank {rank} (process {pid}) was killed"
+        return f"a rank no longer answers ({str(error).splitlines()[0]})"
+
+
+def _checksum(tensor: Tensor) -> tuple[int, int]:
+    """The sum of the bytes, and the sum with weights that depend on their places."""
+    bits = tensor.detach().contiguous().flatten().view(torch.uint8).to(torch.int64)
+    weights = torch.arange(len(bits), device=bits.device) % 8191
+    return int(bits.sum()), int((bits * weights).sum())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in ("Z", "X")
