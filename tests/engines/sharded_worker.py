@@ -27,6 +27,7 @@ from earnest.engines import AdamW, AtIdsWanted, HiddenWanted, LocalEngine, Logit
 from earnest.engines import mesh as meshes
 from earnest.engines.mesh import Mesh
 from earnest.engines.sharding import held_bytes
+from earnest.errors import EarnestError
 from earnest.guards import Directions, Erase, Route
 from earnest.models.sampling import SampleSpec
 from earnest.objectives import GRPO
@@ -244,7 +245,7 @@ def ranks_that_differ_are_found() -> None:
     if MESH.rank == 1:
         assert batch.advantages is not None
         batch = batch.with_signals(advantages=batch.advantages + 0.5)  # a grader with another opinion
-    with pytest.raises(en.EarnestError, match="batches differ between the 2 ranks"):
+    with pytest.raises(EarnestError, match="batches differ between the 2 ranks"):
         sharded.step(batch, GRPO())
 
 

@@ -31,8 +31,9 @@ TERMS = examples()
 
 def packing(engine: LocalEngine, balance: float = 10.0**6) -> LocalEngine:
     """The engine, for which attention is so cheap that everything is packed and shared."""
-    assert isinstance(engine.packing, Packer), engine.packing
-    engine.packing.balance = balance
+    packer = engine.layouts.packing
+    assert isinstance(packer, Packer), packer
+    packer.balance = balance
     return engine
 
 
@@ -148,5 +149,5 @@ def test_a_model_that_ignores_the_mask_is_found_by_the_test_on_it(make_engine: M
 
 
 def test_16_bits_on_a_cpu_are_padded_unless_asked_for(make_engine: Make) -> None:
-    assert isinstance(make_engine(dtype=torch.bfloat16).packing, str)
-    assert isinstance(make_engine(dtype=torch.bfloat16, pack=True).packing, Packer)
+    assert isinstance(make_engine(dtype=torch.bfloat16).layouts.packing, str)
+    assert isinstance(make_engine(dtype=torch.bfloat16, pack=True).layouts.packing, Packer)

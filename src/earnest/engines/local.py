@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,19 +21,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.adapters import Adapter, without_adapters
-from earnest.engines import checkpoint, micro, passes, scoring
+from earnest.engines import micro, passes, scoring, state
 from earnest.engines.base import Guard, Outer
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
+from earnest.engines.layouts import Layouts
 from earnest.engines.mesh import Mesh
-from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
-from earnest.engines.packing import Packer, why_not
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.sharding import free, shard, whole
 from earnest.engines.spectral import spectral_norms
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
-from earnest.errors import CheckpointError, ConfigError, NothingToTrain, ObjectiveError
+from earnest.errors import ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
 from earnest.models.sampling import Completion, SampleSpec, evaluating, sample
 from earnest.objectives.base import Objective, Term, Value
@@ -85,7 +83,7 @@ class LocalEngine:
         if micro_tokens < 1:
             raise ConfigError(f"micro_tokens is {micro_tokens}; give at least 1 (one row is always taken).")
         self.policy, self.adapter, self.guard, self.outer = policy, adapter, guard, outer
-        self.max_grad_norm, self.micro_tokens, self.pack = max_grad_norm, micro_tokens, pack
+        self.max_grad_norm, self.micro_tokens = max_grad_norm, micro_tokens
         named = adapter.named_parameters()
         self.names, self.parameters = list(named), list(named.values())
         decayed = {id(p) for p in adapter.decay_parameters()}
@@ -105,6 +103,7 @@ class LocalEngine:
         self.mesh = mesh or Mesh()
         if self.mesh.shard > 1:
             shard(policy, adapter, self.mesh, offload=offload)
+        self.layouts = Layouts(policy, self.mesh, pack)
         self.version = 0
         self.tokens = 0
         self.planned: float | None = None  # the next update's rate as a share of lr; None: by the version
@@ -408,50 +407,14 @@ class LocalEngine:
         batch: Batch,
         parts: Sequence[micro.Micro],
     ) -> Pass:
-        why = f" ({self.packing})" if isinstance(self.packing, str) else ""
+        why = f" ({self.layouts.packing})" if isinstance(self.layouts.packing, str) else ""
         layout = f"padded{why}" if any(p.layout is None for p in parts) else "packed"
         sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
         computed, padding = (sum(size) for size in zip(*sizes, strict=True))
         return Pass(loss, values, idle, ran, len(parts), batch.active.shape[0], computed, padding, layout)
 
-    # --- micro-batches ------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def packing(self) -> Packer | str:
-        """What packs the rows, or the reason why they are padded."""
-        if self.pack is False:
-            return "pack is false"
-        if self.pack is None and self.policy.device.type == "cpu" and self.policy.dtype.itemsize == 2:
-            return "16 bits on a CPU; pack=true packs them"
-        return why_not(self.policy) or Packer(self.policy)
-
     def _cut(self, batch: Batch, same_rows: bool = False) -> list[micro.Micro]:
-        """This rank's micro-batches, as many as every other rank's.
-
-        ``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows.
-        """
-        if self.mesh.size == 1:
-            return self._layout(batch, same_rows)
-        trees = [] if isinstance(self.packing, str) else self.packing.trees(batch, self.micro_tokens)
-        rows = self.mesh.deal(*self.mesh.units(batch, [(t.rows, t.size) for t in trees]))
-        parts: list[micro.Micro] = []
-        if rows:
-            places = batch.tokens_of(rows)
-            parts = [replace(p, token=places[p.token]) for p in self._layout(batch.rows(rows), same_rows)]
-        most = max(self.mesh.gathered(len(parts)))
-        if len(parts) < most:
-            first = next(r for r, size in enumerate(batch.sizes) if size)
-            spare = parts[-1] if parts else self._layout(batch.rows([first]), same_rows)[0]
-            parts += [replace(spare, spare=True)] * (most - len(parts))
-        return parts
-
-    def _layout(self, batch: Batch, same_rows: bool) -> list[micro.Micro]:
-        packer, padded = self.packing, micro.cut(batch, self.micro_tokens)
-        if isinstance(packer, str):
-            return padded
-        one = self.mesh.size > 1  # every rank makes the same number of forward passes
-        packed = micro.cut_packed(batch, self.micro_tokens, packer, same_rows=same_rows, one_block=one)
-        return packed if self.pack or micro.saves(packed, padded, packer) else padded
+        return self.layouts.cut(batch, self.micro_tokens, same_rows=same_rows)
 
     def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
         """Scalars of the adapter, which depend on no batch, with their graph."""
@@ -462,44 +425,8 @@ class LocalEngine:
 
     def save(self, folder: Path | str) -> Path:
         """Write everything that the next step depends on; the folder is complete or not there. Rank 0 writes it."""
-        if self.mesh.rank != 0:
-            return Path(folder)
-        tensors = {f"adapter.{k}": v for k, v in self.adapter.state_dict().items()}
-        optimizer_tensors, optimizer_meta = flatten_optimizer(self.optimizer)
-        tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors.items()}
-        for name, part in (("guard", self.guard), ("outer", self.outer)):
-            tensors |= {f"{name}.{k}": v for k, v in part.state_dict().items()} if part else {}
-        meta = {
-            "version": self.version,
-            "objective_state": self.objective_state,
-            "optimizer": optimizer_meta,
-            "optimizer_spec": repr(self.optimizer_spec),
-            "base": self.policy.fingerprint(),
-        }
-        return checkpoint.write(folder, tensors, meta)
+        return state.save(self, Path(folder))
 
     def load(self, folder: Path | str) -> None:
         """Continue from ``folder``. Raises first if the base model or optimizer differs, or if a tensor is missing."""
-        tensors, meta = checkpoint.read(folder)
-        if meta["base"] != self.policy.fingerprint():
-            raise CheckpointError(f"{folder} was made on another base model than {self.policy.name}; load that one.")
-        if meta["optimizer_spec"] != repr(self.optimizer_spec):
-            made = meta["optimizer_spec"]
-            raise CheckpointError(
-                f"{folder} was made with {made}, this engine has {self.optimizer_spec!r}; use the same."
-            )
-        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "optimizer": {}, "guard": {}, "outer": {}}
-        for key, value in tensors.items():
-            owner, _, name = key.partition(".")
-            parts[owner][name] = value
-        self.adapter.load_state_dict(parts["adapter"])
-        restore_optimizer(self.optimizer, parts["optimizer"], meta["optimizer"])
-        for name, part in (("guard", self.guard), ("outer", self.outer)):
-            if part:
-                part.load_state_dict(parts[name])
-            elif parts[name]:
-                raise CheckpointError(
-                    f"{folder} has the state of a {name}, but this engine has none; give it the same {name}."
-                )
-        self.version = int(meta["version"])
-        self.objective_state = meta["objective_state"]
+        state.load(self, Path(folder))

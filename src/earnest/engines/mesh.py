@@ -109,7 +109,8 @@ class Mesh:
 
     def deal(self, units: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
         """This rank's rows: the units of rows, largest first, each to the rank with the fewest tokens."""
-        loads, found = [0] * self.size, []
+        loads = [0] * self.size
+        found: list[int] = []
         for i in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
             rank = loads.index(min(loads))
             loads[rank] += sizes[i]
@@ -131,14 +132,11 @@ class Mesh:
         """If an exchange fails inside the block because a rank is gone, the error is one sentence about that rank."""
         try:
             yield
-        except EarnestError as error:
+        except RuntimeError as error:
+            if self.size > 1 and (gone := self._gone(error)):
+                raise EarnestError(gone) from error
             self._leave_reason(error)
             raise
-        except RuntimeError as error:
-            if self.size == 1 or not (gone := self._gone(error)):
-                self._leave_reason(error)
-                raise
-            raise EarnestError(gone) from error
         except BaseException as error:
             self._leave_reason(error)
             raise

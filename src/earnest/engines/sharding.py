@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from earnest.engines.mesh import Mesh
@@ -50,7 +49,8 @@ def blocks_of(body: nn.Module) -> list[nn.Module]:
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise ConfigError(f"engine.shard: {type(body).__name__} has no list of layers; set engine.shard=1.")
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+    sizes = [sum(p.numel() for p in m.parameters()) for m in lists]
+    return list(lists[sizes.index(max(sizes))])
 
 
 def _parts(model: nn.Module) -> list[Any]:
@@ -84,8 +84,3 @@ def free(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has gathered."""
     for part in _parts(model):
         part.reshard()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered if it is in shards; then every rank has to call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
