@@ -49,4 +49,5 @@ def every_signal(engine: LocalEngine, seed: int = 0) -> Batch:
         proximal=near(),
         reference=Reference(near(), close_to(torch.arange(N))),
         teacher=Teacher(close_to(at), at, "live"),
+        kl_baseline=torch.full((len(batch),), 0.4),
     )

@@ -108,7 +108,7 @@ def _part(batch: Batch, rows: Sequence[int]) -> Micro:
     return Micro(batch.rows(rows), batch.tokens_of(rows))
 
 
-def join(parts: Sequence[tuple[Int[Tensor, " n"], Mapping[Need, Field]]], total: int) -> dict[Need, Field]:
+def join(parts: Sequence[tuple[Tensor, Mapping[Need, Field]]], total: int) -> dict[Need, Field]:
     """The whole batch's scalars from those of its micro-batches, each with the places of its tokens."""
     whole: dict[Need, Field] = {}
     for need, first in parts[0][1].items():

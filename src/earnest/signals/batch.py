@@ -241,8 +241,8 @@ class Batch:
         return values[self.row]
 
     def tensors(self) -> list[Tensor]:
-        """The per-token and per-row signals that are plain tensors."""
-        found = [self.targets, self.advantages, self.behaviour, self.proximal, self.find("reference.logprobs")]
+        """The targets, and the signals that are plain tensors."""
+        found = [self.targets, *(self.find(signal) for signal in CHECKED)]
         return [t for t in found if isinstance(t, Tensor)]
 
     def __len__(self) -> int:
