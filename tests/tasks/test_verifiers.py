@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from earnest.tasks import Task, TaskError, UnknownTask, get_task
+from earnest.tasks import Environment, Prompt, Task, TaskError, UnknownTask, get_task
+from earnest.tasks.environment import Message
+from earnest.tasks.playing import play
 
 HEAD = """
 import verifiers.v1 as vf
@@ -22,7 +25,7 @@ class Set(vf.Taskset[One]):
         for i in range(40):
             yield One(Data(prompt=f"What is {i} + 1?", system_prompt="Be brief.", answer=str(i + 1)))
 
-__all__ = ["Set"]
+__all__ = ["Set", *(name for name in ("Counting",) if name in globals())]
 """
 GOOD = """
 class One(vf.Task[Data]):
@@ -121,3 +124,143 @@ def test_a_package_that_is_not_an_environment_is_refused(tmp_path: Path, monkeyp
     (tmp_path / "just_a_module.py").write_text("x = 1\n")
     with pytest.raises(UnknownTask, match="'just_a_module' is not an environment of verifiers: "):
         get_task("verifiers/just_a_module")
+
+
+# --- several turns ----------------------------------------------------------------------------------------------------
+
+TOOLED = """
+class Count(vf.State):
+    asked: int = 0
+
+class Shop(vf.Toolset[vf.ToolsetConfig, Count]):
+    TOOL_PREFIX = None
+
+    async def setup_task(self, task) -> None:
+        self.prices = {"lamp": int(task.data.answer)}
+
+    @vf.tool
+    async def price(self, item: str) -> int:
+        \"""The price of an item.\"""
+        self.state.asked += 1
+        return self.prices[item]
+
+class One(vf.Task[Data, Count]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Shop(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def exact(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.metric
+    async def asked(self, trace) -> float:
+        return float(trace.state.asked)
+"""
+TALK = """
+class One(vf.Task[Data]):
+    @vf.stop
+    async def bored(self, trace: vf.Trace) -> bool:
+        return trace.last_reply == "stop"
+
+    @vf.reward
+    async def counted(self, trace) -> float:
+        return sum(m.content == str(i) for i, m in enumerate(trace.assistant_messages, 1)) / 3
+
+class Config(vf.EnvConfig):
+    child: vf.AgentConfig = vf.AgentConfig()
+
+class Counting(vf.Env[Config]):
+    async def run(self, task, agents):
+        async with agents.child.interaction(task) as talk:
+            answer = await talk.turn()
+            for _ in range(2):
+                if answer.terminated:
+                    break
+                answer = await talk.turn(f"And after {answer.last_reply}?")
+"""
+SEAT = "child: vf.AgentConfig = vf.AgentConfig()"
+SEVERAL = TALK.replace(SEAT, f"{SEAT}\n    mother: vf.AgentConfig = vf.AgentConfig()")
+
+
+def _calls(name: str, **arguments: object) -> Message:
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _says(*messages: Message | str):
+    """A policy that gives these messages in turn."""
+
+    def policy(prompt: Prompt, history: tuple[Message, ...]) -> Message:
+        given = messages[sum(m["role"] == "assistant" for m in history)]
+        return {"role": "assistant", "content": given} if isinstance(given, str) else given
+
+    return policy
+
+
+def test_an_environment_with_tools_and_state(package) -> None:
+    package("plus_one_tools", TOOLED)
+    environment: Any = get_task("verifiers/plus-one-tools")
+    assert isinstance(environment, Environment)
+    function = environment.tools[0]["function"]
+    assert (function["name"], function["description"]) == ("price", "The price of an item.")
+    assert function["parameters"]["required"] == ["item"]
+    prompt = environment.prompts("train", 1, 0)[0]
+    right = str(prompt.data["index"] + 1)
+    policy = _says(_calls("price", item="lamp"), _calls("price", item="lamp"), right)
+    messages, grade = asyncio.run(play(environment, prompt, policy))
+    assert [m["role"] for m in messages] == ["system", "user", *["assistant", "tool"] * 2, "assistant"]
+    assert messages[3]["content"] == right
+    assert (grade.reward, grade.correct, grade.extras["asked"]) == (1.0, True, 2.0)
+
+
+def test_wrong_calls_are_observations(package) -> None:
+    package("plus_one_wrong", TOOLED)
+    environment: Any = get_task("verifiers/plus_one_wrong")
+    prompt = environment.prompts("train", 1, 0)[0]
+    broken = {"role": "assistant", "content": "", "tool_call_errors": ["It is no JSON."]}
+    policy = _says(_calls("cost"), _calls("price"), _calls("price", item="chair"), broken, "no")
+    messages, grade = asyncio.run(play(environment, prompt, policy))
+    seen = [m["content"] for m in messages if m["role"] == "tool"]
+    assert seen[0] == "Error: there is no tool 'cost'; the tools are price."
+    assert seen[1].startswith("Error: ") and seen[2].startswith("Error: ") and seen[3] == "It is no JSON."
+    assert grade.reward == 0.0
+
+
+def test_a_user_that_is_code_talks_to_the_policy(package) -> None:
+    package("counting", TALK)
+    environment: Any = get_task("verifiers/counting")
+    prompt = environment.prompts("train", 1, 0)[0]
+    messages, grade = asyncio.run(play(environment, prompt, _says("1", "2", "3")))
+    assert [m["content"] for m in messages[2:]] == ["1", "And after 1?", "2", "And after 2?", "3"]
+    assert grade.reward == 1.0
+    messages, grade = asyncio.run(play(environment, prompt, _says("1", "stop")))
+    assert messages[-1]["content"] == "stop" and grade.reward == pytest.approx(1 / 3)
+    messages, grade = asyncio.run(play(environment, prompt, _says("1", "2", "3"), max_turns=2))
+    assert grade.reward == pytest.approx(2 / 3)  # a conversation that is cut off is graded, too
+
+
+def test_conversations_at_the_same_time_do_not_mix(package) -> None:
+    package("counting_many", TALK)
+    environment: Any = get_task("verifiers/counting_many")
+    prompts = environment.prompts("train", 6, 0)
+
+    async def all_of_them() -> list[float]:
+        talks = [play(environment, p, _says("1", "2", "3" if i % 2 else "no")) for i, p in enumerate(prompts)]
+        return [grade.reward for _, grade in await asyncio.gather(*talks)]
+
+    assert asyncio.run(all_of_them()) == pytest.approx([2 / 3, 1.0] * 3)
+
+
+def test_an_environment_that_raises_ends_its_conversation_only(package) -> None:
+    package("counting_broken", TALK.replace('f"And after {answer.last_reply}?"', 'f"{1 / int(answer.last_reply)}"'))
+    environment: Any = get_task("verifiers/counting_broken")
+    prompt = environment.prompts("train", 1, 0)[0]
+    _, grade = asyncio.run(play(environment, prompt, _says("0")))
+    assert (grade.reward, grade.extras["error"]) == (0.0, "the environment raised")
+
+
+def test_several_agents_are_refused(package) -> None:
+    package("counting_two", SEVERAL)
+    with pytest.raises(TaskError, match="several agents"):
+        get_task("verifiers/counting_two")

@@ -1,9 +1,10 @@
-"""Any single-turn environment of ``verifiers`` as the task ``verifiers/<environment>`` (extra ``earnest[verifiers]``).
+"""Environments of ``verifiers`` as the task ``verifiers/<environment>`` (extra ``earnest[verifiers]``).
 
 The name is that of an installed taskset package, as on verifiers' command line. earnest samples; verifiers' rewards
-grade the finished conversation. Loading refuses what this cannot support, because verifiers would skip it without an
-error: rewards that need a sandbox, tool servers, environments of several agents, a taskset
-without any reward.
+grade the finished conversation. A taskset alone is a task of one turn; one with tools, or with an environment class
+that talks to one agent, is an environment of several turns (``verifiers_environment.py``). Loading refuses what this
+cannot support, because verifiers would skip it without an error: hooks and rewards that need a sandbox, environments of
+several agents, a taskset without any reward.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import asyncio
 import importlib.util
 import inspect
 import itertools
-import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from earnest.errors import MissingExtra
 from earnest.tasks.base import Extra, Grade, Prompt, Split, TaskError, TaskInfo, UnknownTask
 from earnest.tasks.split import choose_distinct, stable_rng
 
+T = TypeVar("T")
 _PREFIX = "verifiers/"
 _MOST = 10_000
 """The largest number of tasks that is read from a taskset, which may be infinite."""
@@ -50,87 +52,90 @@ class Verifiers:
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         space = list(self.tasks.items())
         rng = stable_rng(self.name, split, seed)
-        found = choose_distinct(space, lambda item: f"{self.name}|{item[1].data.prompt_text}", split, count, rng)
+        found = choose_distinct(space, lambda item: f"{self.name}|{_question(item[1].data)}", split, count, rng)
         return [self._prompt(index, task) for index, task in found]
 
     def _prompt(self, index: int, task: Any) -> Prompt:
-        return Prompt(f"{self.name}:{index}", tuple(_messages(task.data)), {"index": index})
+        return Prompt(f"{self.name}:{index}", tuple(messages_of(task.data)), {"index": index})
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
-        import verifiers.v1 as vf
-
         task = self.tasks[int(prompt.data["index"])]
-        seed = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        trace: Any = vf.Trace(task=seed, state=_state(task), agent=vf.AgentInfo(config=vf.AgentConfig()))
+        trace = new_trace(task)
         for message in prompt.messages:
-            _append(trace, dict(message), sampled=False)
-        _append(trace, {"role": "assistant", "content": completion}, sampled=True)
-        _wait(task.score(trace))
-        rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
-        correct = all(reward.score >= 1.0 for reward in rewards.values() if reward.weight > 0)
-        extras: dict[str, Extra] = {name: float(reward.score) for name, reward in rewards.items()}
-        extras.update({name: float(value) for name, value in trace.metrics.items() if value is not None})
-        said = trace.info.get("feedback")
-        named = ", ".join(f"{name} {reward.score:g}" for name, reward in rewards.items())
-        return Grade(float(trace.reward), "" if correct else str(said or f"Not right: {named}."), correct, extras)
+            append(trace, dict(message), sampled=False)
+        append(trace, {"role": "assistant", "content": completion}, sampled=True)
+        run_to_end(task.score(trace))
+        return grade_of(trace)
 
 
-def _state(task: Any) -> Any:
+def grade_of(trace: Any) -> Grade:
+    """The grade of a scored trace: correct where every reward of positive weight is at least 1."""
+    rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+    correct = all(reward.score >= 1.0 for reward in rewards.values() if reward.weight > 0)
+    extras: dict[str, Extra] = {name: float(reward.score) for name, reward in rewards.items()}
+    extras.update({name: float(value) for name, value in trace.metrics.items() if value is not None})
+    said = trace.info.get("feedback")
+    named = ", ".join(f"{name} {reward.score:g}" for name, reward in rewards.items())
+    return Grade(float(trace.reward), "" if correct else str(said or f"Not right: {named}."), correct, extras)
+
+
+def new_trace(task: Any) -> Any:
+    """An empty trace of a task."""
+    import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
-    return state_cls(type(task))()
+    seed = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    return vf.Trace(task=seed, state=state_cls(type(task))(), agent=vf.AgentInfo(config=vf.AgentConfig()))
 
 
-def _append(trace: Any, message: dict[str, Any], *, sampled: bool) -> None:
+def append(trace: Any, message: dict[str, Any], *, sampled: bool) -> None:
+    """Add a message to the end of a trace."""
     import verifiers.v1 as vf
 
     parent = len(trace.nodes) - 1 if trace.nodes else None
     trace.nodes.append(vf.MessageNode.model_validate({"parent": parent, "message": message, "sampled": sampled}))
 
 
-def _messages(data: Any) -> list[dict[str, Any]]:
+def _question(data: Any) -> str:
+    """What makes two tasks the same question: the prompt, or all data where the conversation has no fixed opening."""
+    return str(data.prompt_text if data.prompt is not None else data.model_dump_json(exclude={"idx"}))
+
+
+def messages_of(data: Any) -> list[dict[str, Any]]:
+    """The messages that open a conversation; none where its user opens it."""
     head = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if data.prompt is None:
+        return head
     if isinstance(data.prompt, str):
         return [*head, {"role": "user", "content": data.prompt}]
     return [*head, *(message.model_dump(exclude_none=True) for message in data.prompt)]
 
 
-def _wait(work: Coroutine[Any, Any, None]) -> None:
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end; in another thread if this one already has a running event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(work)
-        return
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
-def _refusal(environment: str, tasks: list[Any], toolsets: list[Any]) -> str | None:
-    """Why earnest cannot run this environment, or None."""
+def _refusal(kind: Any, seats: Sequence[str], task: Any) -> str | None:
+    """Why earnest cannot run this environment, or None. ``kind`` is its class of Env, ``seats`` the names of agents."""
     import verifiers.v1 as vf
-    from verifiers.v1.utils.loaders import environment_class
+    from verifiers.v1.utils.decorators import discover_decorated
 
-    if environment_class(environment) is not vf.SingleAgentEnv:
-        return "it runs agents of its own"
-    if toolsets:
-        return "it needs tool servers"
-    task = tasks[0]
+    if len(seats) != 1:
+        return f"it runs several agents ({', '.join(seats)})"
+    if any(getattr(kind, hook) is not getattr(vf.Env, hook) for hook in ("finalize", "start", "stop")):
+        return "its environment class has hooks around an episode"
     if task.NEEDS_CONTAINER or type(task).setup is not vf.Task.setup or type(task).finalize is not vf.Task.finalize:
         return "it needs a sandbox"
-    if type(task).toolsets(task.config):
-        return "it needs tool servers"
+    if discover_decorated(task, "intercept"):
+        return "it intercepts requests to the model"
+    if kind is vf.SingleAgentEnv and task.data.prompt is None:
+        return "a simulated user opens its conversations"
     rewards = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
     if not rewards:
         return "it has no reward, so every rollout would get 0"
@@ -138,8 +143,6 @@ def _refusal(environment: str, tasks: list[Any], toolsets: list[Any]) -> str | N
         runtime = inspect.signature(reward).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
             return f"its reward {getattr(reward, '__name__', reward)} needs a sandbox"
-    if any(t.data.prompt is None for t in tasks):
-        return "a simulated user opens its conversations"
     return None
 
 
@@ -151,13 +154,21 @@ def _is_there(environment: str) -> bool:
     return module.isidentifier() and (any(p.is_dir() for p in own) or importlib.util.find_spec(module) is not None)
 
 
-def load(environment: str, settings: Mapping[str, Any] | None = None) -> Verifiers:
-    """The task of this installed environment with these settings of its taskset."""
+def load(environment: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """This environment with these settings of its taskset: a ``Verifiers``, or a ``VerifiersEnvironment``."""
     if not installed():
         raise MissingExtra("verifiers", "verifiers", "a task verifiers/<environment>")
     if not _is_there(environment):
         raise UnknownTask(f"verifiers finds no environment {environment!r}: install its package first.")
-    from verifiers.v1.utils.loaders import load_taskset, taskset_class, taskset_config_type
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import (
+        env_config_type,
+        environment_class,
+        load_taskset,
+        taskset_class,
+        taskset_config_type,
+    )
 
     try:
         kind = taskset_class(environment)
@@ -171,12 +182,22 @@ def load(environment: str, settings: Mapping[str, Any] | None = None) -> Verifie
     tasks = list(itertools.islice(taskset, _MOST))
     if not tasks:
         raise TaskError(f"the environment {environment!r} has no tasks; check its settings.")
-    refusal = _refusal(environment, tasks, kind.toolsets(config))
+    driver, env_config = environment_class(environment), env_config_type(environment)(taskset=config)
+    refusal = _refusal(driver, list(agent_config_fields(env_config)), tasks[0])
     if refusal:
         raise TaskError(
             f"the environment {environment!r} cannot be a task of earnest: {refusal}. Run it with verifiers itself."
         )
-    return Verifiers(environment, {task.data.idx: task for task in tasks})
+    single = Verifiers(environment, {task.data.idx: task for task in tasks})
+
+    def toolsets(task: Any) -> list[Any]:
+        return [*kind.toolsets(config), *type(task).toolsets(task.config)]
+
+    if driver is vf.SingleAgentEnv and not toolsets(tasks[0]):
+        return single
+    from earnest.tasks.verifiers_environment import VerifiersEnvironment
+
+    return VerifiersEnvironment(single, driver(env_config).run, toolsets)
 
 
 def infos() -> list[TaskInfo]:
