@@ -120,6 +120,7 @@ class BuiltIn:
 
 
 def is_special(character: str) -> bool:
+    """By Unicode's category; data-juicer's fixed list agrees on ASCII and differs in other scripts."""
     return unicodedata.category(character)[0] not in "LM"  # neither a letter nor a mark on one
 
 
