@@ -31,6 +31,11 @@ class SyncConfig(Strict):
     max_norm: float | None = Field(
         None, gt=0, description="a difference longer than this multiple of the round's median length is scaled to it"
     )
+    signers: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="public keys by replica number: a difference without its signature is left out",
+    )
     nesterov: bool = Field(True, description="look ahead along the outer momentum")
     wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
         None, description="how differences are encoded; none: bf16, and fp32 for local_sgd"
@@ -52,7 +57,7 @@ class SyncConfig(Strict):
         plain_ = SyncConfig.model_construct()
         unread = {
             "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm"),
-            "lighthouse": ("wire", "density", "grace", "max_norm"),
+            "lighthouse": ("wire", "density", "grace", "max_norm", "signers"),
         }
         for why, keys in unread.items():
             if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):

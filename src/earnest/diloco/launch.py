@@ -22,6 +22,7 @@ from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Execut
 from earnest.diloco.globals import Globals
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import SyncSchedule, WeightCopies
+from earnest.diloco.signing import signatures
 from earnest.report.watch import FALLING, RunWatch
 from earnest.runs import environment, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
@@ -163,7 +164,8 @@ class Launcher(TrainingLoop):
     def follow(self, config: RunConfig, executor: Executor, url: str) -> None:
         """Call before ``train``: sets the run's address and reads how many rounds this folder has recorded."""
         self.executor, self.job = executor, job_of(config, url, self.run.path)
-        self.ledger, self.plan = Ledger(Bucket.open(url, writer="launcher")), plan(config)
+        bucket, checks = Bucket.open(url, writer="launcher"), signatures(config.sync.signers)
+        self.ledger, self.plan = Ledger(bucket, signatures=checks), plan(config)
         for number in range(config.replicas):
             self.ledger.reserve(number)  # a worker that joins without a number becomes one more
         self.weights = WeightCopies(self.setup.engine, config.sync.fragments)

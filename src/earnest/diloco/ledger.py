@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from earnest.diloco.errors import RoundStuck
+from earnest.diloco.signing import Signatures
 from earnest.store import Bucket, Damaged, Object
 
 CONFIG = "config.yaml"
@@ -49,6 +50,8 @@ class Ledger:
 
     bucket: Bucket
     parallel: int = PARALLEL
+    signatures: Signatures | None = None
+    """Signs this replica's deltas and checks everybody's, in a run with ``sync.signers``."""
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -78,10 +81,14 @@ class Ledger:
 
     def put_delta(self, k: int, replica: int, attempt: int, payload: bytes, meta: Mapping[str, Any]) -> bool:
         """Write a delta; False where another process with the same replica number was first."""
+        if self.signatures is not None:
+            meta = {**meta, "signature": self.signatures.sign(payload, meta)}
         return self.bucket.create(_delta(k, replica, attempt), "delta", payload, meta)
 
     def delta(self, k: int, replica: int, attempt: int = 0) -> Object | None:
-        return self.bucket.get(_delta(k, replica, attempt))
+        """The delta; ``Damaged`` if its hash or, in a run with signers, its signature is wrong."""
+        found = self.bucket.get(_delta(k, replica, attempt))
+        return found if found is None or self.signatures is None else self.signatures.check(found, replica)
 
     def deltas(self, k: int, whose: Sequence[tuple[int, int]]) -> list[Object | Damaged | None]:
         """The deltas of these (replica, attempt), in this order, read ``parallel`` at a time. For a damaged one

@@ -23,6 +23,7 @@ from earnest.diloco.ledger import CONFIG, Ledger
 from earnest.diloco.lighthouse import LighthouseOuter
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
+from earnest.diloco.signing import signatures
 from earnest.diloco.wire import Wire
 from earnest.disk import clean
 from earnest.errors import CheckpointError
@@ -151,6 +152,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     recipe, config = read_config(ledger)
     ledger.bucket.probe()  # the launcher may reach the store by another route
     own = ledger.claim() if replica is None else replica
+    ledger = replace(ledger, signatures=signatures(config.sync.signers, own))
     setup = build(config, note_on(console))
     setup = replace(setup, config=own_seed(config, own))
     place = folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}"
