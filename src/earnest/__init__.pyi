@@ -8,6 +8,7 @@ from earnest.adapters import Adapter as Adapter
 from earnest.adapters import AntiPaSTO as AntiPaSTO
 from earnest.adapters import DeLoRA as DeLoRA
 from earnest.adapters import DoRA as DoRA
+from earnest.adapters import Full as Full
 from earnest.adapters import LoRA as LoRA
 from earnest.adapters import PiSSA as PiSSA
 from earnest.adapters import VeRA as VeRA

@@ -227,7 +227,7 @@ class RuntimeMutant:
 
 def _no_restore(real: Any) -> Any:
     def unmerge(layer: Any) -> None:
-        weight, _ = layer.stash
+        weight = layer.stash["weight"]
         layer.module.weight = torch.nn.Parameter(weight + 1e-7, requires_grad=False)
         layer.stash = None
 

@@ -15,6 +15,7 @@ from earnest.adapters.variants.antipasto import AntiPaSTO as AntiPaSTO
 from earnest.adapters.variants.delora import DeLoRA as DeLoRA
 from earnest.adapters.variants.dora import DoRA as DoRA
 from earnest.adapters.variants.eva import EVA as EVA
+from earnest.adapters.variants.full import Full as Full
 from earnest.adapters.variants.hra import HRA as HRA
 from earnest.adapters.variants.ia3 import IA3 as IA3
 from earnest.adapters.variants.ia3 import IA3FF as IA3FF

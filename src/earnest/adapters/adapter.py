@@ -37,10 +37,13 @@ class Adapter:
         report: AttachReport,
         targets: tuple[str, ...],
         release: Callable[[], None],
+        mirrors: Sequence[Slot] = (),
     ) -> None:
         self.model, self.variant, self.slots, self.report, self.targets = model, variant, slots, report, targets
         self.name = report.name
         self._gate, self._release = gate, release
+        self.mirrors = tuple(mirrors)  # further modules that hold a parameter of a slot (a tied head)
+        self.tokenizer: Any = None  # the policy's, for a folder that is a model
         self._merged: dict[str, Any] | None = None
         self._fingerprint: dict[str, Any] | None = None
         self.attached = True
@@ -48,6 +51,16 @@ class Adapter:
     def __repr__(self) -> str:
         state = "" if self.attached else ", detached"
         return f"Adapter({self.variant!r}, {len(self.slots)} layers, scale={self.scale:g}{state})"
+
+    @property
+    def adapted(self) -> dict[str, Slot]:
+        """The slots that have the adapter's variant."""
+        return {path: slot for path, slot in self.slots.items() if slot.variant is self.variant}
+
+    @property
+    def saved_modules(self) -> dict[str, Slot]:
+        """The slots of ``modules_to_save``: trained whole, besides the adapter."""
+        return {path: slot for path, slot in self.slots.items() if slot.variant is not self.variant}
 
     # -- parameters ----------------------------------------------------------------------------------------------------
     def named_tensors(self) -> dict[str, Tensor]:
@@ -61,24 +74,29 @@ class Adapter:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named_parameters().values())
 
-    def _named(self, chosen: frozenset[str], inside: bool) -> list[nn.Parameter]:
-        return [p for n, p in self.named_parameters().items() if (n.rsplit(".", 1)[-1] in chosen) == inside]
+    def _declared(self, fact: Callable[[Variant], frozenset[str]]) -> set[str]:
+        """The tensors for which their variant declares a fact."""
+        return {f"{path}.{name}" for path, slot in self.slots.items() for name in fact(slot.variant)}
+
+    def _named(self, fact: Callable[[Variant], frozenset[str]], inside: bool) -> list[nn.Parameter]:
+        chosen = self._declared(fact)
+        return [p for n, p in self.named_parameters().items() if (n in chosen) == inside]
 
     def decay_parameters(self) -> list[nn.Parameter]:
         """Parameters that weight decay pulls toward the base model."""
-        return self._named(self.variant.no_decay(), inside=False)
+        return self._named(lambda v: v.no_decay(), inside=False)
 
     def no_decay_parameters(self) -> list[nn.Parameter]:
         """Parameters on which decay has no meaning (directions)."""
-        return self._named(self.variant.no_decay(), inside=True)
+        return self._named(lambda v: v.no_decay(), inside=True)
 
     def inactive_at_initialization(self) -> set[str]:
         """Names of parameters whose gradient is exactly 0 at step 1, by design."""
-        return {n for n in self.named_parameters() if n.rsplit(".", 1)[-1] in self.variant.inactive()}
+        return self._declared(lambda v: v.inactive()) & set(self.named_parameters())
 
     def faster_parameters(self) -> list[nn.Parameter]:
         """Parameters whose learning rate the optimizer's ``lr_ratio`` multiplies."""
-        return self._named(self.variant.faster(), inside=True)
+        return self._named(lambda v: v.faster(), inside=True)
 
     def dormant_at_birth(self) -> set[str]:
         """Deprecated name of ``inactive_at_initialization``."""
@@ -129,12 +147,23 @@ class Adapter:
         """Whether merge() is possible: every layer has a dense weight of its own, and none is quantised."""
         return all(slot.layer.mergeable for slot in self.slots.values())
 
+    @property
+    def merging_exact(self) -> bool:
+        """Whether the merged policy is the trained one: in fp32, or if all layers replace their parameters.
+
+        In 16 bits the merged weight of a low-rank update is rounded, and the unmerged layer does not round it.
+        """
+        return all(slot.replaces or slot.layer.dtype == torch.float32 for slot in self.slots.values())
+
     def merging_pays(self, tokens: int) -> bool:
         """Whether one merge is less work than ``tokens`` (rows × new tokens) through the unmerged adapter.
 
+        A module that is trained whole forms its weights in every forward, so one merge is never more work.
         At rank r a merge costs Σ m·n·r products and each token costs Σ (m + n)·r, so r cancels: merging is cheaper
         above Σ m·n / Σ (m + n) tokens, which is half the width of a square layer.
         """
+        if any(slot.replaces for slot in self.slots.values()):
+            return True
         layers = [slot.layer for slot in self.slots.values()]
         return tokens * sum(x.m + x.n for x in layers) >= sum(x.m * x.n for x in layers)
 
@@ -142,7 +171,8 @@ class Adapter:
         """Write W', the map that the layer computes now with all its active adapters: in fp32, rounded once.
 
         The base's own tensors are kept, and unmerge() puts the same objects back. Other modules that share a tied
-        weight keep the base's value. Merged layers run only without a gradient.
+        weight keep the base's value, unless the adapter trains the weight itself. Merged layers run only without a
+        gradient.
         """
         self._require_attached()
         if self._merged is not None:
@@ -150,9 +180,10 @@ class Adapter:
         if self._gate.rows is not None:
             raise AdapterError("inside rows() different rows have different weights; merge outside of it")
         done: list[Layer] = []
+        made: dict[int, nn.Parameter] = {}
         try:
-            for slot in self.slots.values():
-                merge_layer(slot.layer)
+            for slot in self._all():
+                merge_layer(slot.layer, made if slot.replaces and self.mirrors else None)
                 done.append(slot.layer)
         except BaseException:
             for layer in done:
@@ -166,7 +197,7 @@ class Adapter:
         if self._merged is None:
             raise AdapterError(f"adapter {self.name!r} is not merged")
         keys, self._merged = self._merged, None
-        for slot in self.slots.values():
+        for slot in self._all():
             unmerge_layer(slot.layer)
         moved = [path for path, slot in self.slots.items() if self._live_key(slot) != keys[path]]
         if moved:
@@ -174,6 +205,9 @@ class Adapter:
                 f"parameters of {moved[0]} changed while merged, so later outputs used stale weights; "
                 "update parameters only while unmerged"
             )
+
+    def _all(self) -> tuple[Slot, ...]:
+        return (*self.slots.values(), *self.mirrors)
 
     @staticmethod
     def _live_key(slot: Slot) -> Any:
@@ -189,9 +223,11 @@ class Adapter:
             self.unmerge()
 
     def merge_report(self) -> dict[str, dict[str, float]]:
-        """Per module: ‖ΔW‖/‖W‖, and the share of ΔW that rounding to the base's dtype loses."""
+        """Per linear module: ‖ΔW‖/‖W‖, and the share of ΔW that rounding to the base's dtype loses."""
         out = {}
         for path, slot in self.slots.items():
+            if slot.layer.kind == "module":
+                continue
             w0 = slot.layer.weight()
             w1, _ = merged_weight(slot.layer)
             delta = float((w1 - w0).norm())
@@ -205,9 +241,11 @@ class Adapter:
             yield path, delta.dense()
 
     def delta_operators(self) -> Iterator[tuple[str, Delta]]:
-        """(module path, ΔW as an operator): matvec, rmatvec, norms. ΔW is not formed if the variant has factors."""
+        """(path of a linear module, ΔW as an operator): matvec, rmatvec, norms. ΔW is not formed if the variant has
+        factors."""
         for path, slot in self.slots.items():
-            yield path, Delta(slot)
+            if slot.layer.kind != "module":
+                yield path, Delta(slot)
 
     # -- state ---------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Tensor]:
@@ -233,10 +271,12 @@ class Adapter:
     def fingerprint(self) -> str:
         """One hash of the variant, its layers and the base weights under it."""
         facts = [self.variant.name, self.variant.settings(), list(self.slots), self.base_fingerprint["sha256"]]
+        facts += [list(self.saved_modules)] if self.saved_modules else []
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def save(self, folder: str | Path, base_model: str | None = None) -> Path:
-        """Write PEFT's files and earnest's exact ones; see `earnest.adapters.files`."""
+        """Write PEFT's files and earnest's exact ones, or the whole model if its weights are trained; see
+        `earnest.adapters.files`."""
         from earnest.adapters.files import save_adapter
 
         return save_adapter(self, Path(folder), base_model)
@@ -252,10 +292,10 @@ class Adapter:
         self._require_attached()
         if self._merged is not None:
             self.unmerge()
-        for slot in self.slots.values():
+        for slot in self._all():
             if slot.layer.stash is not None:
                 raise AdapterError(f"{slot.layer.name} is merged by another adapter; unmerge it first")
-        for slot in self.slots.values():
+        for slot in self._all():
             uninstall(slot)
         self._release()
         self.attached = False

@@ -13,14 +13,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from earnest.adapters.adapter import Adapter
 from earnest.adapters.calibrate import input_moments
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.layer import Layer
+from earnest.adapters.layer import Layer, is_linear_like
 from earnest.adapters.report import AttachReport
 from earnest.adapters.runtime import SLOTS, AdapterGate, Slot, install, layer_of, slots_of, uninstall
 from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears
 from earnest.adapters.variant import Initialization, Variant
+from earnest.adapters.variants.full import Full
 
 # Base parameter -> [requires_grad before the first adapter, adapters that hold it frozen].
 _LEDGER: Any = WeakIdKeyDictionary()
+
+
+WHOLE = Full()
+"""The variant of modules that are trained whole."""
+_ENDS = "'embed_tokens' or 'lm_head'"
 
 
 def model_of(model_or_policy: Any) -> nn.Module:
@@ -39,20 +45,27 @@ def attach(
     calibration: Iterable[Any] | None = None,
     seed: int = 0,
     name: str | None = None,
+    modules_to_save: Sequence[str] | None = None,
 ) -> Adapter:
     """Put ``variant`` on the target layers and freeze the base. The outputs stay bit-exactly those of the base.
 
-    targets       names (a path or its tail), "all-linear" or "re:<regex>"; None: the variant's default
+    targets       names (a path or its tail), "all-linear" or "re:<regex>"; None: the variant's default. For ``Full``
+                  also "all", and a name includes the modules inside it
     layers        block numbers (negative from the end); None: all
     calibration   batches (dicts for the model, or tensors of token ids), for variants that read data
                   at initialization
     seed          of the initial values
     name          of the adapter, unique on its model; None: "default", then "adapter1", …
+    modules_to_save   modules trained with all their parameters besides the adapter, such as "embed_tokens" (PEFT's
+                  name and meaning: a tied weight that is named is no longer tied)
     """
     model = model_of(model_or_policy)
     _check_variant(variant, calibration)
-    chosen = default_targets(model, variant.targets) if targets is None else targets
-    modules, matches = find_targets(model, chosen, layers)
+    among = variant.candidates(model)
+    if targets is None:
+        targets = default_targets(model, variant.targets) if among is None else variant.targets
+    modules, matches = find_targets(model, targets, layers, among)
+    whole = saved_modules(model, modules_to_save or (), modules)
     moments: Mapping[str, Tensor] = {}
     tokens = 0
     if calibration is not None:
@@ -61,7 +74,30 @@ def attach(
         views = _views(model, modules)
         widest = (max(v.m for v in views.values()), max(v.n for v in views.values()))
         tensors = {n: _initial_tensors(variant, v, seed, moments, tokens, widest) for n, v in views.items()}
-    return mount(model, variant, views, tensors, matches, name, tokens)
+        tensors |= {n: {k: torch.zeros(s.shape) for k, s in WHOLE.specs(v).items()} for n, v in whole.items()}
+    adapter = mount(model, variant, views, tensors, matches, name, tokens, whole)
+    adapter.tokenizer = getattr(model_or_policy, "tokenizer", None)
+    return adapter
+
+
+def saved_modules(model: nn.Module, names: Sequence[str], adapted: Iterable[str]) -> dict[str, Layer]:
+    """The modules of ``modules_to_save``, by PEFT's rule: a path or its tail."""
+    found: dict[str, Layer] = {}
+    every = {n: m for n, m in model.named_modules() if n and not _is_slot(n)}
+    for name in names:
+        hits = [n for n in every if n == name or n.endswith("." + name)]
+        if not hits:
+            raise AdapterError(f"modules_to_save: no module of {type(model).__name__} is named {name!r}; give {_ENDS}")
+        for path in hits:
+            if not any(p is not None for p in every[path]._parameters.values()) or list(every[path].children()):
+                raise AdapterError(
+                    f"modules_to_save: {path} holds other modules; name single ones with parameters, such as {_ENDS}"
+                )
+            if path in set(adapted):
+                raise AdapterError(f"modules_to_save: {path} also has the adapter; take it out of one of the two")
+            found[path] = layer_of(path, every[path])
+            WHOLE.check(found[path])
+    return found
 
 
 def _check_variant(variant: Variant, calibration: Iterable[Any] | None) -> None:
@@ -76,6 +112,9 @@ def _check_variant(variant: Variant, calibration: Iterable[Any] | None) -> None:
 def _views(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
     views = {}
     for path, module in modules.items():
+        if not is_linear_like(module):
+            views[path] = layer_of(path, module)
+            continue
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             raise AdapterError(
@@ -121,8 +160,9 @@ def mount(
     matches: tuple[Match, ...],
     name: str | None,
     tokens: int = 0,
+    whole: Mapping[str, Layer] | None = None,
 ) -> Adapter:
-    """Install the tensors; after an error everything is removed again."""
+    """Install the tensors; after an error everything is removed again. ``whole``: modules that are trained whole."""
     taken = {s.adapter_name for m in model.modules() for s in slots_of(m)}
     name = name or next(n for i in range(len(taken) + 1) if (n := f"adapter{i}" if i else "default") not in taken)
     if name in taken:
@@ -133,20 +173,24 @@ def mount(
     slots: dict[str, Slot] = {}
     base = [p for n, p in model.named_parameters() if not _is_slot(n)]
     with torch.inference_mode(False):
-        for path, view in views.items():
-            for key, spec in variant.specs(view).items():
+        kinds = dict.fromkeys(views, variant) | dict.fromkeys(whole or {}, WHOLE)
+        for path, view in {**views, **(whole or {})}.items():
+            _check_company(kinds[path], view)
+            for key, spec in kinds[path].specs(view).items():
                 got = tuple(tensors[path][key].shape)
                 if got != spec.shape:
                     raise AdapterError(f"{path}.{key}: shape {got}, expected {spec.shape}")
-            slots[path] = Slot(variant, view, gate, tensors[path])
-            slots[path].adapter_name = name
+            slots[path] = Slot(kinds[path], view, gate, tensors[path])
+        mirrors = _mirrors(model, slots) if variant.uses("replace") else []
+        for slot in (*slots.values(), *mirrors):
+            slot.adapter_name = name
     report = _report(model, name, variant, slots, matches, tokens, sum(p.numel() for p in base))
     installed: list[Slot] = []
     release = _freeze(base)
     try:
         unhook = _hook_reentrant(model)
         try:
-            for slot in slots.values():
+            for slot in (*slots.values(), *mirrors):
                 install(slot)
                 installed.append(slot)
         except BaseException:
@@ -162,7 +206,33 @@ def mount(
         unhook()
         release()
 
-    return Adapter(model, variant, slots, gate, report, tuple(m.pattern for m in matches), undo)
+    return Adapter(model, variant, slots, gate, report, tuple(m.pattern for m in matches), undo, mirrors)
+
+
+def _check_company(variant: Variant, layer: Layer) -> None:
+    """Refuse a stack whose order would have no meaning: parameters under a map of inputs or outputs."""
+    around = variant.uses("before") or variant.uses("after")
+    for other in slots_of(layer.module):
+        if (variant.uses("replace") and (other.has_before or other.has_after)) or (around and other.replaces):
+            raise AdapterError(
+                f"{layer.name}: {variant.name} cannot be stacked with the adapter {other.adapter_name!r} "
+                f"({other.variant.name}) on one layer; merge that one into the weights first"
+            )
+
+
+def _mirrors(model: nn.Module, slots: Mapping[str, Slot]) -> list[Slot]:
+    """A slot for each further module that holds a replaced parameter (a tied head): it shares the offset."""
+    owner = {id(p): (slot, key) for slot in slots.values() for key, p in slot.layer.own().items()}
+    found = []
+    for path, module in model.named_modules():
+        if path in slots or _is_slot(path):
+            continue
+        held = {k: owner[id(p)] for k, p in module._parameters.items() if p is not None and id(p) in owner}
+        if held:
+            first = next(iter(held.values()))[0]
+            shared = {k: slot.tensors[key] for k, (slot, key) in held.items()}
+            found.append(Slot(first.variant, layer_of(path, module), first.gate, shared, shared=True))
+    return found
 
 
 def _is_slot(name: str) -> bool:

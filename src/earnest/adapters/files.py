@@ -3,7 +3,8 @@
     adapter_config.json, adapter_model.safetensors      PEFT's format (where the variant has one, or is exactly a LoRA)
     earnest_adapter.json, earnest_adapter.safetensors   variant, settings, base fingerprint, exact tensors
 
-`load_adapter` reads either pair. Missing, unexpected and misshapen tensors are errors.
+`load_adapter` reads either pair. Missing, unexpected and misshapen tensors are errors. Full-parameter training is
+saved as a folder of the model's own format (`earnest.adapters.whole`) with earnest_adapter.json.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from earnest.adapters.adapter import Adapter, check_keys
-from earnest.adapters.attach import _views, model_of, mount
+from earnest.adapters.attach import _views, model_of, mount, saved_modules
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.fingerprint import check_fingerprint
+from earnest.adapters.layer import Layer
 from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions
-from earnest.adapters.targets import Match, linears
+from earnest.adapters.targets import Match, linears, owners
 from earnest.adapters.variant import Variant, get_variant
+from earnest.adapters.whole import offsets, read_offsets, weight_files, write_merged
 from earnest.disk import write_tensors
 
 OWN_CONFIG, OWN_MODEL = "earnest_adapter.json", "earnest_adapter.safetensors"
@@ -68,7 +71,7 @@ def shared_tensors(adapter: Adapter) -> dict[str, Tensor]:
     """The variant's shared tensors, each once: a layer holds a top-left corner of the largest."""
     out: dict[str, Tensor] = {}
     for name in sorted(adapter.variant.shared):
-        parts = [slot.tensors[name] for slot in adapter.slots.values()]
+        parts = [slot.tensors[name] for slot in adapter.adapted.values()]
         largest = max(parts, key=lambda t: t.numel())
         for part in parts:
             corner = largest[tuple(slice(0, s) for s in part.shape)]
@@ -84,6 +87,8 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     base_model = base_model or _loaded_from(adapter.model)
+    if adapter.variant.uses("replace"):
+        return _save_model(adapter, folder, base_model)
     shared = shared_tensors(adapter)
     own = {f"shared.{k}": v for k, v in shared.items()}
     own |= {k: v for k, v in adapter.named_tensors().items() if k.rsplit(".", 1)[-1] not in shared}
@@ -94,20 +99,39 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
         write_tensors(folder / MODEL, peft[1], {"format": "pt"})
         write_json(folder / CONFIG, peft[0])
     write_tensors(folder / OWN_MODEL, own, {"format": "pt"})
-    meta = {
-        "format": FORMAT,
-        "variant": adapter.variant.name,
-        "settings": adapter.variant.settings(),
-        "targets": list(adapter.targets),
-        "modules": list(adapter.slots),
-        "scale": adapter.scale,
-        "base": adapter.base_fingerprint,
-        "base_model": base_model,
+    meta = _meta(adapter, base_model) | {
         "tensors_sha256": _sha(folder / OWN_MODEL),
         "peft_sha256": _sha(folder / MODEL) if peft is not None else None,
         "peft": why,
     }
     write_json(folder / OWN_CONFIG, meta)
+    return folder
+
+
+def _meta(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "variant": adapter.variant.name,
+        "settings": adapter.variant.settings(),
+        "targets": list(adapter.targets),
+        "modules": list(adapter.adapted),
+        "modules_to_save": list(adapter.saved_modules),
+        "scale": adapter.scale,
+        "base": adapter.base_fingerprint,
+        "base_model": base_model,
+    }
+
+
+def _save_model(adapter: Adapter, folder: Path, base_model: str | None) -> Path:
+    """The model with its trained weights, at the adapter's current scale."""
+    if adapter.scale == 0.0:
+        raise AdapterError(
+            f"adapter {adapter.name!r} is off (scale 0), and the folder would be the base; set its scale"
+        )
+    (folder / OWN_CONFIG).unlink(missing_ok=True)
+    write_merged(adapter, folder)
+    files = {path.name: _sha(path) for path in weight_files(folder)}
+    write_json(folder / OWN_CONFIG, _meta(adapter, base_model) | {"files_sha256": files})
     return folder
 
 
@@ -161,19 +185,30 @@ def load_adapter(
     somebody else: Python's engine needs exponential time for some expressions.
     """
     model, path = model_of(model_or_policy), adapter_folder(folder)
+    adapter = _load(model, path, check_base, name, expressions)
+    adapter.tokenizer = getattr(model_or_policy, "tokenizer", None)
+    return adapter
+
+
+def _load(model: nn.Module, path: Path, check_base: bool, name: str | None, expressions: bool) -> Adapter:
     if (path / OWN_CONFIG).exists():
         return _load_own(model, path, check_base, name)
     config, tensors = read_json(path / CONFIG), read_tensors(path / MODEL)
     if not expressions:
         refuse_expressions(config)
-    variant, per_module = read_peft(model, config, tensors)
-    return _mount(model, variant, per_module, None, name)
+    names = config.get("modules_to_save") or ()
+    whole = saved_modules(model, names, ())
+    variant, per_module, values = read_peft(model, config, tensors, whole)
+    per_module |= {p: offsets(layer, values[p]) for p, layer in whole.items()}
+    return _mount(model, variant, per_module, None, name, whole)
 
 
 def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) -> Adapter:
     meta = read_json(path / OWN_CONFIG)
     if meta.get("format") != FORMAT:
         raise AdapterError(f"{path / OWN_CONFIG} has format {meta.get('format')!r}; this version reads {FORMAT}")
+    if "files_sha256" in meta:
+        return _load_model(model, path, meta, check_base, name)
     tensors = read_tensors(path / OWN_MODEL)
     if _sha(path / OWN_MODEL) != meta["tensors_sha256"]:
         raise AdapterError(
@@ -192,7 +227,8 @@ def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) 
             f"the model has no linear layer {lost[0]} (and {len(lost) - 1} more missing); is it another model?"
         )
     views = _views(model, {m: known[m] for m in meta["modules"]})
-    want: dict[str, Tensor] = {}
+    whole = saved_modules(model, meta.get("modules_to_save", ()), meta["modules"])
+    want: dict[str, Tensor] = {f"{m}.{k}": p for m, view in whole.items() for k, p in view.own().items()}
     for module, view in views.items():
         for key, spec in variant.specs(view).items():
             if key not in variant.shared:
@@ -202,15 +238,37 @@ def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) 
         raise AdapterError(f"missing: {', '.join(f'shared.{k}' for k in sorted(variant.shared - set(shared)))}")
     check_keys(want, tensors)
     if check_base:
-        check_fingerprint(meta["base"], views)
-    per_module = {}
+        check_fingerprint(meta["base"], views | whole)
+    per_module = {m: {k: tensors[f"{m}.{k}"] for k in view.own()} for m, view in whole.items()}
     for module, view in views.items():
         per_module[module] = {
             key: shared[key][tuple(slice(0, s) for s in spec.shape)] if key in shared else tensors[f"{module}.{key}"]
             for key, spec in variant.specs(view).items()
         }
-    adapter = _mount(model, variant, per_module, meta["targets"], name)
+    adapter = _mount(model, variant, per_module, meta["targets"], name, whole)
     adapter.scale = float(meta.get("scale", 1.0))
+    return adapter
+
+
+def _load_model(model: nn.Module, path: Path, meta: Mapping[str, Any], check_base: bool, name: str | None) -> Adapter:
+    """Full-parameter training: the offsets from the model in memory to the model in the folder."""
+    for file, sha in meta["files_sha256"].items():
+        if not (path / file).is_file() or _sha(path / file) != sha:
+            raise AdapterError(
+                f"{path / file} is not the file that {OWN_CONFIG} was written with; restore it, or load the "
+                "folder as a model: en.load(folder)"
+            )
+    variant, scale = get_variant(meta["variant"], **meta["settings"]), float(meta["scale"])
+    known = owners(model)
+    lost = [m for m in meta["modules"] if m not in known]
+    if lost:
+        raise AdapterError(f"the model has no module {lost[0]} with weights (and {len(lost) - 1} more missing)")
+    views = _views(model, {m: known[m] for m in meta["modules"]})
+    if check_base:
+        check_fingerprint(meta["base"], views)
+    match = Match(" ".join(meta["targets"]), tuple(views))
+    adapter = mount(model, variant, views, read_offsets(model, path, views, scale), (match,), name)
+    adapter.scale = scale
     return adapter
 
 
@@ -220,10 +278,11 @@ def _mount(
     per_module: Mapping[str, Mapping[str, Tensor]],
     targets: list[str] | None,
     name: str | None,
+    whole: Mapping[str, Layer],
 ) -> Adapter:
     known = linears(model)
-    views = _views(model, {m: known[m] for m in per_module})
+    views = _views(model, {m: known[m] for m in per_module if m not in whole})
     for view in views.values():
         variant.check(view)
-    match = Match(" ".join(targets) if targets else "(from the file)", tuple(per_module))
-    return mount(model, variant, views, per_module, (match,), name)
+    match = Match(" ".join(targets) if targets else "(from the file)", tuple(views))
+    return mount(model, variant, views, per_module, (match,), name, whole=whole)

@@ -31,16 +31,16 @@ def _bytes(t: Tensor) -> bytes:
 
 @torch.no_grad()
 def base_fingerprint(layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """{'sha256', 'dtype', 'sketch': {module: [norm, uᵀWv …]}} of the adapted layers' base weights."""
+    """{'sha256', 'dtype', 'sketch': {tensor: [norm, uᵀWv …]}} of the adapted layers' base weights."""
     sha, sketch = hashlib.sha256(), {}
-    for name, layer in sorted(layers.items()):
-        w = layer.weight()
-        stored = w.to(layer.dtype)  # back to the stored dtype: exact
-        sha.update(f"{name} {tuple(w.shape)} {layer.dtype}".encode())
-        sha.update(_bytes(stored))
-        cpu = w.cpu()
-        proj = ((_signs(layer.m, 1) @ cpu) * _signs(layer.n, 2)).sum(1)
-        sketch[name] = [float(cpu.norm()), *(float(p) for p in proj)]
+    for _, layer in sorted(layers.items()):
+        for name, w in layer.facts().items():
+            stored = w.to(layer.dtype)  # back to the stored dtype: exact
+            sha.update(f"{name} {tuple(w.shape)} {layer.dtype}".encode())
+            sha.update(_bytes(stored))
+            cpu = w.cpu()
+            proj = ((_signs(w.shape[0], 1) @ cpu) * _signs(w.shape[1], 2)).sum(1)
+            sketch[name] = [float(cpu.norm()), *(float(p) for p in proj)]
     dtypes = sorted({f"{layer.dtype}/{layer.kind}" for layer in layers.values()})
     return {"sha256": sha.hexdigest(), "dtype": ",".join(dtypes), "sketch": sketch}
 

@@ -1,7 +1,8 @@
-"""One adapted linear map, with the same interface for every kind of module.
+"""One adapted module: a linear map with the same interface for every kind, or the module's own parameters alone.
 
 ``y = x Wᵀ + b`` with W [m, n]: ``nn.Linear``, GPT-2's ``Conv1D`` (stores Wᵀ), and *opaque* linear-like modules
 (quantised weights, other libraries' kernels), of which only the forward is used. Legend: m outputs, n inputs, k rows.
+A ``ModuleLayer`` is any other module, such as an embedding or a norm.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Layer:
         self.name = name
         self.module = module
         self.base_class: type[nn.Module] = type(module)
-        self.stash: tuple[Tensor, Tensor | None] | None = None  # the base's weight and bias while merged
+        self.stash: dict[str, nn.Parameter] | None = None  # the base's own parameters while merged
         self.cache: dict[Any, tuple[Any, Tensor, tuple[Tensor, ...]]] = {}  # derived values, see runtime.cached
         weight: Any = getattr(module, "weight", None)
         if _is_conv1d(module):
@@ -56,10 +57,24 @@ class Layer:
         if rank > (most := min(self.m, self.n)):
             raise AdapterError(f"{variant}: rank {rank} exceeds {self.name}'s {most}; choose rank ≤ {most}.")
 
+    def own(self) -> dict[str, nn.Parameter]:
+        """The base's parameters that the module itself holds, by name; also while it is merged."""
+        held = {**self.module._parameters, **(self.stash or {})}
+        return {name: p for name, p in held.items() if p is not None}
+
+    def _base(self, name: str) -> Any:
+        """The base's weight or bias; for a module that keeps it elsewhere (a buffer, a parametrisation) its value."""
+        found = self.own().get(name)
+        return getattr(self.module, name, None) if found is None else found
+
+    def facts(self) -> dict[str, Tensor]:
+        """The base tensors that identify the layer, by path: the weight [m, n] in fp32."""
+        return {self.name: self.weight()}
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the base computes now: a model may be cast after `attach`."""
-        weight = self.stash[0] if self.stash is not None else getattr(self.module, "weight", None)
+        weight = self._base("weight")
         if not isinstance(weight, Tensor):
             weight = next(iter([*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]), None)
         floats = (t.dtype for t in (weight, self.bias) if t is not None and t.is_floating_point())
@@ -67,9 +82,7 @@ class Layer:
 
     @property
     def bias(self) -> Tensor | None:
-        if self.stash is not None:
-            return self.stash[1]
-        bias = getattr(self.module, "bias", None)
+        bias = self._base("bias")
         return bias if isinstance(bias, Tensor) else None
 
     @property
@@ -87,7 +100,7 @@ class Layer:
         u = u.to(self.dtype)
         if self.kind == "opaque":
             return self._without_bias(u)
-        weight: Any = self.module.weight if self.stash is None else self.stash[0]
+        weight = self._base("weight")
         return F.linear(u, weight) if self.kind == "linear" else u @ weight
 
     def weight(self) -> Float[Tensor, "m n"]:
@@ -95,7 +108,7 @@ class Layer:
         with torch.no_grad():
             if self.kind == "opaque":
                 return self._probe()
-            weight: Any = self.module.weight if self.stash is None else self.stash[0]
+            weight = self._base("weight")
             if hasattr(weight, "full_tensor"):  # in shards: every rank asks for it at the same time
                 weight = weight.full_tensor()
             w = weight.detach().float()
@@ -125,3 +138,33 @@ class Layer:
                 "its weight cannot be read; use a variant that needs no weight: lora, eva, ia3, ia3_ff, road, vera"
             )
         return w
+
+
+class ModuleLayer(Layer):
+    """A module that is not a linear map (an embedding, a norm, experts): only its own parameters are used."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module, self.base_class = name, module, type(module)
+        self.stash, self.cache, self.kind = None, {}, "module"
+        own = list(self.own().values())
+        self.m, self.n = sum(p.numel() for p in own), 1
+        self.device, self._inner = own[0].device, own[0].dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.own().values())).dtype
+
+    @property
+    def mergeable(self) -> bool:
+        return True
+
+    def weight(self) -> Tensor:
+        raise AdapterError(
+            f"{self.name} is a {self.base_class.__name__}, which is not a linear map and has no W [m, n]"
+        )
+
+    def facts(self) -> dict[str, Tensor]:
+        return {
+            f"{self.name}.{key}": p.detach().float().reshape(-1, p.shape[-1] if p.ndim else 1)
+            for key, p in self.own().items()
+        }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
+from earnest.adapters.merging import merged_parameters
 from earnest.adapters.runtime import layer_of
 from earnest.adapters.targets import _head, block_index, linears
 from earnest.adapters.variant import VARIANTS, Variant
@@ -23,7 +24,7 @@ PREFIX = "base_model.model."
 
 # PEFT settings that change the result and that earnest does not support: refused unless empty.
 _UNREAD = (
-    "modules_to_save", "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias",
+    "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias",
     "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
     "trainable_token_indices", "velora_config", "monteclora_config", "kasa_config", "coft",
     "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
@@ -52,9 +53,24 @@ def common_config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
     causal = hasattr(adapter.model, "get_output_embeddings")
     return {
         "base_model_name_or_path": base_model,
-        "target_modules": target_modules(adapter.model, adapter.slots),
+        "target_modules": target_modules(adapter.model, adapter.adapted),
         "task_type": "CAUSAL_LM" if causal else None,
         "inference_mode": True,
+    } | ({"modules_to_save": _tails(adapter.saved_modules)} if adapter.saved_modules else {})
+
+
+def _tails(paths: Mapping[str, Any]) -> list[str]:
+    """The last names of the paths if they differ, else the paths."""
+    tails = sorted({path.rsplit(".", 1)[-1] for path in paths})
+    return tails if len(tails) == len(paths) else sorted(paths)
+
+
+def _saved_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """The modules that are trained whole, as PEFT stores them: their weights in the base's dtype."""
+    return {
+        f"{PREFIX}{path}.{name}": value
+        for path, slot in adapter.saved_modules.items()
+        for name, value in merged_parameters(slot.layer).items()
     }
 
 
@@ -62,7 +78,7 @@ def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
     """(A [k, n], B [m, k]) in fp32 per module, with every scale folded into B; None if the variant is not exactly
     low-rank."""
     out = {}
-    for path, slot in adapter.slots.items():
+    for path, slot in adapter.adapted.items():
         if adapter.variant.portable_rank(slot.layer) is None:
             return None
         with torch.no_grad():
@@ -84,18 +100,19 @@ def peft_files(
     refused = own is not None and own["peft_type"] not in _CONV1D_TYPES and _has_conv1d(adapter)
     if own is not None and adapter.scale == 1.0 and not refused:
         tensors = {f"base_model.{k}": v for k, v in adapter.variant.shared_to_peft(shared).items()}
-        for path, slot in adapter.slots.items():
+        for path, slot in adapter.adapted.items():
             for suffix, value in adapter.variant.to_peft(slot.tensors, slot.layer).items():
                 tensors[f"{PREFIX}{path}.{suffix}"] = value.float()
         if own["peft_type"] == "IA3" and own.pop("feedforward"):
             own["feedforward_modules"] = config["target_modules"]
-        return (config | own, tensors), f"as PEFT's {own['peft_type']}"
+        return (config | own, tensors | _saved_tensors(adapter)), f"as PEFT's {own['peft_type']}"
     factors = lora_factors(adapter)
     if factors is None:
         gated = "" if adapter.scale == 1.0 else f" at scale {adapter.scale:g}"
         gated += " for Conv1D layers (GPT-2)" if refused else ""
         return None, f"{adapter.variant.export_note()}: PEFT has no exact form{gated}; merge it instead"
-    return lora_files(config, factors, max(a.shape[0] for a, _ in factors.values())), "as an exact LoRA"
+    lora = lora_files(config, factors, max(a.shape[0] for a, _ in factors.values()))
+    return (lora[0], lora[1] | _saved_tensors(adapter)), "as an exact LoRA"
 
 
 def lora_files(
@@ -153,6 +170,11 @@ def variant_of(config: Mapping[str, Any]) -> Variant:
                 f"this PEFT adapter uses {key}={config[key]!r}, which is not supported; merge it with PEFT and use the "
                 "merged model, or train it again without"
             )
+    if config.get("modules_to_save") and config.get("ensure_weight_tying"):
+        raise AdapterError(
+            "this PEFT adapter ties its modules_to_save (ensure_weight_tying), which is not supported; merge it with "
+            "PEFT and use the merged model"
+        )
     if config.get("bias", "none") != "none":
         raise AdapterError(
             f"this PEFT adapter trains biases (bias={config['bias']!r}), which is not supported; use bias='none'"
@@ -173,19 +195,23 @@ def variant_of(config: Mapping[str, Any]) -> Variant:
 
 
 def read_peft(
-    model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[Variant, dict[str, dict[str, Tensor]]]:
-    """(variant, tensors per module) from a PEFT checkpoint; strict."""
+    model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor], whole: Mapping[str, Layer]
+) -> tuple[Variant, dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]]]:
+    """(variant, tensors per adapted module, values per module trained ``whole``) from a PEFT checkpoint; strict."""
     variant = variant_of(config)
     suffixes = sorted(variant.peft_suffixes(), key=len, reverse=True)
     groups: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Tensor]] = {path: {} for path in whole}
     unexpected = []
     common = set(variant.shared_to_peft({name: torch.empty(0) for name in variant.shared}))
     for key, value in tensors.items():
         if not bool(torch.isfinite(value).all()):
             raise AdapterError(f"{key} has numbers that are not finite; the file is damaged or its training failed")
         path = key.removeprefix(PREFIX)
+        if key.startswith(PREFIX) and (owner := path.rpartition(".")[0]) in whole:
+            values.setdefault(owner, {})[path.rpartition(".")[2]] = value
+            continue
         suffix = next((s for s in suffixes if path.endswith("." + s)), None)
         if key.startswith(PREFIX) and suffix is not None:
             groups.setdefault(path[: -len(suffix) - 1], {})[suffix] = value
@@ -221,4 +247,4 @@ def read_peft(
         layer: Layer = layer_of(path, known[path])
         given = {k: v.to(layer.device).float() for k, v in groups[path].items()}
         out[path] = variant.from_peft(layer, given, {k: v.to(layer.device).float() for k, v in shared.items()})
-    return variant.as_read(), out
+    return variant.as_read(), out, values

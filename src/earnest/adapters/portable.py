@@ -29,6 +29,11 @@ def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, r
         raise AdapterError(
             f"adapter {adapter.name!r} is off (scale 0), and the export would be the base; set its scale"
         )
+    if adapter.saved_modules:
+        raise AdapterError(
+            f"a plain LoRA holds no modules_to_save ({', '.join(adapter.saved_modules)}), and servers would leave them "
+            "out; serve the merged weights, or save() for PEFT"
+        )
     factors = lora_factors(adapter)
     if factors is None:
         raise AdapterError(

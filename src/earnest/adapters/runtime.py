@@ -3,13 +3,14 @@
 A layer with adapters stays the same object with the same weight; only its class is replaced by a
 subclass with another ``forward`` (so `isinstance`, deepcopy, hooks, checkpointing and torch.compile see a normal
 module). Its slots are child modules: `model.parameters()` includes the adapter's parameters, `model.state_dict()` has
-only the base's.
+only the base's. For a variant that replaces parameters (full-parameter training) the subclass keeps the forward and
+has properties instead: reading `module.weight` gives the weight with the adapter.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Around, Factors, low_rank
-from earnest.adapters.layer import Layer
+from earnest.adapters.layer import Layer, ModuleLayer, is_linear_like
 from earnest.adapters.variant import Spec, Tensors, Variant
 
 SLOTS = "earnest_slots"
@@ -40,11 +41,17 @@ class AdapterGate:
 class Slot(nn.Module):
     """One adapter's tensors on one layer."""
 
-    def __init__(self, variant: Variant, layer: Layer, gate: AdapterGate, tensors: Tensors) -> None:
+    def __init__(
+        self, variant: Variant, layer: Layer, gate: AdapterGate, tensors: Tensors, shared: bool = False
+    ) -> None:
+        """``shared``: the tensors are another slot's parameters, of which this slot holds no copy."""
         super().__init__()
         self.variant, self.layer, self.gate = variant, layer, gate
-        self.specs: dict[str, Spec] = variant.specs(layer)
+        self.specs: dict[str, Spec] = {n: s for n, s in variant.specs(layer).items() if n in tensors}
         for name, spec in self.specs.items():
+            if shared:
+                self.register_parameter(name, tensors[name])  # type: ignore[arg-type]
+                continue
             value = tensors[name].detach().to(layer.device, spec.dtype(layer))
             value = value.clone(memory_format=torch.contiguous_format)  # equal strides: a reload is bit-equal
             if spec.trainable:
@@ -55,6 +62,8 @@ class Slot(nn.Module):
         self.adapter_name = ""
         self.has_before, self.has_after = variant.uses("before"), variant.uses("after")
         self.has_factors = variant.uses("factors")
+        self.replaces = variant.uses("replace")
+        self.average: Mapping[str, Tensor] | None = None  # offsets that replace the trained ones, at any scale
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -89,6 +98,21 @@ class Slot(nn.Module):
         if self.has_factors:
             y = low_rank(y, x, self.factors())
         return self.variant.after(self.tensors, y, self.layer, self.gate.scale) if self.has_after else y
+
+    def acts(self) -> bool:
+        """Whether a parameter that this slot replaces differs from the base's."""
+        if self.gate.rows is not None and self.gate.scale != 0.0:
+            raise AdapterError(
+                f"{self.layer.name}: {self.variant.name} replaces the weights for the whole batch, so rows() cannot "
+                "use it for single rows; run these rows as a batch of their own"
+            )
+        return self.gate.scale != 0.0 or self.average is not None
+
+    def replaced(self, name: str, value: Tensor) -> Tensor:
+        """A parameter of the module (fp32) with this slot's change."""
+        if self.average is not None:
+            return self.variant.replace(self.average, name, value, 1.0)
+        return self.variant.replace(self.tensors, name, value, self.gate.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Slot:
         """`model.to(dtype)` moves the slot to the device and keeps fp32: rounded parameters would lose small
@@ -156,6 +180,17 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return list(holder) if isinstance(holder, nn.ModuleList) else []  # type: ignore[arg-type]
 
 
+def replaced(slots: Sequence[Slot], name: str, base: nn.Parameter) -> Tensor:
+    """A base parameter with the changes of these slots: added in fp32 (or wider, if the base is), rounded once."""
+    live = [s for s in slots if s.replaces and name in s.specs and s.acts()]
+    if not live:
+        return base
+    value: Tensor = base.to(torch.promote_types(base.dtype, torch.float32))
+    for slot in live:
+        value = slot.replaced(name, value)
+    return value.to(base.dtype)
+
+
 def _on_rows(x: Tensor, gate: AdapterGate, layer: Layer) -> Tensor:
     if x.dim() < 3 or x.shape[0] != gate.batch:
         raise AdapterError(
@@ -174,6 +209,7 @@ def run_slots(
     more: Mapping[str, Any] = NOTHING,
 ) -> Tensor:
     """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is not 0."""
+    slots = [s for s in slots if not s.replaces]  # those act where the base reads its parameters
     if len(slots) == 1 and slots[0].gate.rows is None and slots[0].gate.scale != 0.0:  # fast for the usual case
         slot = slots[0]
         return slot.run_after(layer.base(slot.run_before(x) if slot.has_before else x, *rest, **more), x)
@@ -216,13 +252,28 @@ class Adapted:
         return run_slots(layer, list(slots), args[0], args[1:], kwargs)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], bool, tuple[str, ...]], type[nn.Module]] = {}
 
 
-def _adapted_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _CLASSES:
-        _CLASSES[base] = type(f"Adapted{base.__name__}", (Adapted, base), {"__module__": base.__module__})
-    return _CLASSES[base]
+def _parameter(name: str) -> Any:
+    def read(self: nn.Module) -> Tensor:
+        base, holder = self._parameters[name], self._modules[SLOTS]
+        assert base is not None and isinstance(holder, Holder)
+        return base if holder.layer.stash is not None else replaced(slots_of(self), name, base)
+
+    return property(read)
+
+
+def _set_class(layer: Layer, slots: Sequence[Slot]) -> None:
+    """Give the module the subclass that its slots need: another forward, properties for parameters, or both."""
+    names = tuple(sorted({name for s in slots if s.replaces for name in s.specs}))
+    forward = not all(s.replaces for s in slots)
+    key = (layer.base_class, forward, names)
+    if key not in _CLASSES:
+        bases = (Adapted, layer.base_class) if forward else (layer.base_class,)
+        body = {"__module__": layer.base_class.__module__, **{name: _parameter(name) for name in names}}
+        _CLASSES[key] = type(f"Adapted{layer.base_class.__name__}", bases, body)
+    layer.module.__class__ = _CLASSES[key]
 
 
 class Holder(nn.ModuleList):
@@ -236,7 +287,9 @@ class Holder(nn.ModuleList):
 def layer_of(name: str, module: nn.Module) -> Layer:
     """The module's Layer: the existing one if the module is already adapted."""
     holder = module._modules.get(SLOTS)
-    return holder.layer if isinstance(holder, Holder) else Layer(name, module)
+    if isinstance(holder, Holder):
+        return holder.layer
+    return Layer(name, module) if is_linear_like(module) else ModuleLayer(name, module)
 
 
 def install(slot: Slot) -> None:
@@ -246,9 +299,9 @@ def install(slot: Slot) -> None:
     if holder is None:
         holder = Holder(slot.layer)
         module.add_module(SLOTS, holder)
-        module.__class__ = _adapted_class(slot.layer.base_class)
     assert isinstance(holder, Holder)
     holder.append(slot)
+    _set_class(slot.layer, slots_of(module))
 
 
 def uninstall(slot: Slot) -> None:
@@ -261,5 +314,6 @@ def uninstall(slot: Slot) -> None:
         holder = Holder(slot.layer)
         holder.extend(rest)
         module.add_module(SLOTS, holder)
+        _set_class(slot.layer, rest)
     else:
         module.__class__ = slot.layer.base_class

@@ -2,7 +2,8 @@
 
 1. ``specs(layer)``       names, shapes and dtypes of the tensors of one layer;
 2. ``initial(layer, …)``  their values at initialization, such that the layer is *bit-exactly* the base;
-3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW) and ``after`` (y → y');
+3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW) and ``after`` (y → y'), or ``replace``, the
+   module's own parameters (then the module need not be a linear layer);
 4. ``weight``             the same map in weight space, in fp32 (inherited if only ``factors`` is defined);
 5. facts: paper, reference, equation, learning rate, tensors inactive at initialization, tensors without weight decay.
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Around, Factors
@@ -80,7 +81,7 @@ class Variant(Checked):
                 setattr(cls, new, vars(cls)[old])
             elif new in vars(cls):
                 setattr(cls, old, vars(cls)[new])  # for super().birth() in a subclass
-        hooks = ("before", "factors", "after", "weight", "from_peft")
+        hooks = ("before", "factors", "after", "replace", "weight", "from_peft")
         cls._uses = frozenset(h for h in hooks if getattr(cls, h) is not getattr(Variant, h))
 
     @property
@@ -89,7 +90,7 @@ class Variant(Checked):
 
     @classmethod
     def uses(cls, hook: str) -> bool:
-        """Whether this class defines one of: before, factors, after, weight, from_peft."""
+        """Whether this class defines one of: before, factors, after, replace, weight, from_peft."""
         return hook in cls._uses
 
     # -- 1 and 2 -----------------------------------------------------------------------------------------------------
@@ -102,6 +103,10 @@ class Variant(Checked):
 
     def check(self, layer: Layer) -> None:
         """Raise if the settings do not fit the layer (a rank too large, a block that does not divide …)."""
+
+    def candidates(self, model: nn.Module) -> dict[str, nn.Module] | None:
+        """The modules that the variant can be put on, by path; None: every linear layer."""
+        return None
 
     def wants_calibration(self) -> bool:
         """Whether initial() reads the calibration moments."""
@@ -116,6 +121,10 @@ class Variant(Checked):
 
     def after(self, t: Tensors, y: Tensor, layer: Layer, scale: float) -> Tensor:
         return y
+
+    def replace(self, t: Tensors, name: str, value: Tensor, scale: float) -> Tensor:
+        """The module's parameter ``name``, of which ``value`` is the base's, in fp32."""
+        raise TypeError(f"variant {self.name} replaces no parameters")
 
     # -- 4 -----------------------------------------------------------------------------------------------------------
     def weight(
@@ -199,10 +208,14 @@ def register(cls: V) -> V:
     for fact in ("name", "paper", "reference", "equation"):
         if not getattr(cls, fact):
             raise AdapterError(f"variant {cls.__name__} declares no {fact}; add it to the class")
-    if not (cls.uses("before") or cls.uses("factors") or cls.uses("after")):
-        raise AdapterError(f"variant {cls.name!r} defines none of before(), factors(), after(): it would do nothing")
-    if (cls.uses("before") or cls.uses("after")) and not cls.uses("weight"):
-        raise AdapterError(f"variant {cls.name!r} defines before() or after() and must define weight() for merging")
+    if not any(cls.uses(hook) for hook in ("before", "factors", "after", "replace")):
+        raise AdapterError(
+            f"variant {cls.name!r} defines none of before(), factors(), after(), replace(): it would do nothing"
+        )
+    if any(cls.uses(hook) for hook in ("before", "after", "replace")) and not cls.uses("weight"):
+        raise AdapterError(
+            f"variant {cls.name!r} defines before(), after() or replace() and must define weight() for merging"
+        )
     VARIANTS.add(cls.name, cls)
     return cls
 

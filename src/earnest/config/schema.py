@@ -60,9 +60,12 @@ class AdapterConfig(Kinded):
 
     kind: str = Field(description="which adapter; `earnest adapters` lists them")
     targets: str | list[str] | None = Field(
-        None, description="linear layers by name, `all-linear`, or `re:…`; none: the kind's usual ones"
+        None, description="linear layers by name, `all-linear`, or `re:…`; none: the kind's usual ones (full: all)"
     )
     layers: list[int] | None = Field(None, description="numbers of the blocks to adapt; none: all")
+    modules_to_save: list[str] | None = Field(
+        None, description="modules trained whole besides the adapter, such as `embed_tokens`, `lm_head`"
+    )
 
     @classmethod
     def registry(cls) -> Registry[type[Variant]]:

@@ -159,14 +159,14 @@ class LocalEngine:
 
     @contextmanager
     def _for_sampling(self, tokens: int) -> Iterator[None]:
-        """Merged weights save the adapter's kernels at every decoded token. In 16 bits they would round to another
+        """Merged weights save the adapter's kernels at every decoded token. In 16 bits they may round to another
         policy than the one that is trained, and a quantised layer has no dense weight: there the adapter stays beside
         its layer, as it does where too few tokens are sampled to pay for the merge. A sharded base is gathered."""
         if self.mesh.shard > 1:
             with whole(self.policy.model):
                 yield
             return
-        merge = self.policy.dtype == torch.float32 and self.adapter.mergeable and self.adapter.merging_pays(tokens)
+        merge = self.adapter.merging_exact and self.adapter.mergeable and self.adapter.merging_pays(tokens)
         with self.adapter.merged() if merge else nullcontext():
             yield
 

@@ -14,10 +14,17 @@ from torch import Tensor
 from earnest.adapters import Adapter
 from earnest.adapters.delta import Delta
 from earnest.adapters.runtime import Slot
+from earnest.errors import ObjectiveError
 
 
 def spectral_norms(adapter: Adapter) -> Float[Tensor, " L"]:
     """One number per module, in the order of ``adapter.slots``."""
+    for path, slot in adapter.slots.items():
+        if slot.layer.kind == "module":
+            raise ObjectiveError(
+                f"the spectral norm of ΔW needs linear layers, and {path} is a {slot.layer.base_class.__name__}; train "
+                "linear layers only (adapter.targets=all-linear), or leave the term out."
+            )
     return torch.stack([_norm(slot) for slot in adapter.slots.values()])
 
 

@@ -84,29 +84,37 @@ class HeadSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are W h + b: the head has no adapter and no hook."""
+        """Whether the logits are W h + b with the weight and bias of this class: no hook, no further parts."""
         module = self.module
         return (
-            type(module) is nn.Linear
+            type(module).forward is nn.Linear.forward
             and "forward" not in vars(module)
             and not module._forward_hooks
             and not module._forward_pre_hooks
         )
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the head is plain and the same with and without the model's adapters."""
+        return self.plain and type(self.module) is nn.Linear
+
     def logits(self, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
         """The logits in float32 or wider. A head with an adapter runs as a module; its output is widened."""
         dtype = wide(hidden.dtype)
-        if not self.plain or (hidden.dtype == dtype and self.weight.dtype == dtype):
+        if not self.plain:
             return self.shape(self.module(hidden).to(dtype))
-        if torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad):
-            raw = nn.functional.linear(hidden.to(dtype), self.weight.to(dtype))
+        whole, bias = self.weight, self.bias  # read once: a trained head forms them at every access
+        if hidden.dtype == dtype and whole.dtype == dtype:
+            return self.shape(nn.functional.linear(hidden, whole, bias))
+        if torch.is_grad_enabled() and (hidden.requires_grad or whole.requires_grad):
+            raw = nn.functional.linear(hidden.to(dtype), whole.to(dtype))
         elif hidden.device.type == "cuda":  # 16-bit factors, float32 sums and float32 results, without a copy of W
-            raw = torch.mm(hidden.flatten(0, -2), self.weight.t(), out_dtype=dtype).unflatten(0, hidden.shape[:-1])
+            raw = torch.mm(hidden.flatten(0, -2), whole.t(), out_dtype=dtype).unflatten(0, hidden.shape[:-1])
         else:
-            raw = hidden.new_empty(*hidden.shape[:-1], self.weight.shape[0], dtype=dtype)
-            for part, weight in widened_slices(self.weight.detach(), dtype):
+            raw = hidden.new_empty(*hidden.shape[:-1], whole.shape[0], dtype=dtype)
+            for part, weight in widened_slices(whole.detach(), dtype):
                 raw[..., part] = hidden.to(dtype) @ weight.t()
-        return self.shape(raw if self.bias is None else raw + self.bias.to(dtype))
+        return self.shape(raw if bias is None else raw + bias.to(dtype))
 
     def shape(self, raw: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
         """Scale, then cap, the output of the linear map."""

@@ -224,5 +224,6 @@ def adapted(config: RunConfig, task: Task | None, say: Callable[[str], None]) ->
         layers=config.adapter.layers,
         calibration=calibration,
         seed=config.seed,
+        modules_to_save=config.adapter.modules_to_save,
     )
     return policy, adapter

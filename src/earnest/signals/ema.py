@@ -2,6 +2,8 @@
 
     Δ̄ ← (1-r)·Δ̄ + r·ΔW        after every update, for every adapted layer (and its bias, if the variant changes it)
 
+For a module that is trained whole, Δ̄ is the average of its parameters' offsets.
+
 The average is over ΔW, not over the factors: (EMA A)(EMA B) ≠ EMA(AB). It is dense if it fits the memory budget.
 Otherwise a low-rank ΔW stays low-rank: it is compressed again after every update, and the lost part is reported.
 """
@@ -102,10 +104,22 @@ class EMATeacher:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block every adapted layer adds its averaged ΔW·x (and Δb) to its output."""
+        """Inside the block every adapted layer adds its averaged ΔW·x (and Δb) to its output, and every module that is
+        trained whole has its averaged parameters."""
+        offsets = {
+            id(tensor): self.state[f"{path}.{name}"]
+            for path, slot in self.adapter.slots.items()
+            if slot.replaces
+            for name, tensor in slot.tensors.items()
+        }
         with ExitStack() as stack:
             for path, slot in self.adapter.slots.items():
-                stack.callback(slot.layer.module.register_forward_hook(self._hook(path)).remove)
+                if not slot.replaces:
+                    stack.callback(slot.layer.module.register_forward_hook(self._hook(path)).remove)
+            for slot in (*self.adapter.slots.values(), *self.adapter.mirrors):
+                if slot.replaces:
+                    slot.average = {name: offsets[id(tensor)] for name, tensor in slot.tensors.items()}
+                    stack.callback(setattr, slot, "average", None)
             yield
 
     def _hook(self, path: str) -> Any:
@@ -133,7 +147,9 @@ def _factors(slot: Any) -> tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]:
 
 
 def _dense(slot: Any) -> dict[str, Tensor]:
-    """ΔW (and Δb, if there is one) of one layer at gate 1, in float32."""
+    """ΔW (and Δb, if there is one) of one layer at gate 1, in float32; of a module trained whole, its offsets."""
+    if slot.replaces:
+        return {name: tensor.detach() for name, tensor in slot.tensors.items()}
     if _is_low_rank(slot):
         left, right = _factors(slot)
         return {"weight": left @ right}

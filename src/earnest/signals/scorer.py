@@ -67,7 +67,7 @@ def logprobs(engine: Scorer, batch: Batch, policy: Who) -> Tensor:
 
 
 def distribution(engine: Scorer, batch: Batch, policy: Who) -> Distribution:
-    """The whole distribution: as hidden states, or as logits if the head has an adapter and is not shared."""
-    found = engine.score(batch, HiddenWanted() if engine.policy.head.plain else LogitsWanted(), policy)
+    """The whole distribution: as hidden states, or as logits if the head is trained or has an adapter."""
+    found = engine.score(batch, HiddenWanted() if engine.policy.head.fixed else LogitsWanted(), policy)
     assert not isinstance(found, Tensor)
     return found
