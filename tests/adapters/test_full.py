@@ -20,11 +20,14 @@ from earnest.adapters.cases import tiny_gpt2
 from earnest.adapters.conformance import perturb, tiny_llama
 from earnest.engines import SGD, AdamW, LocalEngine, LogProbsWanted
 from earnest.engines.optimizers import Optimizer
-from earnest.errors import ObjectiveError
+from earnest.errors import ConfigError, EarnestError, ObjectiveError
 from earnest.guards import Directions, Erase
 from earnest.objectives import SFT, SpectralCap
 from earnest.proving import prove
+from earnest.serve.host import Host
+from earnest.serve.settings import ServeSettings
 from earnest.signals import Batch, EMATeacher
+from earnest.sync.base import SamplerEngine, Weights
 from tests.engines.words import word_tokenizer
 
 IDS = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -306,3 +309,26 @@ def test_the_settings_are_in_the_folder(tmp_path: Path) -> None:
     meta = json.loads((tmp_path / "earnest_adapter.json").read_text())
     assert meta["variant"] == "full" and meta["settings"] == {"embeddings": False, "head": True}
     assert meta["base_model"] == "some/model" and meta["targets"] == ["mlp", "lm_head"]
+
+
+def test_a_server_that_mixes_adapters_refuses_whole_modules() -> None:
+    host = Host(ServeSettings())
+    with pytest.raises(EarnestError, match="trains whole modules"):
+        host.attach("all", Full())
+    with pytest.raises(EarnestError, match="trains whole modules"):
+        host.attach("head", LoRA(2), modules_to_save=["lm_head"])
+    assert host.attached() == () and not any("slots" in n for n, _ in host.policy.model.named_modules())
+    with pytest.raises(ConfigError, match="beside its weights"):
+        Weights.of(engine_on(policy())).files(plain=False)
+
+
+def test_pushed_weights_make_the_same_policy_elsewhere() -> None:
+    """What Ray and bucket samplers do: their own base and the trainer's offsets."""
+    trainer, elsewhere = engine_on(policy()), SamplerEngine(engine_on(policy()))
+    trainer.step(DEMONSTRATIONS, SFT())
+    weights = Weights.of(trainer)
+    elsewhere.push(weights.version, weights.state)
+    rows_ = [[5, 6, 7, 8], [9, 10, 11]]
+    batch = Batch.from_rows([r[:1] for r in rows_], [r[1:] for r in rows_])
+    want = trainer.score(batch, LogProbsWanted())
+    assert isinstance(want, Tensor) and elsewhere.score(rows_) == [float(x) for x in want]

@@ -368,3 +368,101 @@ def test_settings_that_would_change_the_result_unread_are_refused(changes, messa
     _edit(folder, **changes)
     with pytest.raises(AdapterError, match=message):
         load_adapter(tiny_llama(), folder)
+
+
+# --- modules_to_save ------------------------------------------------------------------------------------------------
+
+SAVED = ["embed_tokens", "lm_head"]
+
+
+def with_saved(label: str, saved: list[str], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, object]:
+    name, settings = SUBJECTS[label]
+    variant = get_variant(name, **settings)
+    model = tiny_llama().to(dtype).eval()
+    calibration = [IDS] if variant.wants_calibration() else None
+    adapter = attach(model, variant, calibration=calibration, modules_to_save=saved)
+    perturb(adapter)
+    return model, adapter
+
+
+@pytest.mark.parametrize(
+    ("label", "saved"),
+    [*((s, SAVED) for s in EXPORTABLE), ("lora", ["embed_tokens"]), ("oft", ["model.norm", "lm_head"])],
+)
+def test_peft_reads_trained_modules(label: str, saved: list[str], tmp_path: Path) -> None:
+    """The whole modules to the last bit, and the logits as without them; a tied weight that is named is untied."""
+    mine, adapter = with_saved(label, saved)
+    adapter.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        theirs = peft_load(tiny_llama, tmp_path)
+    close(logits(theirs), logits(mine))
+    for path, slot in adapter.saved_modules.items():
+        wrapped = theirs.base_model.model.get_submodule(path).modules_to_save["default"]
+        assert torch.equal(wrapped.weight, slot.layer.module.weight), path
+        assert not torch.equal(wrapped.weight, slot.layer.own()["weight"]), path
+    again = tiny_llama().eval()
+    load_adapter(again, tmp_path)
+    assert torch.equal(logits(again), logits(mine))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("own_files", [True, False])
+def test_a_lora_alone_with_trained_modules_has_the_bits_of_peft(
+    own_files: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A LoRA whose B is 0 leaves the trained modules alone to act: then all logits are equal to the last bit."""
+    model = tiny_llama().to(dtype).eval()
+    adapter = attach(model, get_variant("lora", rank=2), modules_to_save=SAVED)
+    with torch.no_grad():
+        for name, p in adapter.named_parameters().items():
+            if name.endswith("weight"):
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(4))
+    adapter.save(tmp_path)
+    if not own_files:
+        for name in ("earnest_adapter.json", "earnest_adapter.safetensors"):
+            (tmp_path / name).unlink()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        theirs = peft_load(lambda: tiny_llama().to(dtype), tmp_path)
+    assert torch.equal(logits(theirs), logits(model))
+    again = tiny_llama().to(dtype).eval()
+    loaded = load_adapter(again, tmp_path)
+    assert set(loaded.saved_modules) == {"model.embed_tokens", "lm_head"}
+    assert torch.equal(logits(again), logits(model))
+    with loaded.off():
+        assert torch.equal(logits(again), logits(tiny_llama().to(dtype).eval()))
+
+
+def test_we_read_modules_that_peft_trained(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        theirs = peft.get_peft_model(tiny_llama(), config).eval()
+        with torch.no_grad():
+            for p in theirs.parameters():
+                if p.requires_grad:
+                    p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        theirs.save_pretrained(tmp_path)
+    mine = tiny_llama().eval()
+    adapter = load_adapter(mine, tmp_path)
+    head = theirs.base_model.model.lm_head.modules_to_save["default"].weight
+    assert torch.equal(mine.lm_head.weight, head) and not torch.equal(mine.model.embed_tokens.weight, head)
+    close(logits(mine), logits(theirs))
+    with torch.no_grad(), adapter.merged():
+        close(logits(mine), logits(theirs))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [(["lm_hed"], "no module .* is named 'lm_hed'"), (["mlp"], "holds other modules"), (["q_proj"], "has the adapter")],
+)
+def test_modules_that_cannot_be_saved_are_refused(saved: list[str], message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        attach(tiny_llama(), get_variant("lora", rank=2), modules_to_save=saved)
+
+
+def test_a_portable_lora_does_not_leave_trained_modules_out(tmp_path: Path) -> None:
+    _, adapter = with_saved("lora", ["lm_head"])
+    with pytest.raises(AdapterError, match="holds no modules_to_save"):
+        adapter.export_lora(tmp_path)

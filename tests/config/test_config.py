@@ -94,7 +94,7 @@ def test_the_dump_has_every_default() -> None:
     """Whoever changes a default later does not change what an old folder says."""
     data = text.parse(dump(load("quickstart")[1]), "dump")
     assert data["adapter"] == {"kind": "lora", "rank": data["adapter"]["rank"], "alpha": data["adapter"]["alpha"],
-                               "rslora": False, "freeze_a": False, "layers": None,
+                               "rslora": False, "freeze_a": False, "layers": None, "modules_to_save": None,
                                "targets": data["adapter"]["targets"]}  # fmt: skip
     assert data["objective"][0]["clip_high"] is None
     assert data["optimizer"]["betas"] == [0.9, 0.999]

@@ -13,7 +13,7 @@ import torch
 import earnest as en
 from earnest.errors import SamplingError
 from earnest.models import Completion, SampleSpec, sample
-from earnest.serve.decode import Decoder, Done, Full, Request
+from earnest.serve.decode import Decoder, Done, QueueFull, Request
 from earnest.serve.host import Host
 from earnest.serve.settings import ServeSettings
 
@@ -170,7 +170,7 @@ def test_refusals(host: Host) -> None:
     with pytest.raises(SamplingError, match="at most 2 sequences may wait"):
         decoder.submit(Request((1,), SampleSpec(), n=3))
     decoder.submit(Request((1,), SampleSpec(), n=2))
-    with pytest.raises(Full, match="2 sequences wait already, at most 2 may"):
+    with pytest.raises(QueueFull, match="2 sequences wait already, at most 2 may"):
         decoder.submit(Request((1,), SampleSpec()))
 
 

@@ -90,7 +90,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "threads": [(1,)],
     "adapter.kind": [("dora", "trains a LoRA"), ("lora",)],
     "adapter.targets": [("q_proj", "without targets")],
-    "adapter.layers": [([0], "without targets and layers")],
+    "adapter.layers": [([0], "without targets, layers and")],
     "adapter.rank": [(3,)],
     "adapter.alpha": [(16.0, "alpha 32")],
     "adapter.rslora": [(True, "nothing else to set")],

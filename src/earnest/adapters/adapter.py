@@ -58,6 +58,11 @@ class Adapter:
         return {path: slot for path, slot in self.slots.items() if slot.variant is self.variant}
 
     @property
+    def replaces(self) -> bool:
+        """Whether some module is trained whole: then it acts on whole batches, and its update is not a LoRA."""
+        return any(slot.replaces for slot in self.slots.values())
+
+    @property
     def saved_modules(self) -> dict[str, Slot]:
         """The slots of ``modules_to_save``: trained whole, besides the adapter."""
         return {path: slot for path, slot in self.slots.items() if slot.variant is not self.variant}
@@ -162,7 +167,7 @@ class Adapter:
         At rank r a merge costs Σ m·n·r products and each token costs Σ (m + n)·r, so r cancels: merging is cheaper
         above Σ m·n / Σ (m + n) tokens, which is half the width of a square layer.
         """
-        if any(slot.replaces for slot in self.slots.values()):
+        if self.replaces:
             return True
         layers = [slot.layer for slot in self.slots.values()]
         return tokens * sum(x.m + x.n for x in layers) >= sum(x.m * x.n for x in layers)

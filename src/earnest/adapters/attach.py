@@ -65,6 +65,8 @@ def attach(
     if targets is None:
         targets = default_targets(model, variant.targets) if among is None else variant.targets
     modules, matches = find_targets(model, targets, layers, among)
+    if modules_to_save and among is not None:
+        raise AdapterError(f"{variant.name} trains modules whole already; name them in targets, not in modules_to_save")
     whole = saved_modules(model, modules_to_save or (), modules)
     moments: Mapping[str, Tensor] = {}
     tokens = 0
@@ -89,7 +91,7 @@ def saved_modules(model: nn.Module, names: Sequence[str], adapted: Iterable[str]
         if not hits:
             raise AdapterError(f"modules_to_save: no module of {type(model).__name__} is named {name!r}; give {_ENDS}")
         for path in hits:
-            if not any(p is not None for p in every[path]._parameters.values()) or list(every[path].children()):
+            if not any(p is not None for p in every[path]._parameters.values()) or set(every[path]._modules) - {SLOTS}:
                 raise AdapterError(
                     f"modules_to_save: {path} holds other modules; name single ones with parameters, such as {_ENDS}"
                 )

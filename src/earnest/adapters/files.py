@@ -26,7 +26,7 @@ from earnest.adapters.attach import _views, model_of, mount, saved_modules
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.fingerprint import check_fingerprint
 from earnest.adapters.layer import Layer
-from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions
+from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions, saved_paths
 from earnest.adapters.targets import Match, linears, owners
 from earnest.adapters.variant import Variant, get_variant
 from earnest.adapters.whole import offsets, read_offsets, weight_files, write_merged
@@ -196,9 +196,11 @@ def _load(model: nn.Module, path: Path, check_base: bool, name: str | None, expr
     config, tensors = read_json(path / CONFIG), read_tensors(path / MODEL)
     if not expressions:
         refuse_expressions(config)
-    names = config.get("modules_to_save") or ()
-    whole = saved_modules(model, names, ())
+    whole = saved_modules(model, saved_paths(model, config), ())
     variant, per_module, values = read_peft(model, config, tensors, whole)
+    lost = [path for path in whole if not values[path]]
+    if lost:
+        raise AdapterError(f"the file has no tensors for {lost[0]}, which modules_to_save names")
     per_module |= {p: offsets(layer, values[p]) for p, layer in whole.items()}
     return _mount(model, variant, per_module, None, name, whole)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 from earnest.adapters.merging import merged_parameters
-from earnest.adapters.runtime import layer_of
+from earnest.adapters.runtime import SLOTS, layer_of
 from earnest.adapters.targets import _head, block_index, linears
 from earnest.adapters.variant import VARIANTS, Variant
 
@@ -56,13 +56,27 @@ def common_config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
         "target_modules": target_modules(adapter.model, adapter.adapted),
         "task_type": "CAUSAL_LM" if causal else None,
         "inference_mode": True,
-    } | ({"modules_to_save": _tails(adapter.saved_modules)} if adapter.saved_modules else {})
+    } | ({"modules_to_save": _saved_names(adapter.model, adapter.saved_modules)} if adapter.saved_modules else {})
 
 
-def _tails(paths: Mapping[str, Any]) -> list[str]:
-    """The last names of the paths if they differ, else the paths."""
-    tails = sorted({path.rsplit(".", 1)[-1] for path in paths})
-    return tails if len(tails) == len(paths) else sorted(paths)
+def _saved_names(model: nn.Module, paths: Mapping[str, Any]) -> list[str]:
+    """The shortest names that select exactly these modules by PEFT's rule for modules_to_save: the path ends so."""
+    every = [n for n, _ in model.named_modules() if n and SLOTS not in n.split(".")]
+    found = []
+    for path in paths:
+        parts = path.split(".")
+        tails = [".".join(parts[-depth:]) for depth in range(1, len(parts) + 1)]
+        found.append(next((t for t in tails if {n for n in every if n.endswith(t)} <= set(paths)), path))
+    return sorted(set(found))
+
+
+def saved_paths(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
+    """The modules that a PEFT config's modules_to_save selects."""
+    every = [n for n, _ in model.named_modules() if n and SLOTS not in n.split(".")]
+    found = []
+    for name in config.get("modules_to_save") or ():
+        found += [n for n in every if n.endswith(name)] or [name]
+    return found
 
 
 def _saved_tensors(adapter: Adapter) -> dict[str, Tensor]:

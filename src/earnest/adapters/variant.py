@@ -2,11 +2,11 @@
 
 1. ``specs(layer)``       names, shapes and dtypes of the tensors of one layer;
 2. ``initial(layer, …)``  their values at initialization, such that the layer is *bit-exactly* the base;
-3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW) and ``after`` (y → y'), or ``replace``, the
-   module's own parameters (then the module need not be a linear layer);
+3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW), ``after`` (y → y') and ``replace`` (W → W');
 4. ``weight``             the same map in weight space, in fp32 (inherited if only ``factors`` is defined);
 5. facts: paper, reference, equation, learning rate, tensors inactive at initialization, tensors without weight decay.
 
+A variant with ``replace`` changes the module's own parameters, so the module need not be a linear layer.
 A layer with adapters 1…K computes f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x), f_0 = the base. Every function
 takes the gate's ``scale`` c; c = 1 is the trained adapter. At c = 0 the runtime skips the adapter.
 """

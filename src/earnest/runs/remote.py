@@ -46,9 +46,10 @@ def check(config: RunConfig, objective: Objective) -> None:
     if config.replicated or config.sampling.workers:
         raise ConfigError("replicas, store, sampling.workers: a Tinker service is its own cluster; leave them out.")
     adapter = config.adapter
-    if adapter.kind != "lora" or adapter.targets is not None or adapter.layers is not None:
+    if adapter.kind != "lora" or adapter.targets is not None or adapter.layers is not None or adapter.modules_to_save:
         raise ConfigError(
-            "adapter: a Tinker service trains a LoRA on all linear layers; use kind lora, without targets and layers."
+            "adapter: a Tinker service trains a LoRA on all linear layers; use kind lora, without targets, layers and "
+            "modules_to_save."
         )
     from earnest.engines.tinker.engine import ALPHA
 

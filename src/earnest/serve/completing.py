@@ -166,7 +166,7 @@ def begin(work: CompletionWork, prompts: Sequence[Any], stack: ExitStack) -> Non
 def submit(
     work: CompletionWork, events: asyncio.Queue[tuple[int, int, DecodedToken] | None] | None
 ) -> list[PendingRequest]:
-    from earnest.serve.decode import Full
+    from earnest.serve.decode import QueueFull
     from earnest.serve.decode import Request as Wanted
 
     loop = asyncio.get_running_loop()
@@ -190,7 +190,7 @@ def submit(
                 None if events is None else on_step,
             )
             submitted.append(work.state.host.decoder.submit(wanted))
-    except Full as error:
+    except QueueFull as error:
         cancel(submitted)
         raise Busy(str(error)) from None
     except SamplingError as error:

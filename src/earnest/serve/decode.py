@@ -33,7 +33,7 @@ log = logging.getLogger("earnest.serve")
 Finish = Literal["stop", "length", "cancelled"]
 
 
-class Full(EarnestError):
+class QueueFull(EarnestError):
     """Too many sequences wait already."""
 
 
@@ -343,7 +343,7 @@ class Decoder:
         self._thread.start()
 
     def submit(self, request: Request) -> PendingRequest:
-        """Accept a request; it waits for a place in the batch. Raises ``Full`` if too many wait."""
+        """Accept a request; it waits for a place in the batch. Raises ``QueueFull`` if too many wait."""
         check(self.host.policy, request)
         if request.n > self.max_rows:
             raise SamplingError(f"n is {request.n}; this server decodes at most {self.max_rows} sequences together.")
@@ -352,10 +352,12 @@ class Decoder:
         pending = PendingRequest(request)
         with self._wake:
             if self._closed:
-                raise Full("the server is shutting down.")
+                raise QueueFull("the server is shutting down.")
             waiting = sum(f.request.n for f in self._waiting)
             if waiting + request.n > self.max_waiting:
-                raise Full(f"{waiting} sequences wait already, at most {self.max_waiting} may; try again in a moment.")
+                raise QueueFull(
+                    f"{waiting} sequences wait already, at most {self.max_waiting} may; try again in a moment."
+                )
             self._waiting.append(pending)
             self._wake.notify()
         return pending
@@ -371,7 +373,7 @@ class Decoder:
             self._waiting.clear()
             self._wake.notify()
         for pending in refused:
-            pending.fail(Full("the server is shutting down."))
+            pending.fail(QueueFull("the server is shutting down."))
         if self._thread.ident is not None:  # a model that failed to load never started it
             self._thread.join()
 

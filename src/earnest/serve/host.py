@@ -258,6 +258,12 @@ class Host:
             if name in self._adapters:
                 raise EarnestError(f"there is an adapter {name!r} on the model already; detach it first.")
             adapter = make()
+            if adapter.replaces:
+                adapter.detach()
+                raise EarnestError(
+                    f"{name!r} trains whole modules ({adapter.variant.name}), and this server gives the rows of a "
+                    "batch different adapters; serve the trained model as the base: `earnest serve --model FOLDER`."
+                )
             adapter.scale = 0.0
             self._adapters[name] = adapter
             return adapter

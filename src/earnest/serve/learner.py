@@ -247,6 +247,7 @@ class Learner:
     ) -> tuple[YieldingEngine, Any]:
         """A trainable copy of the parent version; the version that answers stays as it is."""
         how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
+        how |= {"modules_to_save": config.adapter.modules_to_save}
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
         if config.teacher.outside:
             raise EarnestError(f"teacher.kind: a server learns with its own policy, not with {config.teacher.kind!r}.")

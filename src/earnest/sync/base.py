@@ -23,7 +23,7 @@ from torch import Tensor
 from earnest.adapters import Adapter
 from earnest.engines.base import LogProbsWanted, Rollout, Who
 from earnest.engines.local import LocalEngine
-from earnest.errors import SamplingError
+from earnest.errors import ConfigError, SamplingError
 from earnest.models import Policy, SampleSpec
 from earnest.signals import Batch
 
@@ -54,8 +54,13 @@ class Weights:
         """The adapter as files: a plain LoRA, which vLLM and SGLang read, or PEFT's and earnest's own.
 
         They are written once, from the live adapter: a trainer that samples and trains at the same time calls this
-        before its next update.
+        before its next update. Modules that are trained whole are refused: a server adds an adapter to its weights.
         """
+        if self.adapter.replaces:
+            raise ConfigError(
+                f"sampler.url: a server takes adapters beside its weights, and this run trains whole modules "
+                f"({self.adapter.variant.name}); sample on Ray (sampling.workers) or through a bucket instead."
+            )
         if plain not in self._files:
             write = self.adapter.export_lora if plain else self.adapter.save
             with tempfile.TemporaryDirectory(prefix="earnest-push-") as scratch:

@@ -175,12 +175,12 @@ class SampleQueue:
             pending.future.add_done_callback(lambda _: self._finish(job))
 
     def _submit(self, request: Any) -> PendingRequest:
-        from earnest.serve.decode import Full
+        from earnest.serve.decode import QueueFull
 
         while True:
             try:
                 return self.host.decoder.submit(request)
-            except Full:
+            except QueueFull:
                 if self._stopping.wait(0.02):
                     raise
 
