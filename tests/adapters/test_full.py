@@ -313,11 +313,16 @@ def test_the_settings_are_in_the_folder(tmp_path: Path) -> None:
 
 def test_a_server_that_mixes_adapters_refuses_whole_modules() -> None:
     host = Host(ServeSettings())
-    with pytest.raises(EarnestError, match="trains whole modules"):
-        host.attach("all", Full())
-    with pytest.raises(EarnestError, match="trains whole modules"):
-        host.attach("head", LoRA(2), modules_to_save=["lm_head"])
-    assert host.attached() == () and not any("slots" in n for n, _ in host.policy.model.named_modules())
+    host.start()
+    try:
+        host.wait()
+        with pytest.raises(EarnestError, match="trains whole modules"):
+            host.attach("all", Full())
+        with pytest.raises(EarnestError, match="trains whole modules"):
+            host.attach("head", LoRA(2), modules_to_save=["lm_head"])
+        assert host.attached() == () and not any("slots" in n for n, _ in host.policy.model.named_modules())
+    finally:
+        host.close()
     with pytest.raises(ConfigError, match="beside its weights"):
         Weights.of(engine_on(policy())).files(plain=False)
 

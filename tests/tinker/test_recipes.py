@@ -91,6 +91,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "adapter.kind": [("dora", "trains a LoRA"), ("lora",)],
     "adapter.targets": [("q_proj", "without targets")],
     "adapter.layers": [([0], "without targets, layers and")],
+    "adapter.modules_to_save": [(["lm_head"], "modules_to_save")],
     "adapter.rank": [(3,)],
     "adapter.alpha": [(16.0, "alpha 32")],
     "adapter.rslora": [(True, "nothing else to set")],
