@@ -31,7 +31,7 @@ Role = Literal[
     "advantages",  # [B] or [B, T]
     "behaviour",  # log-probs under the policy that sampled [B, T]
     "proximal",  # the trainer's own at sampling time, where the ratio is to them and behaviour only corrects [B, T]
-    "reference",  # log-probs (or logits) under the reference policy
+    "reference",  # log-probs (or logits) under the reference policy; of pairs, both answers' [P, 2]
     "reference_distribution",  # the reference's logits or hidden states
     "teacher",  # log-probs, probabilities or logits of a teacher
     "importance",  # a ratio that corrects for the sampler

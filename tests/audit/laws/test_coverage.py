@@ -161,3 +161,21 @@ def test_every_token_that_a_mask_marks_has_a_gradient(marks: str, used: str, exp
     roles: dict[Any, str] = {"ids": "ids", "attention": "attention", "mask": "mask"}
     step = Step(model=model, loss=loss, batch=batch, roles=roles, all_supervised=True, family="sft")
     assert outcome(step, coverage.LAW, "every supervised position") == expected
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_capped_tokens_are_not_missing_where_no_log_probs_are_declared(cut: bool) -> None:
+    """Ratios far beyond a cap have no slope under either sign; a last token that is cut off is still seen."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        ratio = (logprobs(model, batch) - batch["old"]).exp().clamp(max=2.0)
+        mask = batch["mask"].clone()
+        if cut:
+            mask[:, -1] = 0
+        return -(ratio * batch["advantages"][:, None] * mask).sum() / mask.sum()
+
+    step = policy_step(grpo_loss)
+    batch = {**step.batch, "old": step.batch["old"] - 6.0 * step.batch["mask"]}
+    roles = {r: k for r, k in step.roles.items() if r != "reference"}
+    found = outcomes(Step(step.model, loss, batch, roles), coverage.LAW)
+    assert found["every supervised position"] == ("fails" if cut else "holds")

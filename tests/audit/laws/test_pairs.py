@@ -231,3 +231,21 @@ def test_a_likelihood_beside_the_preference_is_of_the_chosen(over: str, expected
 def test_pairs_that_were_right_stay_right() -> None:
     verdict = audit(dpo_step(dpo_loss))
     assert verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_reference_that_holds_both_answers_is_made_equal_with_its_pair(mixed: bool) -> None:
+    """The reference's log-probs stacked as [pairs, 2] under the role reference, in a loss that bends each side's
+    log-ratio before it compares them (f-DPO). A side that is divided by the other's length is still seen."""
+    step = dpo_step()
+    both = torch.stack([step.batch["ref_chosen"], step.batch["ref_rejected"]], dim=1)
+    batch = {**{k: v for k, v in step.batch.items() if not k.startswith("ref_")}, "ref": both}
+
+    def loss(model: nn.Module, given: Mapping[str, Any], beta: float) -> Tensor:
+        gaps = torch.stack(sequence_logprobs(model, given), dim=1) - given["ref"]
+        bent = torch.sinh(0.05 * gaps) * (torch.tensor([1.0, 0.5]) if mixed else 1.0)
+        return -F.logsigmoid(beta * (bent[:, 0] - bent[:, 1])).mean()
+
+    roles = {r: k for r, k in step.roles.items() if not r.startswith("reference")} | {"reference": "ref"}
+    stacked = Step(step.model, loss, batch, roles, {"beta": 0.1}, logprobs=sequence_logprobs)
+    assert judged(stacked)[IDENTICAL] == ("fails" if mixed else "holds")

@@ -105,3 +105,21 @@ def test_a_merge_that_writes_into_its_base_is_seen(writes: bool) -> None:
         return s * (b @ kept)
 
     assert ("merge(1) again" in failed(Merge(scaled))) == writes
+
+
+def test_an_adapter_that_can_be_merged_only_once_declares_that() -> None:
+    rng = torch.Generator().manual_seed(0)
+    w, delta = torch.randn(6, 6, generator=rng), 0.1 * torch.randn(6, 6, generator=rng)
+
+    def once(scale: float = 1.0) -> Merge:
+        merged: list[Tensor] = []
+
+        def merge(weight: float) -> Tensor:
+            assert not merged, "merged already"
+            merged.append(w + weight * scale * delta)
+            return merged[0] - w
+
+        return Merge(merge, lambda weight: weight * delta, once=True)
+
+    assert audit(once()).holds
+    assert failed(once(scale=0.5)) == {"merged = unmerged"}

@@ -69,3 +69,9 @@ def test_every_group_has_its_own_rate() -> None:
 def test_a_short_decay_ends_a_step_above_its_end() -> None:
     assert audit(Schedule(lambda t, _: [1 - k / t for k in range(t)], 1.0, 0.0, total=7)).holds
     assert "end" in failed(Schedule(lambda t, _: [1 - k / (4 * t) for k in range(t)], 1.0, 0.0, total=7))
+
+
+def test_the_end_is_judged_against_the_declared_floor() -> None:
+    """A decay to 0 where a tenth of the peak is declared as the floor: within a tenth of the peak, and wrong."""
+    assert audit(Schedule(lambda t, _: [0.1 + 0.9 * r for r in warm(t, "cosine")], 1.0, 0.1)).holds
+    assert failed(Schedule(lambda t, _: warm(t, "cosine"), 1.0, 0.1)) == {"end"}

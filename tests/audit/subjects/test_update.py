@@ -93,3 +93,35 @@ def test_a_right_update_holds_and_is_restored(dtype: torch.dtype, clears_first: 
 def test_a_wrong_update_is_seen_where_it_shows(fault: str, dtype: torch.dtype) -> None:
     failures = {f.subject for f in audit(subject(fault, dtype)).failures}
     assert any(FAULTS[fault] in s for s in failures), failures
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-7])
+def test_a_small_gradient_that_torch_clips_is_right(size: float) -> None:
+    """torch's clip_grad_norm_ divides by norm + 1e-6, which shortens a small gradient; a clip that never happens is
+    still seen."""
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(m: nn.Module, batch: Mapping[str, Any]) -> Any:
+        return size * m(batch["x"]).square().sum()
+
+    def update(batches: Sequence[Mapping[str, Any]], bound: float, clips: bool = True) -> None:
+        for batch in batches:
+            loss(model, batch).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = {"x": torch.randn(8, 3, generator=torch.Generator().manual_seed(0))}
+    assert audit(Update(model, optimizer, update, loss, batch)).holds
+    never = Update(model, optimizer, lambda b, n: update(b, n, clips=False), loss, batch)
+    assert {f.subject for f in audit(never).failures} == {"handed gradient, clip at half its norm"}
+
+
+def test_a_model_without_trainable_parameters_is_a_finding() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    frozen = Update(model, optimizer, lambda *_: None, lambda m, b: m(b["x"]).sum(), {"x": torch.ones(4, 3)})
+    assert [f.subject for f in audit(frozen).failures] == ["the whole batch's gradient"]

@@ -65,7 +65,14 @@ def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
     other = dict(batch)
     for chosen, rejected in sides(step):
         other[chosen], other[rejected] = batch[rejected], batch[chosen]
-    return other
+    return other | {key: batch[key].flip(1) for key in stacked(step)}
+
+
+def stacked(step: Step) -> list[str]:
+    """The key of a reference that holds both answers of a pair [P, 2]."""
+    value = step.value("reference")
+    both = value is not None and value.ndim > 1 and tuple(value.shape[:2]) == (step.rows, 2)
+    return [step.roles["reference"]] if both else []
 
 
 def can_be_swapped(step: Step) -> bool:
@@ -77,7 +84,8 @@ def can_be_swapped(step: Step) -> bool:
 
 def _identical_answers(step: Step) -> edits.Batch:
     """Every rejected answer is replaced by the chosen one, with its masks and reference."""
-    return {**step.batch, **{rejected: step.batch[chosen] for chosen, rejected in sides(step)}}
+    same = {rejected: step.batch[chosen] for chosen, rejected in sides(step)}
+    return {**step.batch, **same, **{k: step.batch[k][:, :1].expand_as(step.batch[k]).clone() for k in stacked(step)}}
 
 
 def _remaining(probe: Probe) -> Part:

@@ -54,7 +54,7 @@ def nudged(model: nn.Module, seed: int, precision: torch.dtype | None) -> float:
         for p, unit in zip(floating, units, strict=True):
             side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
             p.add_(p.abs() * unit * side)
-    return max(units)
+    return max(units, default=0.0)
 
 
 def room_of(floor: float, unit: float) -> float:

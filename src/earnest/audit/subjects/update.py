@@ -124,7 +124,10 @@ class Update:
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         with seeded(self.seed), torch.enable_grad():
             value: Tensor = result_of(self.loss(self.model, fresh(self.batch)))[0]
-            found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+            trains = value.requires_grad and bool(named)
+            found = (
+                torch.autograd.grad(value, list(named.values()), allow_unused=True) if trains else [None] * len(named)
+            )
         return Gradient({n: None if g is None else g.detach() for n, g in zip(named, found, strict=True)})
 
 
