@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from earnest.audit.callback import AuditCallback as AuditCallback
     from earnest.audit.executor import audit as audit
+    from earnest.audit.facts import Metric as Metric
+    from earnest.audit.facts import Setting as Setting
     from earnest.audit.step import Active as Active
     from earnest.audit.step import Raises as Raises
     from earnest.audit.step import Step as Step
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _HOME = {
     "callback": ("AuditCallback",),
     "executor": ("audit",),
+    "facts": ("Metric", "Setting"),
     "step": ("Active", "Raises", "Step", "StepError"),
     "subjects": ("GAE", "Accumulation", "AdvantageEstimator", "Census", "Ema", "Gather", "Merge", "MergedLayer",
                  "OuterStep", "Resume", "RoundTrip", "Schedule", "Subject", "Unbiased", "Update", "WeightSync"),

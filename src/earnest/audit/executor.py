@@ -59,12 +59,15 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
             report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
             with nullcontext() if law.from_start else probe.active():
                 findings += checked(law, probe)
-    return Verdict(tuple(findings), probe.cost, probe.notes + _activated(subject))
+    return Verdict(tuple(findings), probe.cost, probe.notes + _facts(subject))
 
 
-def _activated(step: Step) -> tuple[str, ...]:
+def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
-    return tuple(f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items())
+    guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
+    notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
+    notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
+    return tuple(notes)
 
 
 def checked(law: Law, probe: Probe) -> Iterator[Finding]:

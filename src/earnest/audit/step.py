@@ -3,8 +3,9 @@
 step = Step(model=model, loss=loss_fn,                 # loss_fn(model, batch, **settings) -> loss or (loss, metrics)
             batch=batch,                               # a dict of tensors
             roles={"mask": "completion_mask", "behaviour": "old_logprobs", "advantages": "advantages"},
-            knobs={"beta": 0.04, "clip": 0.2}, options={"loss_type": ("grpo", "dapo")},
-            terms={"kl": "beta"},                      # metric -> the setting that weighs it
+            settings={"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"),
+                      "loss_type": Setting("grpo", modes=("dapo",))},
+            metrics={"kl": Metric(low=0.0, weight="beta")},
             optimizer=optimizer, max_grad_norm=1.0, reference=lambda: ref_logprobs(model, batch))
 print(audit(step))
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest.audit.errors import EarnestError, nearest
+from earnest.audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
 from earnest.audit.together import Together
 
 Role = Literal[
@@ -97,10 +99,9 @@ class Step:
                    a pair of tensors [P]: the sequence log-probs (or averages) that are compared
     ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form
     ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does
+    ``settings``   name -> ``Setting(value, kind, …)``, or a plain value whose kind is guessed from its name
+    ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises)``, or (low, high) alone
     ``paths``      other functions with the loss's signature, or ``Backward(fn)``, that claim the same gradient
-    ``metrics``    metric -> (low, high): the range that it cannot leave; it has to move unless it is in ``still``
-    ``still``      metrics that may stay constant: counts, settings, shares that the batch alone decides
-    ``neutral``    metric -> what it is where behaviour = current policy (a ratio: 1); the usual names are known
     ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
     ``may_idle``   patterns of parameters that may legitimately get no gradient from a batch: ("*.experts.*",)
     ``clipped``    the parameters that are passed to clip_grad_norm_
@@ -112,16 +113,16 @@ class Step:
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
-    ``switches``   settings that weigh a term without a metric of its own: at 0 the term is off
-    ``twins``      pairs of an option's modes that share a gradient by definition
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
-    ``pure``       settings that leave the divergence or the preference alone: {"alpha": 1.0} of α·KL + (1-α)·CE
-    ``inert``      settings that must not matter: chunk lengths, tile sizes, checkpointing
-    ``fixed``      metrics that are terms of weight 1; once declared, terms and fixed are the whole loss
+
+    The parallel fields of the first edition work as well: ``knobs`` (values), ``options`` (name -> modes), ``terms``
+    (metric -> weight, or ``Raises(weight)``), ``switches`` (weights of terms without a metric), ``pure``, ``inert``,
+    ``twins``, ``still`` (metrics that may stay constant), ``neutral``, ``fixed`` (metrics that are terms of weight 1;
+    once declared, terms and fixed are the whole loss).
     """
 
     model: nn.Module
@@ -143,7 +144,8 @@ class Step:
     logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     paths: Mapping[str, Loss | Backward] = field(default_factory=dict)
-    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # (low, high) or Metric; (low, high) once it is made
+    settings: Mapping[str, Any] = field(default_factory=dict)
     still: frozenset[str] = frozenset()
     neutral: Mapping[str, float] = field(default_factory=dict)
     family: Family | None = None
@@ -170,6 +172,7 @@ class Step:
             raise StepError(
                 f"may_idle={self.may_idle!r} is one text: give a sequence of patterns, ({self.may_idle!r},)."
             )
+        self._expand()
         if not self.batch:
             raise StepError("the batch is empty; give the dict of tensors that the loss reads.")
         for role, key in self.roles.items():
@@ -199,6 +202,51 @@ class Step:
             raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
         if not self.trainable():
             raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
+
+    def _expand(self) -> None:
+        """Facts about settings and metrics, into the fields that the laws read. What stands there already stays."""
+        given = {n: s if isinstance(s, Setting) else Setting(s) for n, s in self.settings.items()}
+        for name, s in given.items():
+            if s.kind not in KINDS:
+                raise StepError(f"setting {name!r} is of an unknown kind {s.kind!r}: {nearest(s.kind, KINDS)}")
+        self.knobs = {**{n: s.value for n, s in given.items() if not s.modes}, **self.knobs}
+        self.options = {**{n: (s.value, *s.modes) for n, s in given.items() if s.modes}, **self.options}
+        self.twins = self.twins.union(*(s.twins for s in given.values()))
+        self.pure = {**{n: s.pure for n, s in given.items() if s.pure is not None}, **self.pure}
+        facts = {n: m for n, m in self.metrics.items() if isinstance(m, Metric)}
+        self.metrics = {n: (m.low, m.high) if isinstance(m, Metric) else m for n, m in self.metrics.items()}
+        self.still = self.still | {n for n, m in facts.items() if not m.moves}
+        self.neutral = {**{n: m.neutral for n, m in facts.items() if m.neutral is not None}, **self.neutral}
+        terms = {n: Raises(m.weight) if m.raises else m.weight for n, m in facts.items() if isinstance(m.weight, str)}
+        self.terms = {**terms, **self.terms}
+        whole = [n for n, m in facts.items() if isinstance(m.weight, float) and n not in self.fixed]
+        self.fixed = (*self.fixed, *whole)
+        if not isinstance(self.inert, str) and not isinstance(self.switches, str):
+            alone = {n for n, s in given.items() if s.kind == "weight"} - set(self.weights.values())
+            self.switches = (*self.switches, *(n for n in given if n in alone and n not in self.switches))
+            inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
+            self.inert = (*self.inert, *inert)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """setting -> its kind: as declared, or else guessed from its name."""
+        declared = {n: s.kind for n, s in self.settings.items() if isinstance(s, Setting)}
+        return {**guessed({n: v for n, v in self.knobs.items() if n not in declared}), **declared}
+
+    @property
+    def guesses(self) -> dict[str, Kind]:
+        """The kinds that are guessed and that laws of this family read."""
+        declared = {n for n, s in self.settings.items() if isinstance(s, Setting)} | set(self.terms_off)
+        return {n: k for n, k in self.kinds.items() if n not in declared and READ_BY.get(k) == self.kind}
+
+    @property
+    def clips(self) -> list[str]:
+        """The settings that bound the ratio, and have no effect at ratio 1."""
+        return [n for n, kind in self.kinds.items() if kind in CLIPS]
+
+    def first(self, kind: Kind) -> str | None:
+        """The first setting of this kind that is a float."""
+        return next((n for n, k in self.kinds.items() if k == kind and isinstance(self.knobs.get(n), float)), None)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

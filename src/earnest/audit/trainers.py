@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest.audit.facts import Kind, Setting
 from earnest.audit.step import Step
 
 Inputs = Mapping[str, Any]
@@ -37,6 +38,7 @@ ROLE_OF = {
     "ref_chosen_logps": "reference_chosen",
     "ref_rejected_logps": "reference_rejected",
 }
+KIND_OF: dict[str, Kind] = {"epsilon_low": "clip", "epsilon_high": "clip high"}
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
 DOCUMENTS = "documents of the packed rows"  # ours, and never passed to the trainer
 EXPERTS = ("*.experts.*",)  # where the models that route keep them
@@ -84,7 +86,7 @@ def step_of_trainer(
         loss=loss,
         batch=batch,
         roles=roles,
-        knobs=knobs,
+        settings={n: Setting(v, KIND_OF.get(n, "setting")) for n, v in knobs.items()},
         terms={"kl": "beta"} if "reference" in roles and "beta" in knobs else {},
         optimizer=unwrapped(trainer.optimizer),
         max_grad_norm=getattr(trainer.args, "max_grad_norm", None) or None,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest.audit.facts import declared
 from earnest.audit.step import Backward, Family, Raises, Step
 from earnest.engines.local import LocalEngine
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
@@ -92,7 +93,7 @@ def step_of(
         loss=loss,
         batch=data,
         roles={role: key for role, key in roles.items() if key in read},
-        knobs=own_settings.knobs(live),
+        settings=declared(own_settings.knobs(live)),
         options=own_settings.options(live),
         metrics=ranged,
         still=known_metrics.still(ranged),

@@ -5,7 +5,7 @@ ratio in (1-ε, 1+ε)   every token has a gradient, whatever the sign of its adv
 ratio > 1+ε, A > 0    a smaller gradient than inside (a hard clip: 0); likewise ratio < 1-ε, A < 0
 ratio > 1+ε, A < 0    a gradient: a token that became likely and was bad must become unlikely; likewise the other side
 
-Needs: a setting named like a clip, with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn
+Needs: a setting of the kind clip with a value below 1; roles behaviour and advantages (or rewards); logprobs=fn
 How: Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's derivative by
 its behaviour and proximal log-probs together. Where the step computes its own advantages, their signs are measured at
 ratio 1.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from earnest.audit import edits
+from earnest.audit.facts import CLIPS
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import HIGH, LOW, last
 from earnest.audit.laws.ratio import at_one, on_policy, slopes, token_weights, whitening
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -43,7 +43,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     low, high = clip_range(probe)
     if low is None or high is None:
-        yield LAW.not_applicable("clip", "no setting is named like a clip and has a value below 1")
+        yield LAW.not_applicable("clip", "no setting is a clip with a value below 1")
         return
     if step.logprobs is None:
         yield LAW.not_declared("clip", "logprobs=lambda model, batch: …")
@@ -84,7 +84,7 @@ def _other_threshold(probe: Probe, cases: list[Case]) -> str | None:
     threshold on the distance to the sampler."""
     step, quiet = probe.step, probe.step.terms_off
     for knob, value in step.knobs.items():
-        known = knob in quiet or last(knob) in LOW + HIGH or isinstance(value, bool)
+        known = knob in quiet or step.kinds.get(knob) in ("clip", "clip high") or isinstance(value, bool)
         if known or not isinstance(value, int | float) or not value or not probe.afford(3, keep=0):
             continue
         far = {**quiet, knob: value * 1000}
@@ -97,16 +97,11 @@ def _other_threshold(probe: Probe, cases: list[Case]) -> str | None:
 
 
 def clip_range(probe: Probe) -> tuple[float | None, float | None]:
-    """(ε below, ε above), by the usual names of the setting."""
-    low = _value(probe, LOW)
-    return low, _value(probe, HIGH) or low
-
-
-def _value(probe: Probe, names: tuple[str, ...]) -> float | None:
-    for knob, value in probe.step.knobs.items():
-        if last(knob) in names and isinstance(value, float) and 0 < value < 1:
-            return value
-    return None
+    """(ε below, ε above)."""
+    step = probe.step
+    inside = [(kind, step.knobs[n]) for n, kind in step.kinds.items() if kind in CLIPS and 0 < step.knobs[n] < 1]
+    low, high = (next((v for k, v in inside if k == kind), None) for kind in ("clip", "clip high"))
+    return low, high or low
 
 
 def _pulls(

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import MIXTURES, last
 from earnest.audit.laws.parts import Part, mixer, weakest
 from earnest.audit.laws.ratio import on_policy
 from earnest.audit.probe import Probe
@@ -100,7 +99,7 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Iterato
     with a setting of that name rise or fall from one end to the other."""
     step = probe.step
     teacher: Tensor = step.batch[key]
-    found = [k for k, v in step.knobs.items() if last(k) in MIXTURES and isinstance(v, float) and 0 < v < 1]
+    found = [k for k, kind in step.kinds.items() if kind == "mixture" and 0 < step.knobs[k] < 1]
     knob = next((k for k in found if k not in part.knobs), None)
     if knob is None or part.less is not None or teacher.ndim < 3 or not teacher.is_floating_point():
         return

@@ -22,7 +22,6 @@ import torch
 from earnest.audit import edits
 from earnest.audit.law import Law
 from earnest.audit.laws import shadow
-from earnest.audit.laws.clip_names import BEYOND, HIGH, LOW, TARGETS, last
 from earnest.audit.laws.inputs import far
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
@@ -88,7 +87,7 @@ def _moved(
 
 def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator[Finding]:
     tried: list[Any] = []
-    subject, clip = f"setting {knob}", last(knob) in LOW + HIGH + BEYOND
+    subject, clip = f"setting {knob}", knob in probe.step.clips
     at_one = clip and probe.step.ratio_role not in probe.step.roles
     others = candidates(value)[: 2 if at_one else None]
     tiny = clip and isinstance(value, float) and 0 < value < 0.1  # such as GSPO's: every ratio is beyond it
@@ -147,7 +146,7 @@ def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[An
     clip at once), or where the references are far away (a hinge is inactive on its good side)."""
     step, value = probe.step, probe.step.knobs[knob]
     beyond = [1e6 * (value or 1.0)] if isinstance(value, float) else []  # a threshold that was set by another state
-    if last(knob) in TARGETS:
+    if step.kinds.get(knob) == "target":
         beyond = [-value, -1e3]  # a hinge whose every pair is active
     states: list[tuple[str, edits.Batch, list[Any]]] = [("as it is", base, beyond)]
     if step.ratio_role in step.roles and step.logprobs is not None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import clips
 from earnest.audit.laws.ratio import (
     alone,
     at_one,
@@ -99,7 +98,7 @@ def _own_advantages(probe: Probe) -> Iterator[Finding]:
 def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     """``affine``: what remains at A = 0 is another term; the policy gradient is correct by itself."""
     step, share = probe.step, left / max(usual, 1e-300)
-    settings = bool(set(step.knobs) - set(step.terms_off) - set(clips(step))) and not step.terms
+    settings = bool(set(step.knobs) - set(step.terms_off) - set(step.clips)) and not step.terms
     outcome: LawOutcome = "holds" if share <= probe.tolerance else "fails"
     meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "

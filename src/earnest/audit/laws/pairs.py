@@ -23,7 +23,6 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import SMOOTHING, last
 from earnest.audit.laws.parts import Part, RelativeGradient, mixer, undeclared_weight, weakest
 from earnest.audit.probe import Probe
 from earnest.audit.step import Step
@@ -231,7 +230,7 @@ def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]
     """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
     With a target margin the two are not equal, but point the same way."""
     step = probe.step
-    knob = next((k for k, v in step.knobs.items() if last(k) in SMOOTHING and isinstance(v, float)), None)
+    knob = step.first("smoothing")
     if knob is None or pull is None or not can_be_swapped(step):
         return
     knobs = pull.part.knobs

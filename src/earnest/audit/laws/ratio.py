@@ -28,7 +28,6 @@ from torch import Tensor
 from earnest.audit import edits
 from earnest.audit.gradient import Gradient
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import clips
 from earnest.audit.probe import Probe
 from earnest.audit.step import Step
 from earnest.audit.verdict import Finding
@@ -83,14 +82,14 @@ def _whitening(probe: Probe) -> str | None:
 
 def reach(probe: Probe) -> float:
     """ρ: inside half of every declared clip, and as far from 1 as the dtype needs."""
-    sizes = [float(probe.step.knobs[k]) for k in clips(probe.step)]
+    sizes = [float(probe.step.knobs[k]) for k in probe.step.clips]
     inside = min([v if v < 1 else v - 1 for v in sizes if v > 0 and v != 1], default=1.0)
     return 1 + min(0.15 if probe.coarse else 0.04, 0.5 * inside)
 
 
 def wider(probe: Probe) -> dict[str, Any]:
     """Every clip a quarter wider: inert at ratio 1, and at ρ."""
-    return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in clips(probe.step)}
+    return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in probe.step.clips}
 
 
 def on_policy(probe: Probe) -> edits.Batch:

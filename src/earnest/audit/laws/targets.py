@@ -19,7 +19,6 @@ import torch
 
 from earnest.audit import edits
 from earnest.audit.law import Law
-from earnest.audit.laws.clip_names import TARGETS, last
 from earnest.audit.probe import Probe
 from earnest.audit.verdict import Finding
 
@@ -28,8 +27,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
     target, so a far larger one decides."""
     step = probe.step
-    knob = next((k for k, v in step.knobs.items() if last(k) in TARGETS and isinstance(v, float) and v > 0), None)
-    name = step.roles.get("margin", knob)
+    knob = step.first("target")
+    name = step.roles.get("margin", knob if knob is not None and step.knobs[knob] > 0 else None)
     if name is None or step.rows_interact:
         return
     subject = f"a larger {name}"

@@ -1,0 +1,56 @@
+"""Setting and Metric: declared facts give the same audit as the parallel fields, and a guess is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from earnest.audit import Metric, Setting, Step, StepError, audit
+from earnest.audit.laws import clipping, direction, knobs, metrics, on_policy
+from earnest.audit.step import Raises
+from tests.audit.steps import policy_step
+
+LAWS = [knobs.LAW, on_policy.LAW, clipping.LAW, metrics.LAW, direction.LAW]
+
+
+def declared(clip: str = "clip") -> Step:
+    step = policy_step()
+    return Step(
+        step.model, lambda m, b, beta, **other: step.loss(m, b, beta=beta, clip=other[clip]), step.batch, step.roles,
+        settings={"beta": Setting(0.04, "weight"), clip: Setting(0.2, "clip")},
+        metrics={"kl": Metric(low=0.0, weight="beta"), "clip_fraction": Metric(0.0, 1.0)},
+        logprobs=step.logprobs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", ["clip", "bound_of_mine"])
+def test_declared_facts_are_checked_whatever_their_names(clip: str) -> None:
+    """A clip that has an unusual name was never checked as one."""
+    rows = {f.subject: f.outcome for f in audit(declared(clip), laws=LAWS).findings}
+    assert rows[f"clip {clip} at ratio 1"] == rows["clip: inside the clip range"] == rows["term kl"] == "holds"
+    assert "fails" not in rows.values()
+
+
+def test_a_guess_is_printed_and_a_declaration_is_none() -> None:
+    given = policy_step()
+    assert any("guessed from names: clip is a clip" in note for note in audit(given, laws=[knobs.LAW]).notes)
+    assert not any("guessed" in note for note in audit(declared(), laws=[knobs.LAW]).notes)
+
+
+def test_facts_fill_the_fields_that_the_laws_read() -> None:
+    step = policy_step()
+    settings = {"beta": Setting(0.04, "weight"), "clip": 0.2, "c": Setting(0.1, "weight"), "n": Setting(8, "inert"),
+                "mode": Setting("a", modes=("b", "c"), twins=frozenset({("a", "b")})),
+                "alpha": Setting(0.5, pure=1.0)}  # fmt: skip
+    facts = {"kl": Metric(weight="beta"), "h": Metric(weight="beta", raises=True), "n": Metric(moves=False),
+             "nll": Metric(weight=1.0), "r": Metric(neutral=1.0)}  # fmt: skip
+    made = Step(step.model, step.loss, step.batch, step.roles, settings=settings, metrics=facts)
+    assert made.terms == {"kl": "beta", "h": Raises("beta")} and made.fixed == ("nll",) and made.still == {"n"}
+    assert made.knobs == {"beta": 0.04, "clip": 0.2, "c": 0.1, "n": 8, "alpha": 0.5} and made.pure == {"alpha": 1.0}
+    assert made.options == {"mode": ("a", "b", "c")} and made.twins == {("a", "b")} and made.neutral == {"r": 1.0}
+    assert made.switches == ("c",) and made.inert == ("n",) and made.clips == ["clip"]
+
+
+def test_an_unknown_kind_is_an_error() -> None:
+    step = policy_step()
+    with pytest.raises(StepError, match="unknown kind 'clipp'"):
+        Step(step.model, step.loss, step.batch, settings={"clip": Setting(0.2, "clipp")})  # type: ignore[arg-type]
