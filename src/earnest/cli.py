@@ -57,10 +57,14 @@ def _print_line(name: str, value: object) -> None:
 @app.command()
 def run(
     recipe: Annotated[
-        str, typer.Argument(help="A name from `earnest recipes`, a YAML file, or with --resume a run folder.")
+        str,
+        typer.Argument(help="A name from `earnest recipes`, a YAML file, or with --resume or --replay a run folder."),
     ],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder, bit for bit.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Train the asynchronous run in this folder again, from its record.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="An experiment with all its arms, controls and seeds.")] = False,
     on: Annotated[
         str, typer.Option(metavar="WHERE", help="With replicas=N: the executor that starts them (local, …).")
@@ -74,6 +78,9 @@ def run(
     from earnest.config import from_mapping, recipes
 
     out = Console()
+    if replay:
+        out.print(runs.replay(Path(recipe), overrides or [], out))
+        return
     name, data = (recipe, {}) if resume and not recipes.is_recipe(recipe) else recipes.read(recipe)
     if "experiment" in data:
         experiments = recipes.experiments(name)

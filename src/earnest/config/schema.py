@@ -94,14 +94,21 @@ class OptimizerConfig(Kinded):
 
 
 class SamplerConfig(Strict):
-    """A sampler outside this process; ``sampler: http://…`` is short for its ``url``."""
+    """Samplers outside this process; ``sampler: http://…`` is short for its ``url``."""
 
-    url: str = Field(
+    url: str | None = Field(
+        None,
         pattern=r"^((https?|s3|gs|az)://[^\s@]+|file:///[^\s]+)$",
         description="of an `earnest serve`, vLLM or SGLang server; or a bucket (s3://…, gs://…, az://…, file:///…) "
-        "that `earnest sampler` processes read",
+        "that `earnest sampler` processes read; none: processes of this machine, if staleness is above 0",
     )
-    count: Whole = Field(1, description="number of `earnest sampler` processes on a bucket; a server counts as one")
+    count: Whole = Field(1, description="number of processes on this machine or on a bucket; a server counts as one")
+    staleness: int = Field(
+        0,
+        ge=0,
+        description="versions that the weights of a rollout may be older than the trainer's; 0: sampling and training "
+        "take turns; above 0: samplers work while the trainer trains",
+    )
     folder: str | None = Field(
         None,
         min_length=1,
@@ -305,8 +312,9 @@ class RunConfig(LoopConfig):
                     f"objective: {weighted.term.label}.{name} acts over several rounds, and a run has one; "
                     "leave it out, or use `earnest run heal`, whose loop has rounds"
                 )
-        if self.sampler is not None and self.sampling.workers:
+        if self.sampler is not None and self.sampler.url is not None and self.sampling.workers:
             raise ConfigError("sampler: sampling.workers are samplers too; leave one of the two out")
+        self._check_staleness()
         if self.sampler is not None and self.engine.kind != "local":
             raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")
         if self.replicated and self.on_stall == "stop":
@@ -318,6 +326,17 @@ class RunConfig(LoopConfig):
         elif self.sync != SyncConfig():
             raise ConfigError("sync: has no meaning for one replica without a store; set replicas=2, or leave it out")
         return self
+
+    def _check_staleness(self) -> None:
+        """Raise if samplers cannot work ahead of the trainer as far as ``sampler.staleness`` allows."""
+        stale = 0 if self.sampler is None else self.sampler.staleness
+        if stale and stale < self.updates_per_batch:
+            raise ConfigError(
+                f"sampler.staleness: training a batch adds {self.updates_per_batch} versions (updates_per_batch), so "
+                f"{stale} leaves no room to sample ahead; set at least {self.updates_per_batch}, or 0"
+            )
+        if stale and self.replicated:
+            raise ConfigError("sampler.staleness: replicas sample and train in turns; set it to 0, or replicas to 1")
 
     def build_objective(self) -> Objective:
         """The objective of the list of terms. Raises if two terms have the same name."""

@@ -88,6 +88,7 @@ def collect(
     given: Sequence[Row] = (),
     sample: Sample | None = None,
     turns: TurnSettings | None = None,
+    made: Conversations | None = None,
     max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
 ) -> Rollouts:
     """``n`` graded completions of every prompt as a batch, with every signal that ``objective`` reads.
@@ -98,7 +99,8 @@ def collect(
     answers; one that reads preference pairs gets those given, or without them the best over the worst completion of
     every prompt. Without ``objective`` the batch has rollouts with advantages. ``task`` may be None where all rows are
     given. ``estimator`` makes the advantages; None: the first that every term's definition allows.
-    ``teacher``: None is the policy itself. ``sample`` replaces the engine's sampler.
+    ``teacher``: None is the policy itself. ``sample`` replaces the engine's sampler;
+    ``made`` are completions of the prompts that were sampled and graded before.
     """
     turns = turns or TurnSettings()
     wants = Wants() if objective is None else objective.wants()
@@ -108,7 +110,9 @@ def collect(
         sought = frozenset()
     paired = {"chosen", "rejected"} <= sought  # given rows may be of one role only: judged answers are no pairs
     found = Conversations([], {})
-    if "rollout" in sought or paired:
+    if ("rollout" in sought or paired) and made is not None:
+        found = made
+    elif "rollout" in sought or paired:
         found = graded(
             engine, _required(task), prompts, n, spec, turns, sample=sample, max_grader_errors=max_grader_errors
         )

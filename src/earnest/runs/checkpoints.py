@@ -78,7 +78,8 @@ def _verify(run: RunFolder, folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{name} is missing, or its hash does not match")
     read_engine(folder / ENGINE)
     state = read_json(folder / LOOP)
-    for lines in (run.metrics, run.samples):
-        if lines.length() < state["lengths"][lines.path.name]:
-            raise CheckpointError(f"{lines.path.name} is shorter than when the checkpoint was written")
+    for name, length in state["lengths"].items():
+        path = run.path / name
+        if not path.is_file() or path.stat().st_size < length:
+            raise CheckpointError(f"{name} is shorter than when the checkpoint was written")
     return state

@@ -10,6 +10,7 @@ from typing import Any
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts import Attempt, Rollouts, Trajectory, collect, graded
+from earnest.rollouts.conversing import Conversations
 from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
 from earnest.seeds import derive
@@ -47,23 +48,33 @@ class BatchSource:
 
     def next(self, step: int) -> Rollouts:
         """The batch of ``step``, with every signal that the objective reads."""
+        prompts = [] if self.stream is None else self.stream.next(self.setup.config.sampling.prompts_per_step)
+        found, samplers = self.collect(step, prompts), self.setup.samplers
+        return found if samplers is None else replace(found, metrics=found.metrics | samplers.metrics)
+
+    def spec(self, number: int) -> SampleSpec:
+        """How the batch with this number (from 1) is sampled."""
+        return _spec(self.setup, derive(self.setup.config.seed, f"{self.purpose} sampling", number))
+
+    def collect(self, number: int, prompts: Sequence[Prompt], attempts: Sequence[Attempt] | None = None) -> Rollouts:
+        """The batch with this number, of these prompts; ``attempts``: what was sampled of them before."""
         setup, config = self.setup, self.setup.config
         count = config.sampling.prompts_per_step
-        found = collect(
+        return collect(
             setup.engine,
             setup.task,
-            [] if self.stream is None else self.stream.next(count),
+            prompts,
             config.sampling.completions_per_prompt,
-            _spec(setup, derive(config.seed, f"{self.purpose} sampling", step)),
+            self.spec(number),
             objective=setup.objective,
             estimator=config.advantages,
             teacher=setup.teacher,
-            given=() if setup.data is None else setup.data.rows(config.seed, self.purpose, step, count),
+            given=() if setup.data is None else setup.data.rows(config.seed, self.purpose, number, count),
             sample=setup.elsewhere,
             turns=config.turns.build(),
+            made=None if attempts is None else Conversations(list(attempts), {}),
             max_grader_errors=config.max_grader_errors,
         )
-        return found if setup.samplers is None else replace(found, metrics=found.metrics | setup.samplers.metrics)
 
 
 def sample_record(a: Attempt, phase: str, step: int, policy: PolicyLike) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from earnest.disk import JsonLines, write_json, write_text
 from earnest.errors import CheckpointError
 from earnest.report.record import FORMAT, EvalRecord, EventRecord, Level, RunRecord, SampleRecord, StepRecord, written
 
+ROLLOUTS = "rollouts.jsonl"
+
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -54,6 +56,9 @@ class RunFolder:
         self._lock = lock
         self.metrics = JsonLines(path / "metrics.jsonl", _metrics_line)
         self.samples = JsonLines(path / "samples.jsonl", lambda line: written(SampleRecord, line))
+        self.rollouts: JsonLines | None = None
+        if (path / ROLLOUTS).exists():
+            self.record_rollouts()
         self.header: dict[str, Any] = {}
 
     @classmethod
@@ -102,18 +107,27 @@ class RunFolder:
         with (self.path / "events.log").open("a", encoding="utf-8") as file:
             file.write(f"{event}\n")
 
+    def record_rollouts(self) -> JsonLines:
+        """The file with all that an asynchronous run trained on; other runs have none."""
+        if self.rollouts is None:
+            self.rollouts = JsonLines(self.path / ROLLOUTS)
+        return self.rollouts
+
+    def _lines(self) -> list[JsonLines]:
+        return [self.metrics, self.samples, *([] if self.rollouts is None else [self.rollouts])]
+
     def lengths(self) -> dict[str, int]:
         """The lengths of the JSONL files in bytes; a checkpoint stores them."""
-        return {lines.path.name: lines.length() for lines in (self.metrics, self.samples)}
+        return {lines.path.name: lines.length() for lines in self._lines()}
 
     def cut(self, lengths: Mapping[str, int]) -> None:
         """Cut the JSONL files to the lengths that a checkpoint stored, so that a resumed run repeats no line."""
-        for lines in (self.metrics, self.samples):
+        for lines in self._lines():
             lines.cut(lengths.get(lines.path.name, 0))
 
     def close(self) -> None:
-        self.metrics.close()
-        self.samples.close()
+        for lines in self._lines():
+            lines.close()
         self._lock.release()
 
 

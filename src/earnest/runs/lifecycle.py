@@ -19,6 +19,7 @@ from earnest.config import LoopConfig, RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
 from earnest.proving import prove
 from earnest.runs import environment, verdicts
+from earnest.runs.ahead import steps_recorded
 from earnest.runs.evaluate import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
@@ -115,6 +116,31 @@ def resume(
     return go(setup, run, console, resumed=True)
 
 
+def replay(folder: Path, overrides: Sequence[str] = (), console: Console | None = None) -> Finished:
+    """Train an asynchronous run again, bit for bit, from the rollouts that it recorded: no sampler is needed.
+
+    Every step's weights are compared with the recorded ones. ``overrides`` may name the new folder, ``out=DIR``.
+    """
+    console = console or Console()
+    recorded = load_file(folder / "config.yaml")
+    wanted = load_file(folder / "config.yaml", overrides)
+    if changed := changed_keys(recorded, wanted):
+        raise ConfigError(
+            f"{', '.join(changed)}: a replay keeps the run's config; leave it out. Only out= may be given."
+        )
+    steps_recorded(folder, recorded.steps)
+    place = Path(wanted.out) if wanted.out is not None else folder.with_name(f"{folder.name}-replay")
+    require_free(place)
+    threads = read_json(folder / "environment.json").get("threads")
+    if recorded.threads is None and isinstance(threads, int):
+        torch.set_num_threads(threads)  # another number of threads sums in another order
+    sampling = recorded.sampling.model_copy(update={"workers": 0})
+    setup = build(recorded.model_copy(update={"sampler": None, "sampling": sampling}), note_on(console))
+    header = {"recipe": f"replay of {folder.name}", **setup.describe()}
+    run = RunFolder.create(place, dump(recorded), environment.describe(setup.policy), header)
+    return go(setup, run, console, resumed=False, replay=folder)
+
+
 def _require_one_process(config: RunConfig) -> None:
     if config.replicated:
         raise ConfigError(
@@ -140,10 +166,10 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
         setup.close()
 
 
-def go(setup: Setup, run: RunFolder, console: Console, resumed: bool) -> Finished:
+def go(setup: Setup, run: RunFolder, console: Console, resumed: bool, replay: Path | None = None) -> Finished:
     """Train in this folder, from its beginning or from its newest checkpoint; then close both."""
     try:
-        loop = TrainingLoop(setup, run, reporter_on(console), [])
+        loop = TrainingLoop(setup, run, reporter_on(console), [], replay=replay)
         if resumed:
             loop.restore()
         described = f"{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from earnest.proving import prove
 from earnest.report.watch import WAY_OUT, RunWatch
 from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
+from earnest.runs.ahead import source_of
 from earnest.runs.best import Best
 from earnest.runs.collect import BatchSource, own_samples, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
@@ -54,9 +56,11 @@ class TrainingLoop:
     loggers: list[Logger]
     step: int = 0
     seconds: float = 0.0
+    replay: Path | None = None
+    """The folder of an asynchronous run whose rollouts are trained on again."""
 
     def __post_init__(self) -> None:
-        self.source = BatchSource(self.setup)
+        self.source: BatchSource = source_of(self.setup, self.run, self.replay)
         self.saved_at = -1
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
@@ -75,7 +79,7 @@ class TrainingLoop:
         folder, state = found
         self.run.cut(state["lengths"])
         self.setup.engine.load(folder / checkpoints.ENGINE)
-        self.source = BatchSource(self.setup, position=state["stream"]["position"])
+        self.source = source_of(self.setup, self.run, self.replay, state["stream"])
         self.step = self.saved_at = int(state["step"])
         self.seconds = float(state["seconds"])
         earlier = self.run.metrics.read()

@@ -1,4 +1,4 @@
-"""The samplers of a config: Ray actors, a server, or processes that share only a bucket with the trainer."""
+"""The samplers of a config: processes here, Ray actors, a server, or processes that share only a bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from earnest.adapters import LoRA, attach
 from earnest.audit import Verdict
 from earnest.config import RunConfig, dump, from_mapping
 from earnest.config.load import check_mapping
-from earnest.config.schema import Strict
+from earnest.config.schema import SamplerConfig, Strict
 from earnest.config.text import parse
 from earnest.engines import LocalEngine
 from earnest.errors import SamplingError
@@ -45,8 +45,8 @@ def sampling_engine(config: str) -> LocalEngine:
 
 def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> SamplerPool | None:
     """The samplers of this run, which follow ``engine``; None: the engine samples."""
-    policy, wanted = engine.policy, config.sampler
-    if wanted is None and not config.sampling.workers:
+    policy, wanted = engine.policy, config.sampler or SamplerConfig()
+    if wanted.url is None and not wanted.staleness and not config.sampling.workers:
         return None
     rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
     if config.sampling.workers:
@@ -56,8 +56,14 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
         say(f"starting {count} samplers on Ray")
         gpus = 1.0 if policy.device.type == "cuda" else 0.0
         members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
-        return SamplerPool(engine, rows, members, close)
-    assert wanted is not None
+        return SamplerPool(engine, rows, members, close, staleness=wanted.staleness)
+    if wanted.url is None:
+        from earnest.sync.process import ProcessSampler
+
+        say(f"starting {wanted.count} sampler processes")
+        make = partial(sampling_engine, dump(config))
+        local = [ProcessSampler(i, make) for i in range(wanted.count)]
+        return SamplerPool(engine, rows, local, staleness=wanted.staleness)
     say(f"looking for the sampler at {wanted.url}")
     if wanted.url.startswith(("http://", "https://")):
         from earnest.sync.server import Server
@@ -65,12 +71,12 @@ def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callabl
 
         secret = os.environ.get(wanted.key, "").strip()
         server = Server(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
-        return SamplerPool(engine, rows, [ServerSampler(server)])
+        return SamplerPool(engine, rows, [ServerSampler(server)], staleness=wanted.staleness)
     bucket = Bucket.open(wanted.url, writer="trainer")
     bucket.probe()
     put_config(bucket, dump(config))
     processes: list[Sampler] = [buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)]
-    return SamplerPool(engine, rows, processes)
+    return SamplerPool(engine, rows, processes, staleness=wanted.staleness)
 
 
 class AuditSettings(Strict):

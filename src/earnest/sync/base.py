@@ -83,10 +83,12 @@ def holding(engine: LocalEngine, weights: Weights) -> Iterator[None]:
 class Sampler(Protocol):
     """One process that samples with the weights that were pushed last.
 
-    ``place`` names it in messages. Every call may raise ``SamplerLost``; then it holds no weights.
+    ``place`` names it in messages. ``plain``: the format of the files that ``push`` reads (``Weights.files``); None:
+    it reads the state. Every call may raise ``SamplerLost``; then it holds no weights.
     """
 
     place: str
+    plain: bool | None
 
     def push(self, weights: Weights) -> None: ...
 

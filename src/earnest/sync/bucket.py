@@ -37,6 +37,8 @@ SLOWEST = 5.0
 class BucketSampler:
     """The trainer's side. ``timeout``: seconds that a request may stay without an answer."""
 
+    plain: bool | None = None
+
     def __init__(self, bucket: Bucket, number: int, timeout: float = 600.0) -> None:
         self.bucket, self.timeout = bucket, timeout
         self.prefix = f"samplers/{number:05d}/"

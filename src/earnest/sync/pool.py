@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,12 +18,14 @@ from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
+from earnest.rollouts.ledger import Ledger
 from earnest.signals import Batch
 from earnest.sync.base import Sampler, SamplerLost, Weights, holding, logprobs, rows_batch
 from earnest.sync.behaviour import BASE, OLD, RAW, reason
-from earnest.sync.probe import Link, Target, apart, tolerance
+from earnest.sync.flow import TRIES, Flow, Work
+from earnest.sync.probe import Link, Logprobs, Target, apart, tolerance
 
-TRIES = 3
+T = TypeVar("T")
 CHECKED = 16
 """Completions of every version that the trainer scores as well."""
 
@@ -30,7 +34,8 @@ class SamplerPool:
     """Samplers that follow one engine; ``sample`` has the signature of ``engine.sample``.
 
     ``rows`` are the probe's tokens. ``metrics``: the largest difference on the last probe, how far the weights had
-    moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts.
+    moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts. With
+    ``staleness`` above 0, ``ahead`` lets them work while the engine trains.
     """
 
     def __init__(
@@ -39,19 +44,25 @@ class SamplerPool:
         rows: Sequence[Sequence[int]],
         members: Sequence[Sampler],
         close: Callable[[], None] = lambda: None,
+        staleness: int = 0,
     ) -> None:
-        self.engine, self.rows = engine, [list(r) for r in rows]
+        self.engine, self.rows, self.staleness = engine, [list(r) for r in rows], staleness
         self.links = [Link(m) for m in members]
         self.metrics: dict[str, float] = {"sampler/restarts": 0.0}
         self._target: Target | None = None
-        self._before: Weights | None = None  # of the version before the target's
+        self._recent: dict[int, Weights] = {}  # by version: those that rollouts may still have
+        self._flow: Flow[Any] | None = None
         self._close = close
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt, prompt by prompt, all by the engine's present version. Equal prompts go
-        to one sampler, so that their draws differ."""
+        to one sampler, so that their draws differ. Samplers that work ahead of the trainer pause meanwhile."""
+        with nullcontext() if self._flow is None else self._flow.paused():
+            return self._sample(prompts, n, spec)
+
+    def _sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         shares = share([tuple(p) for p in prompts], len(self.links))
-        target = self._wanted()
+        target = self.target()
         found: dict[int, list[Rollout]] = {}
         fresh: list[Rollout] = []
 
@@ -82,59 +93,80 @@ class SamplerPool:
         if missing:
             raise SamplingError(f"samplers died {TRIES} times on {len(missing)} prompts; see their logs.")
         flat = [r for i in range(len(prompts)) for r in found[i]]
-        self._refuse_stale(flat)
+        self.accept(flat, fresh, spec, self.engine.version)
+        return flat
+
+    def accept(self, rollouts: Sequence[Rollout], fresh: Sequence[Rollout], spec: SampleSpec, version: int) -> None:
+        """Raise unless the rollouts are of ``version``, and those that are the first of a sampler with these weights,
+        ``fresh``, have its log-probs."""
+        stale = sorted({r.policy_version for r in rollouts} - {version})
+        if stale:
+            raise SamplingError(
+                f"a sampler answered with version {', '.join(map(str, stale))}; version {version} was requested."
+            )
         if fresh and spec.top_p == 1.0 and spec.top_k == 0:
-            self._check_behaviour(fresh)
+            self._check_behaviour(fresh, self._recent[version])
         self.metrics |= {
             "sampler/probe": max(link.off for link in self.links),
             "sampler/moved": max(link.moved for link in self.links),
-            "sampler/version": float(self.engine.version),
+            "sampler/version": float(version),
         }
-        return flat
+
+    def ahead(self, ledger: Ledger[T], work: Work[T]) -> Flow[T]:
+        """Start the samplers' threads: from now on they work ahead of the trainer."""
+        assert self._flow is None
+        self._flow = Flow(self.links, ledger, self.target(), work)
+        return self._flow
 
     def close(self) -> None:
+        if self._flow is not None:
+            self._flow.close()
         for link in self.links:
             link.sampler.close()
         self._close()
 
-    def _wanted(self) -> Target:
+    def target(self) -> Target:
         """The engine's weights with its own log-probs of the probe, computed once for each content."""
         weights = Weights.of(self.engine)
         old = self._target
         if old is None or old.weights.digest != weights.digest:
             batch = rows_batch(self.rows, self.engine.policy.pad_id)
             base = logprobs(self.engine, batch, "base") if old is None else old.base
-            self._before = None if old is None else old.weights
             self._target = Target(weights, self.rows, logprobs(self.engine, batch), base)
+            if self.staleness:  # a push in a sampler's thread must not read the adapter while it is trained
+                for kind in {link.sampler.plain for link in self.links} - {None}:
+                    weights.files(bool(kind))
+            self._recent[weights.version] = weights
+            for version in sorted(self._recent)[: -self.staleness - 2]:
+                del self._recent[version]
         assert self._target is not None
         return self._target
 
-    def _refuse_stale(self, rollouts: Sequence[Rollout]) -> None:
-        stale = sorted({r.policy_version for r in rollouts} - {self.engine.version})
-        if stale:
-            raise SamplingError(
-                f"a sampler answered with version {', '.join(map(str, stale))}; the trainer has {self.engine.version}."
-            )
-
-    def _check_behaviour(self, rollouts: Sequence[Rollout]) -> None:
+    def _check_behaviour(self, rollouts: Sequence[Rollout], weights: Weights) -> None:
         """The log-probs that samplers report are those that the trainer computes for the same tokens."""
         policy, temperature = self.engine.policy, rollouts[0].temperature
         batch = Batch.from_rows([r.prompt for r in rollouts], [r.tokens for r in rollouts], pad=policy.pad_id)
         theirs = torch.tensor([v for r in rollouts for v in r.logprobs], dtype=torch.float64)
-        own, allowed = logprobs(self.engine, batch, "live", temperature), tolerance(policy.dtype)
-        off = apart(theirs, own)
-        if not off <= allowed:
-            others = {RAW: logprobs(self.engine, batch, "live", 1.0)}
-            if self._before is not None:
-                with holding(self.engine, self._before):
-                    others[OLD] = logprobs(self.engine, batch, "live", temperature)
-            others[BASE] = logprobs(self.engine, batch, "base", temperature)
-            raise SamplingError(
-                f"{self.links[0].sampler.place} reports log-probs of what it sampled that are {off:.3g} nats per token "
-                f"off those of version {self.engine.version} at temperature {temperature:g} (allowed: {allowed:g}). "
-                f"{reason(theirs, own, others, allowed)}"
-            )
+        with holding(self.engine, weights):
+            own, allowed = logprobs(self.engine, batch, "live", temperature), tolerance(policy.dtype)
+            off = apart(theirs, own)
+            if not off <= allowed:
+                raise SamplingError(
+                    f"{self.links[0].sampler.place} reports log-probs of what it sampled that are {off:.3g} nats per "
+                    f"token off those of version {weights.version} at temperature {temperature:g} (allowed: "
+                    f"{allowed:g}). {reason(theirs, own, self._others(batch, weights, temperature), allowed)}"
+                )
         self.metrics |= {"sampler/behaviour": off}
+
+    def _others(self, batch: Batch, weights: Weights, temperature: float) -> dict[str, Logprobs]:
+        """What the log-probs may be instead, by the sentence for it."""
+        others = {RAW: logprobs(self.engine, batch, "live", 1.0)}
+        before = self._recent.get(weights.version - 1)
+        if before is not None:
+            with holding(self.engine, before):
+                others[OLD] = logprobs(self.engine, batch, "live", temperature)
+        others[BASE] = logprobs(self.engine, batch, "base", temperature)
+        return others
 
 
 def share(prompts: Sequence[tuple[int, ...]], count: int) -> list[list[int]]:

@@ -45,6 +45,8 @@ class Actor:
 class RaySampler:
     """The trainer's side of one actor, which takes one CPU and ``gpus`` GPUs of the cluster."""
 
+    plain: bool | None = None
+
     def __init__(self, ray: Any, number: int, make: Callable[[], LocalEngine], gpus: float) -> None:
         self._ray, self._make, self._gpus = ray, make, gpus
         self.place = f"sampler {number} on Ray"

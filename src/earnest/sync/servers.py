@@ -29,6 +29,7 @@ class ServerSampler:
         server.require_pushes()
         self.server = server
         self.place = f"the sampler at {server.url}"
+        self.plain: bool | None = server.kind != "earnest"
         self._run = secrets.token_hex(4)
         self._weights: Weights | None = None
         self._loaded: list[str] = []  # names on the server, the newest last

@@ -1,0 +1,208 @@
+"""The batches of an asynchronous run: sampled and graded while the trainer trains, recorded, and replayed from that
+record.
+
+``rollouts.jsonl`` has a line for every step: the batch, the digest of the weights that were trained, and for every
+rollout its tokens, log-probs, version and grade. That is all that training depends on besides the config, so a replay
+needs no sampler and no grader, and its weights are compared with the recorded ones at every step.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from earnest.errors import CheckpointError, ConfigError, EarnestError
+from earnest.rollouts import Attempt, Rollout, Rollouts
+from earnest.rollouts import attempt as graded
+from earnest.rollouts.attempts import Sample
+from earnest.rollouts.ledger import Ledger, Taken
+from earnest.rollouts.trajectory import Trajectory
+from earnest.runs.collect import BatchSource
+from earnest.runs.folder import ROLLOUTS, RunFolder
+from earnest.runs.setup import Setup
+from earnest.sync.base import Weights
+from earnest.sync.flow import Flow
+from earnest.sync.pool import CHECKED, SamplerPool, share
+from earnest.tasks import Grade, Prompt, is_environment
+
+_ROLLOUT: TypeAdapter[Rollout | Trajectory] = TypeAdapter(Rollout | Trajectory)
+_GRADE = TypeAdapter(Grade)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one sampler made of a batch; ``fresh``: the first with its weights."""
+
+    attempts: tuple[Attempt, ...]
+    fresh: bool
+
+
+def source_of(
+    setup: Setup, run: RunFolder, replay: Path | None = None, state: Mapping[str, Any] | None = None
+) -> BatchSource:
+    """The batches of a run, from its beginning or from the state in a checkpoint."""
+    if replay is not None:
+        return ReplayedBatches(setup, replay)
+    if setup.samplers is not None and setup.samplers.staleness:
+        if is_environment(setup.task):
+            raise ConfigError(
+                f"sampler.staleness: conversations of several turns ({setup.name}) are sampled and trained in turns; "
+                "set it to 0."
+            )
+        return BatchesAhead(setup, setup.samplers, run, state)
+    return BatchSource(setup, position=0 if state is None else int(state["position"]))
+
+
+class BatchesAhead(BatchSource):
+    """Batches that samplers make ahead of the trainer. The first call of ``next`` starts them."""
+
+    def __init__(self, setup: Setup, pool: SamplerPool, run: RunFolder, state: Mapping[str, Any] | None) -> None:
+        super().__init__(setup)
+        self.pool, self.record = pool, run.record_rollouts()
+        self.ledger: Ledger[Part] = Ledger(pool.staleness, setup.config.updates_per_batch, len(pool.links))
+        if state is not None:
+            self.ledger.restore(state, setup.engine.version)
+        self._flow: Flow[Part] | None = None
+        self._stream_lock = threading.Lock()
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | self.ledger.state()
+
+    def next(self, step: int) -> Rollouts:
+        if self._flow is None:
+            self._flow = self.pool.ahead(self.ledger, self._work)
+        else:
+            self._flow.publish(self.pool.target())
+        flow, version = self._flow, self.setup.engine.version
+        waiting = self.ledger.ready
+        taken = flow.take()
+        attempts = sorted(
+            (a for _, part in taken.parts for a in part.attempts),
+            key=lambda a: (a.rollout.prompt_index, a.rollout.sample_index),
+        )
+        spec = self.spec(taken.batch + 1)
+        for ticket, part in taken.parts:
+            rollouts = [a.rollout for a in part.attempts if isinstance(a.rollout, Rollout)]
+            self.pool.accept(rollouts, rollouts[:CHECKED] if part.fresh else (), spec, ticket.version)
+        found = self.collect(taken.batch + 1, self.prompts(taken.batch), attempts)
+        self.record.append(record(step, taken, version, self.pool.target().weights, attempts))
+        return replace(found, metrics=found.metrics | self.pool.metrics | self._metrics(taken, version, waiting, flow))
+
+    def prompts(self, batch: int) -> list[Prompt]:
+        count = self.setup.config.sampling.prompts_per_step
+        assert self.stream is not None, "samplers need a task"
+        with self._stream_lock:
+            self.stream.position = batch * count
+            return self.stream.next(count)
+
+    def _work(self, batch: int, part: int, sample: Sample, fresh: bool) -> Part:
+        """In a sampler's thread: sample and grade its prompts of the batch."""
+        setup, prompts = self.setup, self.prompts(batch)
+        assert setup.task is not None
+        places = share([tuple(setup.policy.render(p.messages)) for p in prompts], self.ledger.parts)[part]
+        if not places:
+            return Part((), fresh)
+        made = graded(
+            sample,
+            setup.policy,
+            setup.task,
+            [prompts[i] for i in places],
+            setup.config.sampling.completions_per_prompt,
+            self.spec(batch + 1),
+            setup.config.max_grader_errors,
+        )
+        own = [replace(a, rollout=replace(a.rollout, prompt_index=places[a.rollout.prompt_index])) for a in made]
+        return Part(tuple(own), fresh)
+
+    def _metrics(self, taken: Taken[Part], version: int, waiting: int, flow: Flow[Part]) -> dict[str, float]:
+        """Ages are in versions and weighted by tokens; idle shares are of the time since the step before."""
+        ages = [
+            (version - a.rollout.policy_version, len(a.rollout.tokens))
+            for _, part in taken.parts
+            for a in part.attempts
+        ]
+        tokens = sum(count for _, count in ages)
+        return {
+            "sampler/age": sum(age * count for age, count in ages) / max(tokens, 1),
+            "sampler/age_max": float(max((age for age, _ in ages), default=0)),
+            "sampler/queue": float(waiting),
+            "sampler/again": float(self.ledger.again),
+            "sampler/restarts": self.pool.metrics["sampler/restarts"] + flow.restarts,
+            "sampler/idle": flow.samplers.share(),
+            "trainer/idle": flow.trainer.share(),
+        }
+
+
+def record(
+    step: int, taken: Taken[Part], version: int, weights: Weights, attempts: Sequence[Attempt]
+) -> dict[str, Any]:
+    """A line of rollouts.jsonl."""
+    return {
+        "step": step,
+        "batch": taken.batch,
+        "version": version,
+        "digest": weights.digest,
+        "versions": [ticket.version for ticket, _ in taken.parts],
+        "rows": [
+            {
+                "rollout": _ROLLOUT.dump_python(a.rollout, mode="json"),
+                "text": a.text,
+                "grade": _GRADE.dump_python(a.grade, mode="json"),
+            }
+            for a in attempts
+        ],
+    }
+
+
+class ReplayedBatches(BatchSource):
+    """The batches that an asynchronous run recorded in ``folder``, in the order in which they were trained."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        super().__init__(setup)
+        self.folder, self._lines = folder, _lines(folder)
+
+    def next(self, step: int) -> Rollouts:
+        line = next(self._lines)
+        assert line["step"] == step, f"{self.folder}/{ROLLOUTS} has step {line['step']} in place of {step}"
+        weights = Weights.of(self.setup.require_local("a replay"))
+        if weights.digest != line["digest"]:
+            raise EarnestError(
+                f"the weights before step {step} differ from those of {self.folder}, so this is no replay bit for bit; "
+                "run it with the same versions, on the same kind of machine, with the same number of threads."
+            )
+        assert self.stream is not None
+        count = self.setup.config.sampling.prompts_per_step
+        self.stream.position = int(line["batch"]) * count
+        prompts = self.stream.next(count)
+        attempts = [
+            Attempt(prompts[rollout.prompt_index], rollout, row["text"], _GRADE.validate_python(row["grade"]))
+            for row in line["rows"]
+            for rollout in [_ROLLOUT.validate_python(row["rollout"])]
+        ]
+        return self.collect(int(line["batch"]) + 1, prompts, attempts)
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    with (folder / ROLLOUTS).open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def steps_recorded(folder: Path, steps: int) -> None:
+    """Raise unless the folder has the rollouts of all steps."""
+    if not (folder / ROLLOUTS).is_file():
+        raise CheckpointError(
+            f"{folder} has no {ROLLOUTS}: only runs with sampler.staleness above 0 record it. The others are repeated "
+            f"by `earnest run {folder}/config.yaml`."
+        )
+    found = sum(1 for _ in _lines(folder))
+    if found != steps:
+        raise CheckpointError(
+            f"{folder} has the rollouts of {found} of its {steps} steps; finish it first: earnest run {folder} --resume"
+        )

@@ -1,0 +1,279 @@
+"""Rollouts that do not wait: samplers with engines of their own work while the trainer trains; the run is recorded, and
+replays bit for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from earnest.config import RunConfig, dump, load_file
+from earnest.engines.base import Rollout
+from earnest.errors import CheckpointError, ConfigError, EarnestError, SamplingError
+from earnest.models import SampleSpec
+from earnest.runs import RunFolder, environment, replay, resume, start
+from earnest.runs.errors import RunStopped
+from earnest.runs.lifecycle import go
+from earnest.runs.sampling import sampling_engine
+from earnest.runs.setup import Setup, build
+from earnest.sync.base import SamplerEngine, SamplerLost, Weights
+from earnest.sync.pool import SamplerPool
+from earnest.sync.process import ProcessSampler
+from tests.runs.tiny import recipe, tiny_folder
+
+QUIET = Console(file=io.StringIO())
+
+
+class Elsewhere:
+    """A sampler with an engine of its own in this process. It dies at the calls of ``sample`` in ``deaths``."""
+
+    plain: bool | None = None
+
+    def __init__(self, number: int, config: RunConfig, deaths: Sequence[int] = ()) -> None:
+        self.place, self.deaths, self.calls = f"sampler {number}", set(deaths), 0
+        self.engine: SamplerEngine | None = None
+        self.make = lambda: SamplerEngine(sampling_engine(dump(config)))
+        self.change: Callable[[Rollout], Rollout] = lambda r: r
+        self.started = threading.Event()
+        self.restart()
+
+    def restart(self) -> None:
+        self.engine = self.make()
+        self.holds = False
+
+    def push(self, weights: Weights) -> None:
+        assert self.engine is not None
+        self.engine.push(weights.version, dict(weights.state))
+        self.holds = True
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        assert self.engine is not None and self.holds
+        return self.engine.score(rows)
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        assert self.engine is not None and self.holds
+        self.calls += 1
+        if self.calls >= 2:
+            self.started.set()
+        if self.calls in self.deaths:
+            raise SamplerLost(f"{self.place} is gone")
+        return [self.change(r) for r in self.engine.sample(prompts, n, spec)]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ahead")
+    return recipe(place / "recipe.yaml", tiny_folder(place / "tiny"), check=False)
+
+
+def config_of(path: Path, out: Path, *overrides: str) -> RunConfig:
+    return load_file(path, ["threads=1", "eval.every=3", "checkpoint.every=2", f"out={out}", *overrides])
+
+
+def pooled(config: RunConfig, samplers: int = 2, deaths: Sequence[int] = ()) -> tuple[Setup, list[Elsewhere]]:
+    """The run's parts with samplers that work ahead of it."""
+    assert config.sampler is not None
+    setup = build(config.model_copy(update={"sampler": None}), lambda _: None)
+    members = [Elsewhere(i, config, deaths if i == 0 else ()) for i in range(samplers)]
+    assert setup.task is not None
+    rows = [list(setup.policy.render(p.messages)) for p in setup.task.prompts("heldout", 2, 0)]
+    pool = SamplerPool(setup.require_local("a test"), rows, members, staleness=config.sampler.staleness)
+    return replace(setup, config=config, samplers=pool), members
+
+
+def trained(setup: Setup, resumed: bool = False) -> Path:
+    assert isinstance(setup.config, RunConfig) and setup.config.out is not None
+    place = Path(setup.config.out)
+    if resumed:
+        run = RunFolder.open(place)
+    else:
+        header = {"recipe": "test", **setup.describe()}
+        run = RunFolder.create(place, dump(setup.config), environment.describe(setup.policy), header)
+    return go(setup, run, QUIET, resumed=resumed).folder
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def check_record(folder: Path, staleness: int) -> None:
+    """Every batch trained once and none left out before the last; no row too old; each by the version it names."""
+    found = record(folder)
+    batches = [line["batch"] for line in found]
+    assert len(set(batches)) == len(batches) and [line["step"] for line in found] == list(range(1, len(found) + 1))
+    assert set(range(len(found) - staleness)) <= set(batches)
+    for line in found:
+        versions = {row["rollout"]["policy_version"] for row in line["rows"]}
+        assert versions == set(line["versions"]) and line["version"] - min(versions) <= staleness
+        places = [(r["rollout"]["prompt_index"], r["rollout"]["sample_index"]) for r in line["rows"]]
+        assert places == sorted(set(places)), "every completion once"
+
+
+def test_staleness_0_is_the_run_without_it_bit_for_bit(path: Path, tmp_path: Path) -> None:
+    plain = start("test", config_of(path, tmp_path / "plain", "steps=3"), QUIET).folder
+    zero = start("test", config_of(path, tmp_path / "zero", "steps=3", "sampler={staleness: 0}"), QUIET).folder
+    assert weights(zero) == weights(plain) and not (zero / "rollouts.jsonl").exists()
+    assert [x.get("means", x["reward"]) for x in lines(zero)] == [x.get("means", x["reward"]) for x in lines(plain)]
+
+
+def test_an_asynchronous_run_is_recorded_and_replays_bit_for_bit(path: Path, tmp_path: Path) -> None:
+    """Two samplers, one of which dies twice; evaluations in between; the trainer waits for nothing that it can train
+    on, so some rows are older than the weights."""
+    config = config_of(path, tmp_path / "run", "steps=7", "sampler={staleness: 2}")
+    setup, members = pooled(config, deaths=(2, 5))
+    engine, inner = setup.require_local("a test"), setup.require_local("a test").step
+
+    def step(*given: Any, **more: Any) -> Any:
+        assert members[1].started.wait(60), "the next batch is sampled while this one trains"
+        return inner(*given, **more)
+
+    engine.step = step  # type: ignore[method-assign]
+    folder = trained(setup)
+    check_record(folder, 2)
+    steps = [x["metrics"] for x in lines(folder) if x["kind"] == "step"]
+    assert max(m["sampler/age_max"] for m in steps) >= 1
+    assert steps[-1]["sampler/restarts"] == 2 and steps[-1]["sampler/again"] == 2
+    assert all(0 <= m["sampler/idle"] <= 1 and 0 <= m["trainer/idle"] <= 1 for m in steps)
+    terms = [x["terms"]["grpo"]["metrics"] for x in lines(folder) if x["kind"] == "step" and x["terms"]]
+    assert any(abs(t["ratio"] - 1) > 1e-4 for t in terms), "the ratio is to the weights that sampled"
+    again = replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder
+    assert weights(again) == weights(folder)
+    assert [x["means"] for x in lines(again) if x["kind"] == "eval"] == [
+        x["means"] for x in lines(folder) if x["kind"] == "eval"
+    ]
+
+
+def test_a_replay_with_other_numbers_is_refused_at_its_step(path: Path, tmp_path: Path) -> None:
+    folder = trained(pooled(config_of(path, tmp_path / "run", "steps=4", "sampler={staleness: 1}"), 1)[0])
+    found = record(folder)
+    found[1]["rows"][0]["rollout"]["logprobs"][0] -= 0.25
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for name in ("config.yaml", "environment.json"):
+        (changed / name).write_bytes((folder / name).read_bytes())
+    (changed / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    with pytest.raises(RunStopped, match="the weights before step 3 differ from those of"):
+        replay(changed, [f"out={tmp_path / 'again'}"], QUIET)
+    with pytest.raises(ConfigError, match="seed: a replay keeps the run's config"):
+        replay(folder, ["seed=5"], QUIET)
+    (changed / "rollouts.jsonl").write_text(json.dumps(found[0]) + "\n")
+    with pytest.raises(CheckpointError, match="has the rollouts of 1 of its 4 steps"):
+        replay(changed, [f"out={tmp_path / 'third'}"], QUIET)
+    (changed / "rollouts.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"only runs with sampler\.staleness above 0 record it"):
+        replay(changed, [f"out={tmp_path / 'fourth'}"], QUIET)
+
+
+def test_a_run_that_was_killed_goes_on_with_none_twice_and_none_lost(path: Path, tmp_path: Path) -> None:
+    """It stops in step 6, after the checkpoint of step 4; what was sampled and not trained is sampled again."""
+    config = config_of(path, tmp_path / "run", "steps=9", "sampler={staleness: 3}")
+    setup, _ = pooled(config)
+    engine, inner, calls = setup.require_local("a test"), setup.require_local("a test").step, []
+
+    def step(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            raise EarnestError("killed")
+        return inner(*given, **more)
+
+    engine.step = step  # type: ignore[method-assign]
+    with pytest.raises(RunStopped, match="killed"):
+        trained(setup)
+    setup.close()
+    folder = trained(pooled(config)[0], resumed=True)
+    assert len(record(folder)) == 9
+    check_record(folder, 3)
+    assert weights(replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder) == weights(folder)
+
+
+def test_what_a_sampler_raises_stops_the_run(path: Path, tmp_path: Path) -> None:
+    """Log-probs that are not those of the version, also where the trainer is at a later one; too many deaths; and a
+    version that nobody pushed."""
+    made: list[tuple[str, Callable[[Elsewhere], None]]] = [
+        ("nats per token off those of version", lambda m: setattr(m, "change", _colder)),
+        ("died 3 times in a row", lambda m: setattr(m, "deaths", set(range(1, 100)))),
+        ("answered with version 77", lambda m: setattr(m, "change", lambda r: replace(r, policy_version=77))),
+    ]
+    for place, (sentence, plant) in enumerate(made):
+        config = config_of(path, tmp_path / f"run-{place}", "steps=4", "eval.prompts=1", "sampler={staleness: 1}")
+        setup, (member,) = pooled(config, 1)
+        inner = setup.samplers.ahead  # type: ignore[union-attr]
+
+        def ahead(*given: Any, plant: Any = plant, member: Any = member, inner: Any = inner) -> Any:
+            plant(member)  # after the first evaluation
+            return inner(*given)
+
+        setup.samplers.ahead = ahead  # type: ignore[union-attr, method-assign]
+        if sentence.startswith("nats"):  # the first completions with new weights are compared
+            setup.samplers.links[0].forget()  # type: ignore[union-attr]
+        with pytest.raises((RunStopped, SamplingError), match=sentence):
+            trained(setup)
+
+
+def _colder(rollout: Rollout) -> Rollout:
+    return replace(rollout, logprobs=tuple(0.5 * v for v in rollout.logprobs))
+
+
+def test_a_sampler_process_is_killed_and_the_run_ends_well(path: Path, tmp_path: Path) -> None:
+    """A real process, killed with SIGKILL while the run trains."""
+    config = config_of(path, tmp_path / "run", "steps=3", "sampler={staleness: 1}", "eval.every=0")
+    setup = build(config, lambda _: None)
+    assert setup.samplers is not None
+    first = setup.samplers.links[0].sampler
+    assert isinstance(first, ProcessSampler)
+    killed = first.process.pid
+    engine, inner = setup.require_local("a test"), setup.require_local("a test").step
+
+    def step(*given: Any, **more: Any) -> Any:
+        if engine.version == 0:
+            os.kill(killed, signal.SIGKILL)
+        return inner(*given, **more)
+
+    engine.step = step  # type: ignore[method-assign]
+    folder = trained(setup)
+    check_record(folder, 1)
+    assert first.process.pid != killed and first.process.poll() is not None, "its successor ended with the run"
+    assert weights(replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder) == weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["sampler={staleness: 1}", "updates_per_batch=2"], "leaves no room to sample ahead; set at least 2, or 0"),
+        (["sampler={staleness: 1}", "replicas=2"], "replicas sample and train in turns"),
+        (["sampler={staleness: -1}"], "staleness"),
+    ],
+)
+def test_staleness_that_cannot_work_is_refused(path: Path, given: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_file(path, given)
+
+
+@pytest.mark.slow
+def test_a_finished_asynchronous_run_can_be_continued(path: Path, tmp_path: Path) -> None:
+    """Through the public functions, with a real process: more steps go on with the next batches."""
+    config = config_of(path, tmp_path / "run", "steps=2", "sampler={staleness: 1}", "eval.every=0")
+    start("test", config, QUIET)
+    folder = resume(tmp_path / "run", ["steps=4"], QUIET).folder
+    check_record(folder, 1)
+    assert len(record(folder)) == 4
