@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from earnest.rollouts.ledger import Ledger, Taken, Ticket
+from earnest.rollouts.ledger import PartTicket, RolloutLedger, TakenBatch
 
 Content = tuple[int, int, int, int]
 
@@ -21,15 +21,15 @@ class Schedule(RuleBasedStateMachine):
     def begin(self, staleness: int, updates: int, parts: int, samplers: int) -> None:
         self.staleness, self.updates, self.parts, self.samplers = staleness, updates, parts, samplers
         self.version = 0
-        self.ledger: Ledger[Content] = self.fresh()
-        self.running: list[Ticket] = []
-        self.late: list[Ticket] = []  # given up, and may still answer
-        self.trained: list[Taken[Content]] = []
+        self.ledger: RolloutLedger[Content] = self.fresh()
+        self.running: list[PartTicket] = []
+        self.late: list[PartTicket] = []  # given up, and may still answer
+        self.trained: list[TakenBatch[Content]] = []
         self.saved = (self.ledger.state(), 0, 0)
         self.deaths = 0
 
-    def fresh(self) -> Ledger[Content]:
-        return Ledger(self.staleness, self.updates, self.parts, self.version)
+    def fresh(self) -> RolloutLedger[Content]:
+        return RolloutLedger(self.staleness, self.updates, self.parts, self.version)
 
     @precondition(lambda self: len(self.running) < self.samplers)
     @rule()
@@ -117,7 +117,7 @@ class Schedule(RuleBasedStateMachine):
             assert self.ledger.again == 0
 
 
-def content(ticket: Ticket) -> Content:
+def content(ticket: PartTicket) -> Content:
     return (ticket.batch, ticket.part, ticket.attempt, ticket.version)
 
 
@@ -126,7 +126,7 @@ TestSchedule.settings = settings(max_examples=150, stateful_step_count=40, deadl
 
 
 def test_without_staleness_sampler_and_trainer_take_turns() -> None:
-    ledger: Ledger[int] = Ledger(0, parts=2)
+    ledger: RolloutLedger[int] = RolloutLedger(0, parts=2)
     for step in range(3):
         a, b = ledger.start(), ledger.start()
         assert a is not None and b is not None and ledger.start() is None
@@ -140,7 +140,7 @@ def test_without_staleness_sampler_and_trainer_take_turns() -> None:
 
 
 def test_a_batch_is_sampled_while_the_one_before_trains() -> None:
-    ledger: Ledger[int] = Ledger(1)
+    ledger: RolloutLedger[int] = RolloutLedger(1)
     first = ledger.start()
     assert first is not None and ledger.finish(first, 0)
     second = ledger.start()
@@ -154,7 +154,7 @@ def test_a_batch_is_sampled_while_the_one_before_trains() -> None:
 
 def test_the_trainer_waits_for_a_batch_that_would_become_too_old() -> None:
     """Batch 1 is ready first, but training it would make batch 0 two versions old with a bound of 1."""
-    ledger: Ledger[int] = Ledger(1)
+    ledger: RolloutLedger[int] = RolloutLedger(1)
     zero, one = ledger.start(), ledger.start()
     assert zero is not None and one is not None
     ledger.finish(one, 1)
@@ -171,7 +171,7 @@ def test_the_trainer_waits_for_a_batch_that_would_become_too_old() -> None:
 
 def test_a_part_that_became_too_old_is_sampled_again() -> None:
     """As where the trainer's version moved by more than a batch adds."""
-    ledger: Ledger[int] = Ledger(1)
+    ledger: RolloutLedger[int] = RolloutLedger(1)
     zero, one = ledger.start(), ledger.start()
     assert zero is not None and one is not None
     assert ledger.finish(zero, 0) and ledger.finish(one, 1)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ticket:
+class PartTicket:
     """One part of a batch that a sampler samples with the weights of ``version``; ``attempt`` counts from 0."""
 
     batch: int
@@ -30,11 +30,11 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Taken(Generic[T]):
+class TakenBatch(Generic[T]):
     """A batch for the trainer: for each part its ticket and what was sampled."""
 
     batch: int
-    parts: tuple[tuple[Ticket, T], ...]
+    parts: tuple[tuple[PartTicket, T], ...]
 
     @property
     def oldest(self) -> int:
@@ -42,7 +42,7 @@ class Taken(Generic[T]):
         return min(ticket.version for ticket, _ in self.parts)
 
 
-class Ledger(Generic[T]):
+class RolloutLedger(Generic[T]):
     """``parts``: of each batch. ``updates``: versions that training one batch adds at most. ``version``: of the newest
     weights that samplers can have."""
 
@@ -53,13 +53,13 @@ class Ledger(Generic[T]):
         self.training: int | None = None
         self.again = 0  # parts that were sampled more than once
         self._waiting: list[tuple[int, int]] = []  # parts of batches in flight that no sampler has
-        self._running: dict[tuple[int, int], Ticket] = {}
-        self._finished: dict[int, dict[int, tuple[Ticket, T]]] = {}  # by batch in flight
+        self._running: dict[tuple[int, int], PartTicket] = {}
+        self._finished: dict[int, dict[int, tuple[PartTicket, T]]] = {}  # by batch in flight
         self._attempts: dict[tuple[int, int], int] = {}
 
     # --- samplers -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> Ticket | None:
+    def start(self) -> PartTicket | None:
         """The next part for a sampler that has the newest weights; None where it has to wait."""
         if not self._waiting:
             ahead = len(self._finished) + (self.training is not None)
@@ -68,11 +68,11 @@ class Ledger(Generic[T]):
             self._admit(self.next)
             self.next += 1
         place = self._waiting.pop(0)
-        ticket = Ticket(*place, self._attempts.get(place, 0), self.version)
+        ticket = PartTicket(*place, self._attempts.get(place, 0), self.version)
         self._running[place] = ticket
         return ticket
 
-    def finish(self, ticket: Ticket, found: T) -> bool:
+    def finish(self, ticket: PartTicket, found: T) -> bool:
         """Keep what was sampled. False: the ticket is no longer valid (its sampler was given up), so it is dropped."""
         place = (ticket.batch, ticket.part)
         if self._running.get(place) != ticket:
@@ -81,7 +81,7 @@ class Ledger(Generic[T]):
         self._finished[ticket.batch][ticket.part] = (ticket, found)
         return True
 
-    def reopen(self, ticket: Ticket) -> None:
+    def reopen(self, ticket: PartTicket) -> None:
         """The sampler was lost: another one samples the part."""
         place = (ticket.batch, ticket.part)
         if self._running.get(place) == ticket:
@@ -90,12 +90,12 @@ class Ledger(Generic[T]):
 
     # --- the trainer --------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken[T] | None:
+    def take(self) -> TakenBatch[T] | None:
         """The batch to train next, the one with the oldest weights first; None where none is ready."""
         assert self.training is None, "done comes first"
         self._drop_old()
         ready = [
-            Taken(batch, tuple(parts[i] for i in range(self.parts)))
+            TakenBatch(batch, tuple(parts[i] for i in range(self.parts)))
             for batch, parts in self._finished.items()
             if len(parts) == self.parts
         ]

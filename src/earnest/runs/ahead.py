@@ -21,7 +21,7 @@ from earnest.errors import CheckpointError, ConfigError, EarnestError
 from earnest.rollouts import Attempt, Rollout, Rollouts
 from earnest.rollouts import attempt as graded
 from earnest.rollouts.attempts import Sample
-from earnest.rollouts.ledger import Ledger, Taken
+from earnest.rollouts.ledger import RolloutLedger, TakenBatch
 from earnest.rollouts.trajectory import Trajectory
 from earnest.runs.collect import BatchSource
 from earnest.runs.folder import ROLLOUTS, RunFolder
@@ -36,7 +36,7 @@ _GRADE = TypeAdapter(Grade)
 
 
 @dataclass(frozen=True)
-class Part:
+class SampledPart:
     """What one sampler made of a batch; ``fresh``: the first with its weights."""
 
     attempts: tuple[Attempt, ...]
@@ -65,10 +65,12 @@ class BatchesAhead(BatchSource):
     def __init__(self, setup: Setup, pool: SamplerPool, run: RunFolder, state: Mapping[str, Any] | None) -> None:
         super().__init__(setup)
         self.pool, self.record = pool, run.record_rollouts()
-        self.ledger: Ledger[Part] = Ledger(pool.staleness, setup.config.updates_per_batch, len(pool.links))
+        self.ledger: RolloutLedger[SampledPart] = RolloutLedger(
+            pool.staleness, setup.config.updates_per_batch, len(pool.links)
+        )
         if state is not None:
             self.ledger.restore(state, setup.engine.version)
-        self._flow: Flow[Part] | None = None
+        self._flow: Flow[SampledPart] | None = None
         self._stream_lock = threading.Lock()
 
     def state(self) -> dict[str, Any]:
@@ -101,13 +103,13 @@ class BatchesAhead(BatchSource):
             self.stream.position = batch * count
             return self.stream.next(count)
 
-    def _work(self, batch: int, part: int, sample: Sample, fresh: bool) -> Part:
+    def _work(self, batch: int, part: int, sample: Sample, fresh: bool) -> SampledPart:
         """In a sampler's thread: sample and grade its prompts of the batch."""
         setup, prompts = self.setup, self.prompts(batch)
         assert setup.task is not None
         places = share([tuple(setup.policy.render(p.messages)) for p in prompts], self.ledger.parts)[part]
         if not places:
-            return Part((), fresh)
+            return SampledPart((), fresh)
         made = graded(
             sample,
             setup.policy,
@@ -118,9 +120,11 @@ class BatchesAhead(BatchSource):
             setup.config.max_grader_errors,
         )
         own = [replace(a, rollout=replace(a.rollout, prompt_index=places[a.rollout.prompt_index])) for a in made]
-        return Part(tuple(own), fresh)
+        return SampledPart(tuple(own), fresh)
 
-    def _metrics(self, taken: Taken[Part], version: int, waiting: int, flow: Flow[Part]) -> dict[str, float]:
+    def _metrics(
+        self, taken: TakenBatch[SampledPart], version: int, waiting: int, flow: Flow[SampledPart]
+    ) -> dict[str, float]:
         """Ages are in versions and weighted by tokens; idle shares are of the time since the step before."""
         ages = [
             (version - a.rollout.policy_version, len(a.rollout.tokens))
@@ -140,7 +144,7 @@ class BatchesAhead(BatchSource):
 
 
 def record(
-    step: int, taken: Taken[Part], version: int, weights: Weights, attempts: Sequence[Attempt]
+    step: int, taken: TakenBatch[SampledPart], version: int, weights: Weights, attempts: Sequence[Attempt]
 ) -> dict[str, Any]:
     """A line of rollouts.jsonl."""
     return {

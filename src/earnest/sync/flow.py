@@ -3,7 +3,7 @@
     sampler thread    start → push and probe the newest weights → work(batch, part) → finish
     trainer           publish (after each update) → take → train → publish → …
 
-``Ledger`` decides who waits for whom. A sampler that dies is started again, and its part is sampled again. What a
+``RolloutLedger`` decides who waits for whom. A sampler that dies is started again, and its part is sampled again. What a
 sampler raises otherwise is raised in the trainer's thread.
 """
 
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from earnest.errors import SamplingError
 from earnest.rollouts.attempts import Sample
-from earnest.rollouts.ledger import Ledger, Taken, Ticket
+from earnest.rollouts.ledger import PartTicket, RolloutLedger, TakenBatch
 from earnest.sync.base import SamplerLost
 from earnest.sync.probe import Link, Target
 
@@ -45,7 +45,7 @@ class Idle:
 class Flow(Generic[T]):
     """The threads of the samplers ``links``, and the trainer's side of the queue."""
 
-    def __init__(self, links: Sequence[Link], ledger: Ledger[T], target: Target, work: Work[T]) -> None:
+    def __init__(self, links: Sequence[Link], ledger: RolloutLedger[T], target: Target, work: Work[T]) -> None:
         self.ledger, self.restarts = ledger, 0
         self.trainer, self.samplers = Idle(), Idle(len(links))
         self._links, self._target, self._work = links, target, work
@@ -68,7 +68,7 @@ class Flow(Generic[T]):
             self.ledger.done(target.weights.version)
             self._state.notify_all()
 
-    def take(self) -> Taken[T]:
+    def take(self) -> TakenBatch[T]:
         """Wait for the next batch."""
         began = time.perf_counter()
         with self._state:
@@ -126,7 +126,7 @@ class Flow(Generic[T]):
                     self._busy -= 1
                     self._state.notify_all()
 
-    def _next(self) -> tuple[Ticket, Target] | None:
+    def _next(self) -> tuple[PartTicket, Target] | None:
         """The next part with the newest weights; None: the run is over."""
         began = time.perf_counter()
         with self._state:
@@ -141,7 +141,7 @@ class Flow(Generic[T]):
             self.samplers.waited += time.perf_counter() - began
             return ticket, self._target
 
-    def _sampled(self, link: Link, ticket: Ticket, target: Target) -> bool:
+    def _sampled(self, link: Link, ticket: PartTicket, target: Target) -> bool:
         """Sample the part; False: the sampler died."""
         try:
             fresh = link.sync(target)

@@ -18,7 +18,7 @@ from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
-from earnest.rollouts.ledger import Ledger
+from earnest.rollouts.ledger import RolloutLedger
 from earnest.signals import Batch
 from earnest.sync.base import Sampler, SamplerLost, Weights, holding, logprobs, rows_batch
 from earnest.sync.behaviour import BASE, OLD, RAW, reason
@@ -112,7 +112,7 @@ class SamplerPool:
             "sampler/version": float(version),
         }
 
-    def ahead(self, ledger: Ledger[T], work: Work[T]) -> Flow[T]:
+    def ahead(self, ledger: RolloutLedger[T], work: Work[T]) -> Flow[T]:
         """Start the samplers' threads: from now on they work ahead of the trainer."""
         assert self._flow is None
         self._flow = Flow(self.links, ledger, self.target(), work)

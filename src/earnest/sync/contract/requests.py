@@ -12,7 +12,7 @@ import torch
 from earnest.audit.verdict import Finding
 from earnest.errors import SamplingError
 from earnest.sync import behaviour
-from earnest.sync.contract.session import SamplerAudit, SampleRequest, values
+from earnest.sync.contract.session import AuditedRequest, SamplerAudit, values
 from earnest.sync.server import Choice, RequestRefused
 
 SURPRISE = 5.0
@@ -26,7 +26,7 @@ NUCLEUS = 0.8
 def token_ids(session: SamplerAudit) -> Iterator[Finding]:
     law, expected = "token ids", "the tokens of prompt and completion"
     try:
-        found = [(p, c) for p in session.prompts for c in session.ask(SampleRequest(None, p, session.spec()), 2)]
+        found = [(p, c) for p in session.prompts for c in session.ask(AuditedRequest(None, p, session.spec()), 2)]
     except RequestRefused:
         raise
     except SamplingError as error:
@@ -44,7 +44,7 @@ def token_ids(session: SamplerAudit) -> Iterator[Finding]:
 
 
 def log_probs(session: SamplerAudit) -> Iterator[Finding]:
-    request = SampleRequest(None, session.prompts[0], session.spec())
+    request = AuditedRequest(None, session.prompts[0], session.spec())
     asked = [replace(request, prompt=p) for p in session.prompts]
     found = [session.ask(r, 2) for r in asked]
     flat = [c for choices in found for c in choices]
@@ -63,7 +63,7 @@ def draws(session: SamplerAudit) -> Iterator[Finding]:
         tail = set(index[(ordered.cumsum(-1) - ordered) >= NUCLEUS].tolist())
         mass = float(p[list(tail)].sum())
         for part in range(2):
-            request = SampleRequest(None, prompt, replace(spec, seed=100 * place + part))
+            request = AuditedRequest(None, prompt, replace(spec, seed=100 * place + part))
             found = session.ask(request, 16)
             outside += sum(c.tokens[0] in tail for c in found)
             expected, variance, total = expected + 16 * mass, variance + 16 * mass * (1 - mass), total + 16
@@ -86,7 +86,7 @@ def draws(session: SamplerAudit) -> Iterator[Finding]:
 
 def _truncated(law: str, min_p: float = 0.0, **settings: float) -> Callable[[SamplerAudit], Iterator[Finding]]:
     def check(session: SamplerAudit) -> Iterator[Finding]:
-        request = SampleRequest(None, session.prompts[0], session.spec(temperature=HOT, **settings), min_p)
+        request = AuditedRequest(None, session.prompts[0], session.spec(temperature=HOT, **settings), min_p)
         asked = [replace(request, prompt=p) for p in session.prompts]
         try:
             found = [session.ask(r, 2) for r in asked]
@@ -106,7 +106,7 @@ def _truncated(law: str, min_p: float = 0.0, **settings: float) -> Callable[[Sam
 def seeds(session: SamplerAudit) -> Iterator[Finding]:
     spec = session.spec(temperature=HOT, max_new_tokens=12)
     first, second, other = (
-        [c.tokens for p in session.prompts for c in session.ask(SampleRequest(None, p, replace(spec, seed=seed)))]
+        [c.tokens for p in session.prompts for c in session.ask(AuditedRequest(None, p, replace(spec, seed=seed)))]
         for seed in (3, 3, 4)
     )
     yield session.finding(
@@ -119,8 +119,10 @@ def seeds(session: SamplerAudit) -> Iterator[Finding]:
 
 def end_tokens(session: SamplerAudit) -> Iterator[Finding]:
     law, expected, ends = "end tokens", "all at the policy's end of turn, or at max_tokens", session.ends
-    long = [c for p in session.prompts for c in session.ask(SampleRequest(None, p, session.spec(max_new_tokens=48)), 2)]
-    short = [c for p in session.prompts for c in session.ask(SampleRequest(None, p, session.spec(max_new_tokens=2)))]
+    long = [
+        c for p in session.prompts for c in session.ask(AuditedRequest(None, p, session.spec(max_new_tokens=48)), 2)
+    ]
+    short = [c for p in session.prompts for c in session.ask(AuditedRequest(None, p, session.spec(max_new_tokens=2)))]
 
     def wrong(choice: Choice, limit: int) -> bool:
         stopped = choice.finish == "stop"
@@ -143,7 +145,7 @@ def end_tokens(session: SamplerAudit) -> Iterator[Finding]:
 
 def stop_strings(session: SamplerAudit) -> Iterator[Finding]:
     law, expected, decode = "stop strings", "ends with the token that completes it", session.policy.decode
-    request = SampleRequest(None, session.prompts[0], session.spec(max_new_tokens=12))
+    request = AuditedRequest(None, session.prompts[0], session.spec(max_new_tokens=12))
     for prompt in session.prompts:
         request = replace(request, prompt=prompt)
         tokens = session.ask(request)[0].tokens
@@ -174,7 +176,7 @@ def independent(session: SamplerAudit) -> Iterator[Finding]:
     law, n = "n > 1", 16
     equal, expected, variance, same = 0, 0.0, 0.0, 0
     for prompt in session.prompts:
-        found = session.ask(SampleRequest(None, prompt, session.spec(temperature=HOT)), n)
+        found = session.ask(AuditedRequest(None, prompt, session.spec(temperature=HOT)), n)
         p = (session.logits(None, prompt)[-1] / HOT).softmax(-1)
         two, three = float((p**2).sum()), float((p**3).sum())
         equal += sum(a.tokens[0] == b.tokens[0] for a, b in combinations(found, 2))

@@ -33,7 +33,7 @@ MOVED = 0.05
 
 
 @dataclass(frozen=True)
-class SampleRequest:
+class AuditedRequest:
     """What was requested: the weights (None: the base), the prompt and the settings."""
 
     weights: Weights | None
@@ -70,7 +70,7 @@ class SamplerAudit:
         made = SampleSpec(max_new_tokens=8, temperature=self.temperature, seed=11)
         return replace(made, **settings)  # type: ignore[arg-type]
 
-    def ask(self, request: SampleRequest, n: int = 1, model: str | None = None, **more: object) -> list[Choice]:
+    def ask(self, request: AuditedRequest, n: int = 1, model: str | None = None, **more: object) -> list[Choice]:
         """``n`` completions; ``model``: the name to request, by default the one that the weights were pushed under."""
         named = model or self.name_of(request.weights)
         more = more | ({"min_p": request.min_p} if request.min_p else {})
@@ -147,7 +147,7 @@ class SamplerAudit:
         ]
         return torch.cat(parts)
 
-    def own(self, request: SampleRequest, found: Sequence[Choice]) -> Logprobs:
+    def own(self, request: AuditedRequest, found: Sequence[Choice]) -> Logprobs:
         """The log-probs that the tokens of these completions have here, under what was requested."""
         spec, parts = request.spec, []
         for choice in found:

@@ -11,7 +11,7 @@ import torch
 from earnest.audit.verdict import Finding
 from earnest.sync import behaviour
 from earnest.sync.base import Weights
-from earnest.sync.contract.session import SamplerAudit, SampleRequest, values
+from earnest.sync.contract.session import AuditedRequest, SamplerAudit, values
 from earnest.sync.probe import apart
 from earnest.sync.server import RequestRefused
 
@@ -47,7 +47,7 @@ def prefix_cache(session: SamplerAudit) -> Iterator[Finding]:
     old, new = session.version(1), session.version(2)
     long = tuple(t for prompt in session.prompts for t in prompt)
     name = session.load(old)
-    asked = [SampleRequest(old, p, session.spec()) for p in (long, *session.prompts)]
+    asked = [AuditedRequest(old, p, session.spec()) for p in (long, *session.prompts)]
     for request in asked:
         session.ask(request)
         session.ask(request)
@@ -62,7 +62,7 @@ def prefix_cache(session: SamplerAudit) -> Iterator[Finding]:
         session.server.unload(name)
 
 
-def _sampled(session: SamplerAudit, law: str, asked: list[SampleRequest], model: str) -> Finding:
+def _sampled(session: SamplerAudit, law: str, asked: list[AuditedRequest], model: str) -> Finding:
     found = [session.ask(r, model=model) for r in asked]
     own = torch.cat([session.own(r, c) for r, c in zip(asked, found, strict=True)])
     return session.judged(law, values([c for choices in found for c in choices]), own, {}, STALE[law])
@@ -88,7 +88,7 @@ def versions(session: SamplerAudit) -> Iterator[Finding]:
     session.unload(weights)
     gone = not listed()
     try:
-        session.ask(SampleRequest(weights, session.prompts[0], session.spec()), model=model)
+        session.ask(AuditedRequest(weights, session.prompts[0], session.spec()), model=model)
         refused = "answered"
     except RequestRefused as error:
         refused = f"refused (HTTP {error.status})"
@@ -112,7 +112,7 @@ def isolation(session: SamplerAudit) -> Iterator[Finding]:
 
 def _at_once(session: SamplerAudit, law: str, wanted: list[tuple[Weights | None, float]], who: str) -> Finding:
     asked = [
-        SampleRequest(weights, prompt, session.spec(temperature=temperature, seed=seed))
+        AuditedRequest(weights, prompt, session.spec(temperature=temperature, seed=seed))
         for seed, prompt in enumerate(session.prompts)
         for weights, temperature in wanted
     ]
