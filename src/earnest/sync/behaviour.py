@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 from earnest.sync.probe import Logprobs, apart
 
-RAW = (
-    "They are those before temperature: vLLM reports these unless it is started with --logprobs-mode "
-    "processed_logprobs."
-)
+MODE = "vLLM reports them before temperature unless it is started with --logprobs-mode processed_logprobs."
+RAW = f"They are those before temperature. {MODE}"
 BASE = "They are those of the base model: the adapter is not applied to what is sampled."
 OLD = (
     "They are those of the weights before the last push: the sampler computes on old weights or on a KV cache that "
@@ -17,9 +15,12 @@ OLD = (
 )
 TRUNCATED = (
     "All are too high, so the sampler leaves tokens out by a top-p, top-k or min-p that was not requested; look for "
-    "defaults in its generation_config, and turn them off."
+    f"defaults in its generation_config, and turn them off. {MODE}"
 )
-UNKNOWN = "They fit neither the raw nor the base distribution; it runs other weights, another tokenizer or a penalty."
+UNKNOWN = (
+    "They are neither the raw ones nor the base model's; it runs other weights, has another tokenizer or a penalty. "
+    f"{MODE}"
+)
 
 
 def reason(theirs: Logprobs, own: Logprobs, others: Mapping[str, Logprobs], allowed: float) -> str:
