@@ -51,13 +51,12 @@ def engine() -> LocalEngine:
 
 def test_a_right_server_keeps_every_law_and_is_left_as_it_was(server: str) -> None:
     """Through the command line: a table's rows as JSON, exit code 0, nothing left on the server."""
-    before = Server(server).models()
     found = CliRunner().invoke(app, ["audit", "sampler", server, "--json"])
     verdict = json.loads(found.stdout)
     assert found.exit_code == 0 and verdict["holds"], verdict
     assert {f["outcome"] for f in verdict["findings"]} == {"holds"}
     assert {f["law"] for f in verdict["findings"]} == {*LAWS, "reused name", "base isolation"}
-    assert Server(server).models() == before
+    assert not [m for m in Server(server).models() if str(m["id"]).startswith("earnest-")]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from earnest.errors import CheckpointError, ConfigError, EarnestError
-from earnest.rollouts import Attempt, Rollout, Rollouts
-from earnest.rollouts import attempt as graded
+from earnest.rollouts import Attempt, Rollout, Rollouts, graded
 from earnest.rollouts.attempts import Sample
 from earnest.rollouts.ledger import RolloutLedger, TakenBatch
 from earnest.rollouts.trajectory import Trajectory
@@ -110,15 +109,17 @@ class BatchesAhead(BatchSource):
         places = share([tuple(setup.policy.render(p.messages)) for p in prompts], self.ledger.parts)[part]
         if not places:
             return SampledPart((), fresh)
+        sampling = setup.config.sampling
         made = graded(
-            sample,
-            setup.policy,
+            setup.engine,
             setup.task,
             [prompts[i] for i in places],
-            setup.config.sampling.completions_per_prompt,
+            sampling.completions_per_prompt,
             self.spec(batch + 1),
-            setup.config.max_grader_errors,
-        )
+            setup.config.turns.build(),
+            sample=sample,
+            max_grader_errors=setup.config.max_grader_errors,
+        ).attempts
         own = [replace(a, rollout=replace(a.rollout, prompt_index=places[a.rollout.prompt_index])) for a in made]
         return SampledPart(tuple(own), fresh)
 

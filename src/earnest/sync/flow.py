@@ -3,8 +3,8 @@
     sampler thread    start → push and probe the newest weights → work(batch, part) → finish
     trainer           publish (after each update) → take → train → publish → …
 
-``RolloutLedger`` decides who waits for whom. A sampler that dies is started again, and its part is sampled again. What a
-sampler raises otherwise is raised in the trainer's thread.
+``RolloutLedger`` decides who waits for whom. A sampler that dies is started again, and its part is sampled again. What
+a sampler raises otherwise is raised in the trainer's thread.
 """
 
 from __future__ import annotations
