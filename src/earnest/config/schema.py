@@ -176,6 +176,11 @@ class EngineConfig(Strict):
         return self
 
 
+def _absolute_code(text: str) -> str:
+    """``my_file.py:name`` with its absolute path; a rubric with line breaks or a URL is no such place."""
+    return plugins.absolute(text) if "\n" not in text else text
+
+
 def _empty() -> Any:
     """A mapping without keys; validation fills in the defaults."""
     return {}
@@ -208,7 +213,8 @@ class RunConfig(LoopConfig):
     grade: Any = Field(
         None,
         description="with data of prompts and answers, instead of a task: `exact`, `numeric`, `math`, `contains`, "
-        "`regex`, `json`, `my_rewards.py:score`, a mapping with `kind` and `weight`, or a list of these",
+        "`regex`, `json`, `judge`, `reward_model`, `my_rewards.py:score`, a mapping with `kind` and `weight`, or a "
+        "list of these",
     )
     objective: list[TermConfig] = Field(min_length=1, description="the terms whose weighted sum is the loss")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
@@ -247,7 +253,8 @@ class RunConfig(LoopConfig):
         if not isinstance(rows, dict):
             raise ConfigError(f"data: must be a file or a mapping with train, got {rows!r}")
         places = {key: absolute(rows[key]) for key in ("train", "heldout") if isinstance(rows.get(key), str)}
-        task = {"name": from_data.NAME, **rows, **places, "grade": map_texts(plugins.absolute, grader)}
+        grader = from_data.on_device(map_texts(_absolute_code, grader), data.get("device", "auto"))
+        task = {"name": from_data.NAME, **rows, **places, "grade": grader}
         return {key: value for key, value in data.items() if key not in ("data", "grade")} | {"task": task}
 
     @field_validator("imports")

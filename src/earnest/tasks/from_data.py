@@ -19,7 +19,7 @@ from earnest.data.reading import DataError
 from earnest.errors import ConfigError
 from earnest.settings import FieldProblem, make
 from earnest.tasks.base import Grade, Prompt, Split, TaskError
-from earnest.tasks.graders import Grader, build
+from earnest.tasks.graders import Grader, InProcess, WeightedSum, build
 from earnest.tasks.split import check_request, stable_rng
 
 NAME = "graded"
@@ -42,6 +42,12 @@ class Graded:
     def description(self) -> str:
         sides = f"{self.data.size('train')} rows to train on, {self.data.size('heldout')} held out"
         return f"the questions of {self.data.settings.train}: {sides}"
+
+    @property
+    def isolated(self) -> bool:
+        """Whether a part of the grader runs in worker processes."""
+        parts = self.grader.parts if isinstance(self.grader, WeightedSum) else (("", 1.0, self.grader),)
+        return any(isinstance(part, InProcess) for _, _, part in parts)
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         """Shuffled passes over the rows of the split: every row comes once before any comes twice."""
@@ -97,3 +103,12 @@ def load(settings: Mapping[str, Any]) -> Graded:
     except FieldProblem as problem:
         raise ConfigError(f"data.{problem}") from None
     return Graded(Dataset.load(made, _QuestionsOnly(made.train), _NO_LIMIT), grader)
+
+
+def on_device(grade: Any, device: str) -> Any:
+    """The value of ``grade`` with the run's device for reward models that name none."""
+    if isinstance(grade, list):
+        return [on_device(item, device) for item in grade]
+    if isinstance(grade, Mapping) and grade.get("kind") == "reward_model":
+        return {"device": device, **grade}
+    return grade

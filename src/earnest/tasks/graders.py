@@ -6,6 +6,8 @@
     contains               the answer stands in the completion as a whole word
     regex                  the pattern is found; its first group, where it has one, is the answer
     json                   the completion is JSON that fits a schema, or that equals the answer
+    judge                  a chat model's score by a rubric (``model_graders``)
+    reward_model           a sequence classifier's score (``model_graders``)
     my_rewards.py:score    a function of the row and the completion that returns a number or a ``Grade``
 
 Each may be a mapping with ``kind``, ``weight`` and its settings. A list of graders is their weighted sum.
@@ -29,6 +31,8 @@ from earnest import plugins
 from earnest.errors import ConfigError, MissingExtra, nearest
 from earnest.settings import Checked, FieldProblem, make, setting
 from earnest.tasks.base import Extra, Grade
+from earnest.tasks.model_graders import Judge, RewardModel
+from earnest.tasks.processes import isolated
 
 Row = Mapping[str, Any]
 
@@ -210,7 +214,9 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-GRADERS: dict[str, type[Checked]] = {c.kind: c for c in (Exact, Numeric, Math, Contains, Regex, Json)}
+GRADERS: dict[str, type[Checked]] = {
+    c.kind: c for c in (Exact, Numeric, Math, Contains, Regex, Json, Judge, RewardModel)
+}
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,22 @@ class Function:
 
     def __call__(self, row: Row, completion: str) -> Grade:
         return as_grade(self.function(row, completion))
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """A grader of foreign code, or with a pattern of the user's, in a worker process: there its time limit holds."""
+
+    grader: Grader
+    run: Callable[[Row, str], Grade]
+
+    def __call__(self, row: Row, completion: str) -> Grade:
+        return self.run(dict(row), completion)
+
+
+def _isolated(grader: Grader) -> Grader:
+    run = isolated(grader)
+    return grader if run is grader else InProcess(grader, run)
 
 
 @dataclass(frozen=True)
@@ -269,14 +291,14 @@ def _one(given: object) -> tuple[str, float, Grader]:
     if ":" in kind:
         if values:
             raise ConfigError(f"grade.{next(iter(values))}: {kind} is a function and has no settings; leave it out.")
-        return kind.rpartition(":")[2], float(weight), _function(kind)
+        return kind.rpartition(":")[2], float(weight), _isolated(_function(kind))
     if kind not in GRADERS:
         raise ConfigError(f"grade: {kind!r} is unknown: {nearest(kind, GRADERS)} A function is my_file.py:function.")
     try:
         made: Any = make(GRADERS[kind], values)
     except FieldProblem as problem:
         raise ConfigError(f"grade.{problem}") from None
-    return kind, float(weight), made
+    return kind, float(weight), _isolated(made) if isinstance(made, Regex | Math) else made
 
 
 def _function(entry: str) -> Function:

@@ -1,5 +1,9 @@
 """Grade many rollouts at the same time, each with a time limit.
 
+The user's own functions and classes run in processes (``processes``), so the limit holds for any code. Built-in
+graders and tasks without a pickled form run in threads; there the limit holds for code that does not keep the
+interpreter's lock.
+
 An error of the grader, a timeout or a reward that is not finite is logged and gives reward 0. Too large a share of them
 ends the run.
 """
@@ -9,12 +13,15 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import pickle
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from earnest.tasks.base import Grade, Prompt, Task, TaskError
+from earnest.tasks.model_graders import BudgetSpent
+from earnest.tasks.processes import CLOCK, IMPORTED, LONGEST_LOAD, GradingTimeout, Isolated, isolated
 
 _log = logging.getLogger(__name__)
 DEFAULT_MAX_ERROR_SHARE = 0.1
@@ -28,12 +35,23 @@ class GraderErrors(TaskError):
     """Too large a share of a task's gradings raised."""
 
 
-class GradingTimeout(TimeoutError):
-    """A grading did not end within its time limit."""
+def _grader(task: Task, prompts: Sequence[Prompt]) -> tuple[Callable[[Prompt, str], object], bool]:
+    """The task's grade function, and whether it runs in worker processes: that of a class in the user's own file does,
+    if the task and its prompts have a pickled form."""
+    if getattr(task, "isolated", False):
+        return task.grade, True
+    if type(task).__module__.startswith(IMPORTED) and prompts:
+        try:
+            pickle.dumps(prompts[0])
+        except Exception:  # pickling calls the user's code
+            return task.grade, False
+        run = isolated(task.grade)
+        return run, isinstance(run, Isolated)
+    return task.grade, False
 
 
-def _grade_one(task: Task, prompt: Prompt, completion: str) -> Grade:
-    found: object = task.grade(prompt, completion)
+def _grade_one(grade: Callable[[Prompt, str], object], prompt: Prompt, completion: str) -> Grade:
+    found = grade(prompt, completion)
     if not isinstance(found, Grade):
         raise TypeError(f"the grader returned {found!r}, a {type(found).__name__}, and not a Grade")
     reward: object = found.reward
@@ -69,6 +87,8 @@ def grade_all(
         if isinstance(found, Grade):
             grades.append(found)
             continue
+        if isinstance(found, BudgetSpent):
+            raise found
         _log.warning("the grader of %s raised %r on prompt %s %s", task.name, found, prompt.id, _shown(prompt))
         failed.append((prompt, found))
         grades.append(Grade(0.0, "", False, {"error": f"{type(found).__name__}: {found}"}))
@@ -91,21 +111,24 @@ def outcomes(
     Gradings run in daemon threads. One that takes too long is abandoned: its thread goes on without being waited for,
     and another takes its place.
     """
+    grade, elsewhere = _grader(task, prompts)
     found: dict[int, Grade | Exception] = {}
     waiting = iter(range(len(prompts)))
     done: queue.SimpleQueue[tuple[int, Grade | Exception]] = queue.SimpleQueue()
     started: dict[int, float] = {}
 
     def work(first: int) -> None:
+        CLOCK.limit = time_limit
+        CLOCK.begin = lambda: started.update({first: time.monotonic()}) if first in started else None
         try:
-            done.put((first, _grade_one(task, prompts[first], completions[first])))
+            done.put((first, _grade_one(grade, prompts[first], completions[first])))
         except Exception as error:  # a grader is foreign code: whatever it raises is a finding about it, not about us
             done.put((first, error))
 
     def start() -> None:
         index = next(waiting, None)
         if index is not None:
-            started[index] = time.monotonic()
+            started[index] = time.monotonic() + (LONGEST_LOAD if elsewhere else 0.0)
             threading.Thread(target=work, args=(index,), name=f"grader {task.name}", daemon=True).start()
 
     for _ in range(THREADS):
@@ -115,6 +138,8 @@ def outcomes(
         try:
             index, result = done.get(timeout=max(0.0, started[oldest] + time_limit - time.monotonic()))
         except queue.Empty:
+            if started[oldest] + time_limit > time.monotonic():  # it began later, when a worker was free
+                continue
             index, result = oldest, GradingTimeout(f"the grading took more than {time_limit:g} seconds")
         if index in started:  # the late result of an abandoned grading is dropped
             del started[index]
