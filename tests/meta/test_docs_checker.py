@@ -50,7 +50,7 @@ def test_a_sound_page_has_no_problem(page) -> None:
     assert problems(found) == []
     shell = found.blocks[1]
     assert [(c.line, c.text) for c in pages.commands(shell)] == [(12, "echo run this"), (14, "true")]
-    assert [run._with(shell, c).text for c in pages.commands(shell)] == ["echo run this steps=2", "true"]
+    assert [run.reduced(shell, c).text for c in pages.commands(shell)] == ["echo run this steps=2", "true"]
 
 
 @pytest.mark.parametrize(

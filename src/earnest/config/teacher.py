@@ -95,8 +95,9 @@ class TeacherConfig(Strict):
             from earnest.engines.endpoint_teacher import ServedTeacher
 
             assert self.url is not None, "required"
-            named = {"key": self.key} if self.key is not None else {}
-            return ServedTeacher.connect(student, objective, self.url, reads=self.prompt, model=self.model, **named)
+            return ServedTeacher.connect(
+                student, objective, self.url, reads=self.prompt, model=self.model, key=self.key
+            )
         from earnest.engines.model_teacher import ModelTeacher
 
         return ModelTeacher.load(student, objective, self.model, self.adapter, reads=self.prompt, **how)

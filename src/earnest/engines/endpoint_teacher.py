@@ -61,10 +61,17 @@ class ServedTeacher:
 
     @classmethod
     def connect(
-        cls, student: PolicyLike, objective: Objective, url: str, *, reads: Reads | None = None, **more: Any
+        cls,
+        student: PolicyLike,
+        objective: Objective,
+        url: str,
+        *,
+        reads: Reads | None = None,
+        model: str | None = None,
+        key: str | None = None,
     ) -> ServedTeacher:
         """The teacher of these terms, after a check of its tokenizer."""
-        made = cls(url, endpoint_top_k(objective), reads=reads or reads_of(objective), **more)
+        made = cls(url, endpoint_top_k(objective), model, key or cls.key, reads or reads_of(objective))
         made.check_tokenizer(student)
         return made
 

@@ -52,7 +52,7 @@ class Tree:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class PackedBlock:
     """Packed rows of one forward pass. Without a mask they are plain rows, one to a packed row, padded on the right."""
 
     inputs: Int[Tensor, "P L"]
@@ -67,7 +67,7 @@ class Packed:
     ``computed`` counts the positions that go through the model, ``padding`` those of them that are no token of a row.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PackedBlock, ...]
     place: Int[Tensor, " N"]
     computed: int
     padding: int
@@ -134,7 +134,7 @@ class Packer:
         start: int,
         paths: dict[int, np.ndarray],
         device: torch.device,
-    ) -> Block:
+    ) -> PackedBlock:
         """One forward pass; the places of each row's tokens, counted from ``start``, are added to ``paths``."""
         inputs = np.full((len(bins), length), self.pad, dtype=np.int64)
         positions = np.zeros((len(bins), length), dtype=np.int64)
@@ -154,10 +154,10 @@ class Packer:
                     used = new.stop
         tokens = torch.from_numpy(inputs).to(device)
         if all(len(trees) == 1 and len(trees[0].rows) == 1 for trees in bins):
-            return Block(tokens, None, None)
+            return PackedBlock(tokens, None, None)
         mask = torch.zeros(sees.shape, dtype=self.dtype, device=device)
         mask.masked_fill_(~torch.from_numpy(sees).to(device), torch.finfo(self.dtype).min)
-        return Block(tokens, torch.from_numpy(positions).to(device), mask[:, None])
+        return PackedBlock(tokens, torch.from_numpy(positions).to(device), mask[:, None])
 
 
 def _rows(batch: Batch) -> tuple[np.ndarray, list[int]]:
