@@ -21,7 +21,7 @@ def lock(path: Path) -> BaseFileLock | None:
     """Lock the file at ``path`` until ``release()`` or the end of this process; None if another one holds it."""
     from filelock import FileLock, Timeout
 
-    made = FileLock(path, mode=0o600, blocking=False)
+    made = FileLock(path, mode=0o600, blocking=False, thread_local=False)  # a server is closed by another thread
     try:
         made.acquire()
     except Timeout:
