@@ -76,6 +76,7 @@ def run(
 
     from earnest import runs
     from earnest.config import from_mapping, recipes
+    from earnest.runs import repeat
 
     out = Console()
     if replay:
@@ -92,7 +93,11 @@ def run(
     if resume:
         from earnest.diloco import launch
 
-        finished = runs.resume(Path(recipe), overrides or [], out, replicas=launch.resume)
+        finished: Any = (
+            repeat.resume(Path(recipe), overrides or [], out)
+            if repeat.is_repeated(Path(recipe))
+            else runs.resume(Path(recipe), overrides or [], out, replicas=launch.resume)
+        )
     else:
         config = from_mapping(data, overrides or [])
         if (on != "local" or dry_run) and not config.replicated:
@@ -105,7 +110,7 @@ def run(
                 return
             finished = launch.start(name, config, out, on=on)
         else:
-            finished = runs.start(name, config, out)
+            finished = (runs.start if config.repeat is None else repeat.start)(name, config, out)
     out.print(finished)
     raise typer.Exit(finished.exit_code)
 
@@ -190,6 +195,20 @@ def report(run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")]
 
     page = pages.write(run_dir)
     show(pages.summary(run_dir))
+    print(page)
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run folders, or a folder of runs.")],
+    out: Annotated[Path, typer.Option(help="The file of the page.")] = Path("compare.html"),
+) -> None:
+    """Compare runs: results, differing settings and curves, in the terminal and on one self-contained page."""
+    from earnest.report import compare as pages
+
+    found = pages.runs_of(folders)
+    page = pages.write(found, out)
+    show(pages.terminal(found))
     print(page)
 
 

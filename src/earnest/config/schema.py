@@ -232,6 +232,16 @@ class RunConfig(LoopConfig):
         description="shared by the replicas: s3://…, gs://…, az://… or file:///…; none: the run folder",
     )
     sync: SyncConfig = Field(default_factory=SyncConfig)
+    repeat: int | list[int] | None = Field(
+        None, description="train with this many seeds, from `seed` on, or with these: one run folder each in one folder"
+    )
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the runs that this config describes."""
+        if isinstance(self.repeat, int):
+            return tuple(range(self.seed, self.seed + self.repeat))
+        return (self.seed,) if self.repeat is None else tuple(self.repeat)
 
     @property
     def replicated(self) -> bool:
@@ -328,6 +338,11 @@ class RunConfig(LoopConfig):
             raise ConfigError("on_stall: replicas train elsewhere, so the watch can only warn; set on_stall=warn")
         if self.replicated and self.best is not None:
             raise ConfigError("best: replicas keep no checkpoints in the run folder; leave it out, or use replicas=1")
+        if self.repeat is not None:
+            if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+                raise ConfigError(f"repeat: needs two or more different seeds of 0 or more, got {self.repeat}")
+            if self.replicated:
+                raise ConfigError("repeat: replicas are started for one run at a time; leave repeat or replicas out")
         if self.replicated:
             plan(self)
         elif self.sync != SyncConfig():

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from earnest.version import __version__
 
 def write(run_dir: str | Path, to: str | Path | None = None) -> Path:
     """Make the report of ``run_dir`` and return its path: ``report.html`` in the folder, or ``to``."""
-    target = Path(to) if to is not None else Path(run_dir) / "report.html"
-    text = render(load(run_dir))
+    return put(render(load(run_dir)), Path(to) if to is not None else Path(run_dir) / "report.html")
+
+
+def put(text: str, target: Path) -> Path:
+    """Write a page, atomically."""
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
         try:
@@ -41,11 +45,13 @@ def write(run_dir: str | Path, to: str | Path | None = None) -> Path:
 
 
 def render(run: Run) -> str:
-    """The whole page as text."""
+    """The whole page of a run as text."""
     reward, reward_charts = sections.reward(run)
     terms, term_charts = sections.terms(run)
     update, update_charts = sections.update(run)
     body = [
+        headline.headline(run),
+        headline.notices(run),
         reward,
         terms,
         update,
@@ -57,41 +63,44 @@ def render(run: Run) -> str:
         sections.config(run),
         sections.environment(run),
     ]
+    first = "Reward" if run.measure == "reward" else "Held-out rows"
+    names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict"}
+    names |= {"conversations": "Conversations"} if any(s.segments for s in run.samples) else {}
+    names |= ({"watch": "Watch"} if run.steps else {}) | {"config": "Config"}
+    title = f"{run.header.task} on {run.header.model} · earnest"
+    return document(title, names, body, [*reward_charts, *term_charts, *update_charts], run.folder.name)
+
+
+def document(
+    title: str, names: Mapping[str, str], body: Sequence[Html | None], charts: Sequence[Chart], source: str
+) -> str:
+    """A page around ``body``; ``names`` are its sections (key → title, the first has the curves) and ``source`` is
+    what it was made from."""
     style, script = _asset("page.css"), _asset("page.js")
-    data = _json({chart.key: chart.data() for chart in _unique([*reward_charts, *term_charts, *update_charts])})
+    data = _json({chart.key: chart.data() for chart in _unique(charts)})
     head = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{run.header.task} on {run.header.model} · earnest"),
+        el("title", title),
         el("style", Html(style)),
     )
+    contents = el("nav", *(el("a", name, href=f"#{key}") for key, name in names.items()), aria_label="Sections")
     page = el(
         "body",
-        el("a", "Skip to the curves", href="#reward", class_="skip"),
-        el("div", _contents(run), el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
-        el("main", headline.headline(run), headline.notices(run), *body),
-        el(
-            "footer",
-            el("p", f"Made by earnest {__version__} from {run.folder.name}; loads nothing from anywhere."),
-        ),
+        el("a", "Skip to the curves", href=f"#{'curves' if 'curves' in names else next(iter(names))}", class_="skip"),
+        el("div", contents, el("button", "theme", type="button", id="theme", hidden=True), class_="bar"),
+        el("main", *body),
+        el("footer", el("p", f"Made by earnest {__version__} from {source}; loads nothing from anywhere.")),
         el("script", data, type="application/json", id="charts"),
         el("script", Html(script)),
     )
     return f"<!doctype html>\n{el('html', head, page, lang='en')}\n"
 
 
-def _contents(run: Run) -> Html:
-    first = "Reward" if run.measure == "reward" else "Held-out rows"
-    names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict"}
-    names |= {"conversations": "Conversations"} if any(s.segments for s in run.samples) else {}
-    names |= ({"watch": "Watch"} if run.steps else {}) | {"config": "Config"}
-    return el("nav", *(el("a", title, href=f"#{key}") for key, title in names.items()), aria_label="Sections")
-
-
-def _unique(charts: list[Chart]) -> list[Chart]:
+def _unique(charts: Sequence[Chart]) -> Sequence[Chart]:
     assert len({chart.key for chart in charts}) == len(charts), "two charts of one page share a key"
     return charts
 

@@ -70,8 +70,13 @@ class Finished(Comparison):
         yield Text(f"{'chat with it':<16} earnest chat --adapter {self.folder}", no_wrap=True, overflow="ignore")
 
 
-def start(recipe: str, config: RunConfig, console: Console | None = None) -> Finished:
-    """Train from the beginning, into a new folder, in this process: ``diloco.launch.start`` starts replicas."""
+def start(
+    recipe: str, config: RunConfig, console: Console | None = None, *, ready: Callable[[], None] | None = None
+) -> Finished:
+    """Train from the beginning, into a new folder, in this process: ``diloco.launch.start`` starts replicas.
+
+    ``ready`` is called once everything is checked, before the folder is made.
+    """
     console = console or Console()
     _require_one_process(config)
     place = Path(config.out) if config.out is not None else default_place(recipe)
@@ -79,6 +84,8 @@ def start(recipe: str, config: RunConfig, console: Console | None = None) -> Fin
     setup = build(config, note_on(console))
     try:
         preflight(setup)
+        if ready is not None:
+            ready()
         header = {"recipe": recipe, **setup.describe()}
         run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
     except BaseException:
@@ -142,6 +149,8 @@ def replay(folder: Path, overrides: Sequence[str] = (), console: Console | None 
 
 
 def _require_one_process(config: RunConfig) -> None:
+    if config.repeat is not None:
+        raise ConfigError("repeat: this starts one run; `earnest run` and earnest.runs.repeat start one for each seed.")
     if config.replicated:
         raise ConfigError(
             f"replicas is {config.replicas} and store is {config.store}: `earnest run` and earnest.diloco.launch train "

@@ -1,0 +1,285 @@
+"""Several runs side by side: their results, the settings in which they differ, and every curve of theirs in one chart.
+
+Runs that differ only in their seed also get mean ± s.d. over the runs, with the divisor n - 1.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from earnest.report import curves, page
+from earnest.report.blocks import badge, note, scroll, section
+from earnest.report.curves import Chart, Points, Series
+from earnest.report.headline import TITLES, TONES
+from earnest.report.load import load
+from earnest.report.markup import Html, duration, el, fixed, signed
+from earnest.report.record import Change, ReportError, Run
+from earnest.report.sections import figure
+from earnest.report.watch import RunWatch
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+ENVIRONMENT = ("earnest", "device", "dtype", "threads", "packages")
+"""The keys of environment.json that are compared."""
+
+
+def runs_of(places: Sequence[Path]) -> list[Run]:
+    """The runs in these folders. A folder that is not a run stands for the runs inside it."""
+    found = []
+    for place in places:
+        inside = sorted(path.parent for path in place.glob("*/run.json"))
+        found += [place] if (place / "run.json").exists() or not inside else inside
+    if len(found) < 2:
+        raise ReportError("give two or more run folders, or a folder with several runs in it, to compare them.")
+    return [load(place) for place in found]
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Names of the runs: their folders, with as many parents as it takes to tell them apart."""
+    parts = [run.folder.resolve().parts for run in runs]
+    depth = 1
+    while depth < max(map(len, parts)) and max(Counter(p[-depth:] for p in parts).values()) > 1:
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """(key, the value in each run) of the settings and versions that differ; a run without the key has "–"."""
+    tables = [_settings(run) for run in runs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = [(key, [table.get(key, "–") for table in tables]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _settings(run: Run) -> dict[str, str]:
+    from earnest.config.text import parse
+
+    found: dict[str, str] = {}
+
+    def put(value: Any, key: str) -> None:
+        if isinstance(value, Mapping) and value:
+            for name, inner in value.items():
+                put(inner, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+            for place, inner in enumerate(value):
+                put(inner, f"{key}.{place}")
+        else:
+            found[key] = "none" if value is None else str(value)
+
+    put(parse(run.config or "", "config.yaml") or {}, "")
+    put({name: value for name, value in (run.environment or {}).items() if name in ENVIRONMENT}, "environment")
+    found.pop("description", None)
+    return found
+
+
+def only_seeds(runs: Sequence[Run]) -> bool:
+    """Whether the runs differ in nothing but their seed."""
+    return {key for key, _ in differing(runs)} == {"seed"}
+
+
+def over_seeds(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
+    """Mean and s.d. over the runs of the result before and after and of the change; empty if one is missing."""
+    changes = [run.change for run in runs]
+    table: dict[str, list[float]] = {"before": [], "after": [], "change": []}
+    for change in changes:
+        if change is None or change.gain is None or change.before.value is None or change.after.value is None:
+            return {}
+        for values, value in zip(table.values(), (change.before.value, change.after.value, change.gain), strict=True):
+            values.append(value)
+    return {name: (statistics.fmean(values), statistics.stdev(values)) for name, values in table.items()}
+
+
+COLUMNS = ("run", "status", "steps", "before", "after", "change", "vs. first", "training time")
+NARROW = ("run", "steps", "before", "after", "change", "vs. first")
+"""The columns in a terminal."""
+
+
+def results(runs: Sequence[Run]) -> list[list[str]]:
+    """A row of text for each run (``COLUMNS``), and one of mean ± s.d. where the runs differ only in their seed.
+
+    The difference to the first run has the standard error of each prompt's difference, if both were measured alike.
+    """
+    rows = []
+    first = runs[0].change
+    for name, run in zip(labels(runs), runs, strict=True):
+        header, change = run.header, run.change
+        steps = f"{header.steps_done:,}" + ("" if header.steps_done == header.steps else f" of {header.steps:,}")
+        numbers = ["–"] * 4
+        if change is not None:
+            numbers = [
+                _pm(fixed(change.before.value), change.before.se),
+                _pm(fixed(change.after.value), change.after.se)
+                + (f" (step {change.after.step:,})" if header.best is not None else ""),
+                _pm(signed(change.gain), change.se),
+                "–" if first is None or run is runs[0] else _against(first, change),
+            ]
+        rows.append([name, header.status, steps, *numbers, duration(header.seconds)])
+    found = over_seeds(runs) if only_seeds(runs) else {}
+    if found:
+        spread = [f"{fixed(mean)} ± {fixed(sd)}" for mean, sd in found.values()]
+        rows.append(["mean ± s.d.", "", f"{len(runs)} seeds", *spread, "", ""])
+    return rows
+
+
+def _against(first: Change, change: Change) -> str:
+    if first.after.measure != change.after.measure or first.after.prompts != change.after.prompts:
+        return "measured otherwise"
+    between = Change(first.after, change.after)
+    return _pm(signed(between.gain), between.se)
+
+
+def _pm(value: str, se: float | None) -> str:
+    return value if se is None else f"{value} ± {fixed(se)}"
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def write(runs: Sequence[Run], to: Path) -> Path:
+    """Write the page of these runs."""
+    return page.put(render(runs), to)
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page as text."""
+    titles = dict.fromkeys(f"{run.header.task} on {run.header.model}" for run in runs)
+    large, grid = charts(runs)
+    shown = [*(figure(chart, large=True) for chart in large)]
+    small = el("div", *(figure(chart) for chart in grid), class_="grid") if grid else None
+    body = [
+        el(
+            "header",
+            el("p", "earnest compare", class_="kicker"),
+            el("h1", " · ".join(titles)),
+            el("p", f"{len(runs)} runs", class_="soft"),
+            class_="headline",
+        ),
+        section("results", "Results", _results(runs)),
+        section("settings", "Settings that differ", _differences(runs)),
+        section("curves", "Curves", *shown, small),
+        section("watch", "Warnings", *_warnings(runs)),
+    ]
+    names = {"results": "Results", "settings": "Settings", "curves": "Curves", "watch": "Warnings"}
+    title = f"{len(runs)} runs · earnest"
+    return page.document(title, names, body, [*large, *grid], ", ".join(labels(runs)))
+
+
+def _results(runs: Sequence[Run]) -> Html:
+    head = el("tr", *(el("th", name, scope="col") for name in COLUMNS))
+    rows = []
+    for place, cells in enumerate(results(runs)):
+        mark = el("span", class_=f"key c{place % 6}", aria_hidden="true") if place < len(runs) else None
+        status = badge(cells[1], TONES[runs[place].header.status]) if place < len(runs) else ""
+        rows.append(
+            el("tr", el("th", mark, cells[0], scope="row"), el("td", status), *(el("td", cell) for cell in cells[2:]))
+        )
+    measures = dict.fromkeys(TITLES[run.measure] for run in runs)
+    table = scroll("Results", el("table", el("thead", head), el("tbody", *rows), class_="terms"))
+    return el("div", table, note(f"{', '.join(measures)}; ± 1 standard error over prompts or rows."))
+
+
+def _differences(runs: Sequence[Run]) -> Html:
+    found = differing(runs)
+    if not found:
+        return el("p", "None: the runs have the same settings and versions.", class_="none")
+    head = el("tr", *(el("th", name, scope="col") for name in ("setting", *labels(runs))))
+    rows = (
+        el("tr", el("th", key, scope="row"), *(el("td", _short(value)) for value in values)) for key, values in found
+    )
+    return scroll("Settings that differ", el("table", el("thead", head), el("tbody", *rows), class_="terms"))
+
+
+def _warnings(runs: Sequence[Run]) -> list[Html]:
+    shown = []
+    for name, run in zip(labels(runs), runs, strict=True):
+        told = RunWatch.of(run).warnings
+        items = (el("li", text) for text in told)
+        shown.append(el("div", el("h3", name), el("ul", *items) if told else el("p", "none", class_="none")))
+    return shown
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 80 else value[:79] + "…"
+
+
+def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
+    """(held-out result and training reward, every other number); one series per run, in the run's colour."""
+    names = labels(runs)
+    held = []
+    for colour, (name, run) in enumerate(zip(names, runs, strict=True)):
+        there = [(float(e.step), e.value, e.se or 0.0) for e in run.evaluations if e.value is not None]
+        if there:
+            x, y, se = zip(*there, strict=True)
+            low, high = ([a + sign * b for a, b in zip(y, se, strict=True)] for sign in (-1, 1))
+            held.append(Series(name, "bars", x, y, tuple(low), tuple(high), colour))
+    large = []
+    if held:
+        table = curves.table({one.label: list(zip(one.x, one.y, strict=True)) for one in held})
+        title = TITLES[runs[0].measure] if len({run.measure for run in runs}) == 1 else "Held-out result"
+        large.append(Chart("heldout", title, tuple(held), table, "Bars: ± 1 standard error."))
+    rewards = [curves.points(run.steps, lambda step: step.reward.mean if step.reward else None) for run in runs]
+    reward = _chart("training", "Mean training reward", names, rewards, smooth=True)
+    large += [reward] if reward is not None else []
+    numbers = [_numbers(run) for run in runs]
+    grid = []
+    for place, title in enumerate(dict.fromkeys(title for own in numbers for title in own)):
+        chart = _chart(f"number.{place}", title, names, [own.get(title, []) for own in numbers])
+        values = [] if chart is None else [v for one in chart.series for v in one.y]
+        if chart is not None and max(values) > min(values):
+            grid.append(chart)
+    return large, grid
+
+
+def _numbers(run: Run) -> dict[str, Points]:
+    """Every number of the steps and of the evaluations besides the reward, by its title."""
+    own = {one.title: one.pairs for one in curves.metric_points(run)}
+    for chart in (*curves.loss_charts(run), *curves.evaluation_charts(run)):
+        own[chart.title] = [pair for one in chart.series for pair in zip(one.x, one.y, strict=True)]
+    return own
+
+
+def _chart(key: str, title: str, names: Sequence[str], points: Sequence[Points], smooth: bool = False) -> Chart | None:
+    """One line per run; ``smooth``: the running mean over a twentieth of the steps."""
+    longest = max(map(len, points))
+    if not longest:
+        return None
+    window = 2 * (longest // 40) + 1 if smooth else 1
+    series = tuple(
+        curves.thin(name, "line", curves.running_mean(pairs, window), colour)
+        for colour, (name, pairs) in enumerate(zip(names, points, strict=True))
+        if pairs
+    )
+    table = curves.table({name: pairs for name, pairs in zip(names, points, strict=True) if pairs})
+    return Chart(key, title, series, table, f"The mean over {window} steps." if window > 1 else "")
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+def terminal(runs: Sequence[Run]) -> Group:
+    """The results, and the settings in which the runs differ, as tables."""
+    from rich.console import Group
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for name in NARROW:
+        shown.add_column(name, overflow="fold")
+    for row in results(runs):
+        cells = dict(zip(COLUMNS, row, strict=True))
+        if cells["status"] not in ("", "finished"):
+            cells["run"] += f" ({cells['status']})"
+        shown.add_row(*(cells[name] for name in NARROW), style="bold" if not cells["status"] else "")
+    found = differing(runs)
+    if not found or only_seeds(runs):
+        return Group(shown)
+    settings = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for name in ("setting", *labels(runs)):
+        settings.add_column(name, overflow="fold")
+    for key, values in found:
+        settings.add_row(key, *(_short(value) for value in values))
+    return Group(shown, "", settings)
