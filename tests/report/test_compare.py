@@ -117,7 +117,7 @@ def test_the_command_writes_one_page_that_loads_nothing_and_prints_a_table(
     said = capsys.readouterr().out
     assert "vs. first" in said and "mean ± s.d." in said and str(tmp_path / "page.html") in said
     page = (tmp_path / "page.html").read_text()
-    assert "default-src 'none'" in page and " src=" not in page and "https://" not in page
+    assert "default-src &#x27;none&#x27;" in page and " src=" not in page and "https://" not in page
     assert "&lt;4&gt;" in page and "<4>" not in page
     assert 'data-chart="heldout"' in page and 'id="settings"' in page
 
