@@ -168,9 +168,20 @@ class EngineConfig(Strict):
         description="pack rows without padding and compute common beginnings (prompts) once; none: where that is exact "
         "and cheaper",
     )
+    shard: Whole = Field(
+        1, description="ranks that hold one base, each 1/N of its weights; torchrun starts shard × replicate of them"
+    )
+    replicate: Whole = Field(1, description="copies of the sharded base; each trains on its own rows")
+    tensor: Literal[1] = Field(1, description="tensor parallelism is not implemented; use shard")
+    offload: bool = Field(False, description="keep the sharded base in CPU memory between its uses (GPUs only)")
+    checkpoint_activations: bool = Field(
+        False, description="keep only the inputs of each layer and compute the rest again in the backward pass"
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> EngineConfig:
+        if self.offload and self.shard == 1:
+            raise ConfigError("engine.offload: moves the shards of a base; set engine.shard to 2 or more")
         if self.base_url is not None and self.kind == "local":
             raise ConfigError("engine.base_url: has no meaning for a local engine; set engine.kind=tinker")
         return self

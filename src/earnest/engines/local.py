@@ -22,6 +22,7 @@ from torch import Tensor
 
 from earnest.adapters import Adapter, without_adapters
 from earnest.engines import micro, passes, scoring, state
+from earnest.engines.activations import checkpoint_activations as checkpoint_activations_of
 from earnest.engines.base import Guard, Outer
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
@@ -57,7 +58,8 @@ class LocalEngine:
     bits on a CPU, where other shapes of the same products round visibly. ``guard`` checks each update after the
     optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine without
     logits estimates them (``engines.estimator``). ``mesh``: the processes that train together; each calls every method
-    with the same arguments, and gets the same results.
+    with the same arguments, and gets the same results. ``offload`` keeps a sharded base in CPU memory;
+    ``checkpoint_activations`` keeps only the inputs of each layer for the backward pass.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class LocalEngine:
         pack: bool | None = None,
         mesh: Mesh | None = None,
         offload: bool = False,
+        checkpoint_activations: bool = False,
     ) -> None:
         if estimator not in ("exact", "sampled"):
             raise ConfigError(f"estimator is {estimator!r}; give 'exact' or 'sampled'.")
@@ -100,6 +103,8 @@ class LocalEngine:
             split_rates(self.optimizer, faster, ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
+        if checkpoint_activations:
+            checkpoint_activations_of(policy.body)
         self.mesh = mesh or Mesh()
         if self.mesh.shard > 1:
             shard(policy, adapter, self.mesh, offload=offload)

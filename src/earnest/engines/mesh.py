@@ -37,6 +37,9 @@ class Mesh:
 
     def __init__(self, rank: int = 0, size: int = 1, shard: int = 1) -> None:
         self.rank, self.size, self.shard = rank, size, shard
+        self.notes: Path | None = None  # where ranks that fail leave the reason
+        self.scratch: Path | None = None  # the folder of a rank other than 0
+        self._people: Sequence[tuple[str, int]] = ()
 
     @classmethod
     def start(cls, shard: int = 1, replicate: int = 1) -> Mesh:
@@ -56,8 +59,6 @@ class Mesh:
         mesh = cls(dist.get_rank(), found, shard)
         mesh._people = mesh.gathered((socket.gethostname(), os.getpid()))
         return mesh
-
-    _people: Sequence[tuple[str, int]] = ()
 
     # --- exchange -----------------------------------------------------------------------------------------------------
 
@@ -142,19 +143,18 @@ class Mesh:
             raise
 
     def _leave_reason(self, error: BaseException) -> None:
-        if self.size > 1 and (folder := os.environ.get("EARNEST_RANKS")):
-            (Path(folder) / f"rank-{self.rank}.failed").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        if self.notes is not None:
+            (self.notes / f"rank-{self.rank}.failed").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
 
     def _gone(self, error: RuntimeError) -> str | None:
         """Which rank ended and why, if one did."""
         words = ("connection", "peer", "timed out", "timeout", "socket", "nccl", "gloo")
         if not any(word in str(error).lower() for word in words):
             return None
-        folder = os.environ.get("EARNEST_RANKS")
         for rank, (host, pid) in enumerate(self._people):
             if rank == self.rank:
                 continue
-            note = Path(folder) / f"rank-{rank}.failed" if folder else None
+            note = None if self.notes is None else self.notes / f"rank-{rank}.failed"
             if note is not None and note.exists():
                 return f"rank {rank} stopped: {note.read_text(encoding='utf-8').splitlines()[0]}"
             if host == socket.gethostname() and not _alive(pid):

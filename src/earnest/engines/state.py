@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def save(engine: LocalEngine, folder: Path) -> Path:
     """Write everything that the next step depends on. Every rank has it whole, so rank 0 writes it."""
-    if engine.mesh.rank != 0:
+    scratch = engine.mesh.scratch
+    if engine.mesh.rank != 0 and not (scratch is not None and folder.is_relative_to(scratch)):
         return folder
     tensors = {f"adapter.{k}": v for k, v in engine.adapter.state_dict().items()}
     optimizer_tensors, optimizer_meta = flatten_optimizer(engine.optimizer)

@@ -18,7 +18,7 @@ from earnest.audit.progress import shown
 from earnest.config import LoopConfig, RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
 from earnest.proving import prove
-from earnest.runs import environment, verdicts
+from earnest.runs import environment, ranks, verdicts
 from earnest.runs.ahead import steps_recorded
 from earnest.runs.evaluate import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
@@ -77,17 +77,20 @@ def start(
 
     ``ready`` is called once everything is checked, before the folder is made.
     """
-    console = console or Console()
+    console = ranks.console_of(console)
     _require_one_process(config)
-    place = Path(config.out) if config.out is not None else default_place(recipe)
-    require_free(place)
-    setup = build(config, note_on(console))
+    mesh = ranks.join(config)
+    place = mesh.from_first(Path(config.out) if config.out is not None else default_place(recipe))
+    own = ranks.own_place(mesh, place)
+    require_free(own)
+    setup = build(config, note_on(console), mesh)
     try:
         preflight(setup)
         if ready is not None:
             ready()
         header = {"recipe": recipe, **setup.describe()}
-        run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+        run = RunFolder.create(own, dump(config), environment.describe(setup.policy), header)
+        ranks.settle(mesh, place, own)
     except BaseException:
         setup.close()
         raise
@@ -105,8 +108,9 @@ def resume(
 
     ``replicas`` (``diloco.launch.resume``) continues a run with replicas; without it such a run is refused.
     """
-    console = console or Console()
-    run = RunFolder.open(folder)
+    console = ranks.console_of(console)
+    own = ranks.own_copy(folder)
+    run = RunFolder.open(own)
     try:
         config = _config_to_resume(run, overrides)
         if config.replicated and replicas is not None:
@@ -115,7 +119,9 @@ def resume(
         threads = read_json(folder / "environment.json").get("threads")
         if config.threads is None and isinstance(threads, int):
             torch.set_num_threads(threads)  # another number of threads sums in another order
-        setup = build(config, note_on(console))
+        mesh = ranks.join(config)
+        ranks.settle(mesh, folder, own)
+        setup = build(config, note_on(console), mesh)
         compare_environments(run, setup)
     except BaseException:
         run.close()
@@ -186,6 +192,7 @@ def go(setup: Setup, run: RunFolder, console: Console, resumed: bool, replay: Pa
     finally:
         setup.close()
         run.close()
+        ranks.leave(setup.mesh)
 
 
 def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) -> Finished:
@@ -193,7 +200,8 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
     setup, run, config = loop.setup, loop.run, loop.setup.config
     for line in introduction:
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    loop.loggers += open_loggers(config.loggers, run.path, config.model_dump(mode="json"), loop.step)
+    wanted = config.loggers if setup.mesh.rank == 0 else []
+    loop.loggers += open_loggers(wanted, run.path, config.model_dump(mode="json"), loop.step)
     _warn_of_another_horizon(loop, run.header.get("steps", config.steps))
     run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
     loop.progress.start(config.steps, loop.step)
@@ -251,7 +259,7 @@ def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
 
 def continued(run: RunFolder, old: C, new: C) -> C:
     """``new``, if it differs from ``old`` only by more steps, which are written to the folder's config; else raise."""
-    changed = [key for key in changed_keys(old, new) if key != "steps"]
+    changed = [key for key in changed_keys(old, new) if key not in ("steps", "engine.shard", "engine.replicate")]
     if new.out is not None:
         changed.append("out")
     if changed:

@@ -104,7 +104,8 @@ class TrainingLoop:
         config = self.setup.config
         with Stopper(self.progress.note) as stopper, self.writing():
             try:
-                self._train(stopper)
+                with self.setup.mesh.explained():
+                    self._train(stopper)
             except Interrupted:
                 raise
             except KeyboardInterrupt:
@@ -294,9 +295,9 @@ class TrainingLoop:
             self.save()
 
     def _stop_if_asked(self, stopper: Stopper) -> None:
-        if stopper.requested is not None:
+        if (requested := self.setup.mesh.any(stopper.requested)) is not None:
             self.save()
-            self._interrupted(stopper.requested, self.step)
+            self._interrupted(requested, self.step)
 
     def _interrupted(self, number: int, resumable: int) -> None:
         self.step = resumable

@@ -15,6 +15,7 @@ from earnest.data.dataset import DataSettings
 from earnest.engines import LocalEngine
 from earnest.engines.base import AdapterLike, Engine
 from earnest.engines.estimator import check_terms
+from earnest.engines.mesh import Mesh
 from earnest.errors import ConfigError
 from earnest.models import Policy, load
 from earnest.models.protocol import PolicyLike
@@ -71,6 +72,11 @@ class Setup:
     def adapter(self) -> AdapterLike:
         return self.engine.adapter
 
+    @property
+    def mesh(self) -> Mesh:
+        """The processes that train together."""
+        return Mesh() if self.engine.local is None else self.engine.local.mesh
+
     def require_local(self, purpose: str) -> LocalEngine:
         """The local engine; raises if the run trains on a service."""
         if self.engine.local is None:
@@ -113,10 +119,11 @@ class Setup:
         }
 
 
-def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
+def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = None) -> Setup:
     """Make the parts. Checks that need no model come before the model is loaded."""
-    from earnest.runs import remote
+    from earnest.runs import ranks, remote
 
+    mesh = mesh or ranks.join(config)
     task = None if config.task is None else config.task.build()
     objective = config.build_objective()
     check_groups(config, objective)
@@ -152,6 +159,9 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Setup:
         micro_tokens=config.micro_tokens,
         estimator=config.engine.estimator,
         pack=config.engine.pack,
+        mesh=mesh,
+        offload=config.engine.offload,
+        checkpoint_activations=config.engine.checkpoint_activations,
     )
     samplers = None if task is None else samplers_of(config, task, engine, say)
     return Setup(config, config.model, task, engine, objective, teacher, data, samplers, config.chat_template)

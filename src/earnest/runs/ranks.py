@@ -1,0 +1,79 @@
+"""A run of several ranks (``torchrun``): every rank runs the whole loop, and rank 0's folder is the run folder.
+
+The other ranks write into a scratch folder of their own, which is removed at the end; what they print goes to
+``ranks/rank-N.log`` in the run folder. So the loop has no case for ranks, and every file is written once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from earnest.config import RunConfig
+from earnest.engines.mesh import Mesh
+from earnest.errors import ConfigError
+
+
+def join(config: RunConfig) -> Mesh:
+    """The mesh of this run. Settings that it does not support yet are refused."""
+    engine = config.engine
+    if engine.shard * engine.replicate > 1:
+        for key, used in (
+            ("engine.kind", engine.kind != "local"),
+            ("sampler", config.sampler is not None),
+            ("sampling.workers", config.sampling.workers > 0),
+            ("replicas", config.replicated),
+            ("adapter.kind", config.adapter.kind == "full"),
+        ):
+            if used:
+                raise ConfigError(f"{key}: is not supported with several ranks; set engine.shard=1, or leave it out.")
+    return Mesh.start(engine.shard, engine.replicate)
+
+
+def own_copy(folder: Path) -> Path:
+    """The folder to resume in: rank 0's is the run folder, another rank's is a copy. Called before the ranks meet."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        return folder
+    copy = Path(tempfile.mkdtemp(prefix="earnest-rank-")) / "run"
+    return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".lock", "ranks", ".*.tmp")))
+
+
+def own_place(mesh: Mesh, place: Path) -> Path:
+    """The folder that this rank writes: the run folder, or a scratch folder."""
+    return place if mesh.rank == 0 else Path(tempfile.mkdtemp(prefix="earnest-rank-")) / "run"
+
+
+def settle(mesh: Mesh, place: Path, own: Path) -> None:
+    """Rank 0 has made the run folder ``place``: the other ranks' output goes there from now on."""
+    if mesh.size == 1:
+        return
+    logs = Path(mesh.from_first(str(place.resolve()))) / "ranks"
+    logs.mkdir(exist_ok=True)
+    for note in logs.glob(f"rank-{mesh.rank}.failed"):
+        note.unlink()
+    mesh.gathered(0)
+    mesh.notes = logs
+    if mesh.rank:
+        mesh.scratch = own
+        sys.stdout.flush()
+        log = os.open(logs / f"rank-{mesh.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+
+
+def leave(mesh: Mesh) -> None:
+    """At the end of a run: the scratch folder goes."""
+    if mesh.scratch is not None:
+        shutil.rmtree(mesh.scratch.parent, ignore_errors=True)
+
+
+def console_of(console: Console | None) -> Console:
+    """Where this rank prints before its log exists: rank 0 on the terminal, the others nowhere."""
+    if console is not None and int(os.environ.get("RANK", "0")) == 0:
+        return console
+    return Console(quiet=True) if int(os.environ.get("RANK", "0")) else Console()
