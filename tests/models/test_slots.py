@@ -107,6 +107,41 @@ def test_padding_that_no_row_needs_is_cut_off() -> None:
     assert len(widths) > 100
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_the_next_turn_computes_only_what_is_new(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the same conversation continues from the keys and values of its last turn; windows cannot."""
+    policy, computed = shared(kind), []
+    hidden = type(policy).hidden
+    monkeypatch.setattr(
+        type(policy), "hidden", lambda self, ids, **kw: (computed.append(ids.shape[1]), hidden(self, ids, **kw))[1]
+    )
+
+    def talk(resume: bool) -> list[list[Completion]]:
+        prompts = {i: tuple(p) for i, p in enumerate(PROMPTS)}
+        turns: list[list[Completion]] = []
+        with evaluating(policy):
+            slots = SlotSampler(policy, SPEC, max_rows=3, resume=resume)
+            for _ in range(3):
+                slots.submit([SampleRow(i, 0, prompt, 0) for i, prompt in prompts.items()])
+                found = {}
+                while len(found) < len(prompts):
+                    found.update({row.prompt_index: c for row, c in slots.step()})
+                turns.append([found[i] for i in prompts])
+                prompts = {i: (*p, *found[i].tokens, *range(5, 7 + i)) for i, p in prompts.items()}
+            slots.forget(0, 0)
+        return turns
+
+    computed.clear()
+    again, first = talk(resume=False), max(computed)
+    computed.clear()
+    resumed, longest = talk(resume=True), max(computed)
+    for a, b in zip(again, resumed, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert (x.tokens, x.finish) == (y.tokens, y.finish)
+            assert x.logprobs == pytest.approx(y.logprobs, abs=1e-4)
+    assert longest == first if kind == "gemma2" else longest <= 12 < first
+
+
 def test_gradients_and_modes_come_back() -> None:
     policy = tiny.policy("llama")
     policy.model.train()

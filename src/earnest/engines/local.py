@@ -160,7 +160,7 @@ class LocalEngine:
         from earnest.models.slots import SlotSampler
 
         with self._for_sampling(tokens), evaluating(self.policy):
-            yield SlotSampler(self.policy, spec, max_rows=max_rows)
+            yield SlotSampler(self.policy, spec, max_rows=max_rows, resume=True)
 
     @contextmanager
     def _for_sampling(self, tokens: int) -> Iterator[None]:

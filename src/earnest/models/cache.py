@@ -12,6 +12,7 @@ states do not depend on the other rows, up to the rounding of matrix products of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -90,25 +91,75 @@ class Sequences(Protocol):
         """Continue with these rows only."""
 
 
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The keys and values of the first tokens of a sequence, by layer, each [heads, tokens, width]."""
+
+    tokens: tuple[int, ...]
+    layers: list[tuple[Tensor, Tensor]]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(tensor.numel() * tensor.element_size() for pair in self.layers for tensor in pair)
+
+
 class Cached:
-    """``prompts`` are computed once each; row i continues ``prompts[owner[i]]``."""
+    """``prompts`` are computed once each; row i continues ``prompts[owner[i]]``.
+
+    A prompt with a prefix (buffered only) is computed from the end of that prefix on. Columns: the prefixes up to
+    ``known``, then what is computed; both end on the right.
+    """
 
     def __init__(
-        self, policy: Policy, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"], new: int, cache: Cache
+        self,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        owner: Int[Tensor, " R"],
+        new: int,
+        cache: Cache,
+        prefixes: Sequence[Prefix | None] | None = None,
     ) -> None:
         self.policy, self.cache = policy, cache
-        longest = max(map(len, prompts))
+        starts = [0 if p is None else len(p.tokens) for p in prefixes or [None] * len(prompts)]
+        known = max(starts)
+        if known:
+            self._fill(prefixes or (), known)
+        longest = max(len(prompt) - start for prompt, start in zip(prompts, starts, strict=True))
         ids = torch.full((len(prompts), longest), policy.pad_id, device=policy.device)
-        mask = torch.ones(len(prompts), longest + new, dtype=torch.bool, device=policy.device)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.as_tensor(prompt, device=policy.device)
-            mask[row, : longest - len(prompt)] = False
+        mask = torch.ones(len(prompts), known + longest + new, dtype=torch.bool, device=policy.device)
+        for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+            rest = prompt[start:]
+            ids[row, longest - len(rest) :] = torch.as_tensor(rest, device=policy.device)
+            mask[row, : known - start] = False
+            mask[row, known : known + longest - len(rest)] = False
         self.ragged = not bool(mask.all())
-        self.used = longest
-        self.mask, self.lengths = mask, mask[:, :longest].sum(1, keepdim=True)
-        positions = (mask[:, :longest].cumsum(1) - 1).clamp_min_(0)
+        self.used = known + longest
+        self.mask, self.lengths = mask, mask[:, : self.used].sum(1, keepdim=True)
+        positions = (mask[:, : self.used].cumsum(1) - 1).clamp_min_(0)[:, known:]
         self.last = self._forward(ids, positions)
         self.keep(owner)
+
+    def _fill(self, prefixes: Sequence[Prefix | None], known: int) -> None:
+        for number, layer in enumerate(_layers(self)):
+            like = next(p for p in prefixes if p is not None).layers[number]
+            for name, one, part in (("keys", like[0], 0), ("values", like[1], 1)):
+                made = one.new_zeros(len(prefixes), one.shape[0], layer.room, one.shape[2])
+                for row, prefix in enumerate(prefixes):
+                    if prefix is not None:
+                        made[row, :, known - len(prefix.tokens) : known] = prefix.layers[number][part]
+                setattr(layer, name, made)
+            layer.used, layer.is_initialized = known, True
+
+    def prefix(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
+        """A copy of the keys and values of one row (buffered only), which has read ``tokens``."""
+        read = self.mask[slot, : self.used].nonzero()[:, 0]
+        assert len(read) == len(tokens), "the cache has exactly the tokens that were read"
+        layers = _layers(self)
+        pairs = [(layer.keys, layer.values) for layer in layers]
+        return Prefix(
+            tokens, [(k[slot][:, read], v[slot][:, read]) for k, v in pairs if k is not None and v is not None]
+        )
 
     def _forward(self, ids: Int[Tensor, "R T"], positions: Int[Tensor, "R T"]) -> Float[Tensor, "R d"]:
         # Without padding the model makes positions and masks itself: cheaper, and correct for every architecture.
@@ -147,17 +198,32 @@ class Uncached:
 
 
 def start(
-    policy: Policy, kind: CacheKind, prompts: Sequence[Sequence[int]], owner: Int[Tensor, " R"], new: int
+    policy: Policy,
+    kind: CacheKind,
+    prompts: Sequence[Sequence[int]],
+    owner: Int[Tensor, " R"],
+    new: int,
+    prefixes: Sequence[Prefix | None] | None = None,
 ) -> Sequences:
-    """Sequences that start with ``prompts`` and grow by up to ``new`` tokens."""
+    """Sequences that start with ``prompts`` and grow by up to ``new`` tokens; ``prefixes`` are computed already."""
     if kind == "none":
         return Uncached(policy, prompts, owner)
     config: Any = policy.model.config
     if kind == "dynamic":
         return Cached(policy, prompts, owner, new, DynamicCache(config=config))
-    room = max(map(len, prompts)) + min(new, _FIRST_ROOM)
+    given = max((len(p.tokens) for p in prefixes or () if p is not None), default=0)
+    room = given + max(map(len, prompts)) + min(new, _FIRST_ROOM)
     layers = [BufferLayer(room) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
-    return Cached(policy, prompts, owner, new, Cache(layers=layers))
+    return Cached(policy, prompts, owner, new, Cache(layers=layers), prefixes)
+
+
+def can_resume(policy: Policy) -> bool:
+    """Whether a prompt can be computed from a prefix on. The columns of such a row have gaps, which only positions and
+    masks of full attention ignore."""
+    config: Any = policy.model.config.get_text_config(decoder=True)
+    windowed = bool(getattr(config, "sliding_window", None))
+    types = getattr(config, "layer_types", None) or (["sliding_attention"] if windowed else ["full_attention"])
+    return policy.cache_kind == "buffered" and set(types) == {"full_attention"} and policy.accepts("position_ids")
 
 
 # --- rows that join and leave (buffered only) ------------------------------------------------------------------------

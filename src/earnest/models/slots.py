@@ -18,10 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.errors import SamplingError
-from earnest.models.cache import Cached, CacheKind, Sequences, join, reuse, start, trim
+from earnest.models.cache import Cached, CacheKind, Prefix, Sequences, can_resume, join, reuse, start, trim
 from earnest.models.policy import Policy
 from earnest.models.sampling import Completion, SampleRow, SampleSpec, choose, uniforms
 
+_KEPT_BYTES = 1 << 29  # keys and values of conversations that wait; those of others are computed again
 _TRIM_EVERY = 32  # steps between two looks for columns that are padding in every row
 
 Finished = list[tuple[SampleRow, Completion]]
@@ -75,6 +76,8 @@ class SlotSampler:
     """Samples rows as they are submitted; ``step`` decodes one more token of every row. Use it inside ``evaluating``.
 
     max_rows: rows that are decoded together; the others wait.
+    resume: keep the keys and values of rows that end, for a row of the same (prompt, sample) whose prompt begins with
+    their tokens: the next turn of a conversation. ``forget`` drops them.
     compact_below: drop ended rows once the others are at most this share of the batch and none waits (0: never).
     cache: default: the fastest kind that works for the architecture (`Policy.cache_kind`); a slower one is allowed.
     """
@@ -87,6 +90,7 @@ class SlotSampler:
         max_rows: int = 256,
         compact_below: float = 0.75,
         cache: CacheKind | None = None,
+        resume: bool = False,
     ) -> None:
         self.policy, self.spec, self.max_rows, self.compact_below = policy, spec, max_rows, compact_below
         self.kind = _allowed(policy, cache)
@@ -96,6 +100,8 @@ class SlotSampler:
         self._groups: list[_Group] = []
         self._ends = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=policy.device)
         self._alive = 0
+        self._resume = resume and self.kind == "buffered" and can_resume(policy)
+        self._prefixes: dict[tuple[int, int], Prefix] = {}
 
     def __len__(self) -> int:
         """Rows that wait or are being decoded."""
@@ -104,6 +110,10 @@ class SlotSampler:
     def submit(self, rows: Iterable[SampleRow]) -> None:
         """Add rows; they are decoded from the next step on that has a slot for them."""
         self._waiting.extend(rows)
+
+    def forget(self, prompt_index: int, sample_index: int) -> None:
+        """The conversation has ended."""
+        self._prefixes.pop((prompt_index, sample_index), None)
 
     def step(self) -> Finished:
         """Decode one more token of every row; returns the rows that end with it."""
@@ -135,11 +145,12 @@ class SlotSampler:
     def _start(self, rows: list[SampleRow]) -> _Group:
         device, steps = self.policy.device, self.spec.max_new_tokens
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+        prefixes = self._prefixes_of(rows, len(place), place) if self._prefixes else None
         owner = torch.as_tensor([place[row.prompt] for row in rows], device=device)
         exact = torch.float32 if device.type == "mps" else torch.float64
         return _Group(
             rows,
-            start(self.policy, self.kind, list(place), owner, steps),
+            start(self.policy, self.kind, list(place), owner, steps, prefixes),
             torch.as_tensor(uniforms(rows, self.spec.seed, steps)).to(device=device, dtype=exact),
             torch.zeros(len(rows), steps, dtype=torch.long, device=device),
             torch.zeros(len(rows), steps, device=device),
@@ -147,6 +158,16 @@ class SlotSampler:
             torch.as_tensor([min(row.limit, steps) for row in rows], device=device),
             torch.ones(len(rows), dtype=torch.bool, device=device),
         )
+
+    def _prefixes_of(
+        self, rows: list[SampleRow], count: int, place: dict[tuple[int, ...], int]
+    ) -> list[Prefix | None] | None:
+        found: list[Prefix | None] = [None] * count
+        for row in rows:
+            prefix = self._prefixes.pop((row.prompt_index, row.sample_index), None)
+            if prefix is not None and row.prompt[: len(prefix.tokens)] == prefix.tokens != row.prompt:
+                found[place[row.prompt]] = prefix
+        return found if any(found) else None
 
     # --- one token ----------------------------------------------------------------------------------------------------
 
@@ -193,6 +214,10 @@ class SlotSampler:
                 "stop" if stopped[i] else "length",
             )
             finished.append((row, done))
+            if self._resume and isinstance(group.sequences, Cached):
+                kept = group.sequences.prefix(place, (*row.prompt, *done.tokens[:-1]))  # the last token was not read
+                if sum(p.size for p in self._prefixes.values()) + kept.size <= _KEPT_BYTES:
+                    self._prefixes[row.prompt_index, row.sample_index] = kept
         return finished
 
     def _make_room(self, group: _Group) -> None:

@@ -215,6 +215,7 @@ class _Talk:
                 break
             if len(rewards) < self.turns.max_turns:
                 transcript.observe(step.messages)
+        self.sampler.ended(i, j)
         grade = await self._grade(state, ending, prompt, problem)
         grade = replace(grade, reward=grade.reward + sum(rewards))
         rows, histories = transcript.finished()

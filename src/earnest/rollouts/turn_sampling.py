@@ -64,6 +64,9 @@ class TurnSampler:
         self.drawn[row.prompt_index, row.sample_index].append(rollout)
         self._futures.pop(row).set_result(rollout)
 
+    def ended(self, prompt_index: int, sample_index: int) -> None:
+        """The conversation has no further turn."""
+
     async def serve(self) -> None:
         """Complete rows until cancelled."""
         raise NotImplementedError
@@ -75,6 +78,9 @@ class SlotTurns(TurnSampler):
     def __init__(self, slots: SlotSampler, spec: SampleSpec, engine: HasSlots) -> None:
         super().__init__()
         self.slots, self.spec, self.engine = slots, spec, engine
+
+    def ended(self, prompt_index: int, sample_index: int) -> None:
+        self.slots.forget(prompt_index, sample_index)
 
     async def serve(self) -> None:
         while True:
