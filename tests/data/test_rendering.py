@@ -7,7 +7,9 @@ the assistant's part. The copies are an independent computation of the mask.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,13 +55,40 @@ REAL = {
     "lfm2": ("<|im_end|>", 1),
     "lfm2_2_5": ("<|im_end|>", 1),
     "nemotron_3_nano": ("<|im_end|>", 1),
+    "smollm2": ("<|im_end|>", 1),
+    "olmo2": ("<|endoftext|>", 1),
+    "mistral": ("</s>", 1),
+    "zephyr": ("</s>", 1),
+}
+# Templates of models that TRL does not ship, as their tokenizer_config.json has them.
+WRITTEN = {
+    "smollm2": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "olmo2": "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}"
+    "{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}{% if not loop.last %}"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
+    "mistral": "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'] + eos_token}}{% else %}{{ raise_exception('Only user and assistant roles!') }}"
+    "{% endif %}{% endfor %}",
+    "zephyr": "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '<|user|>\n' + message['content'] + eos_token }}{% elif message['role'] == 'system' %}"
+    "{{ '<|system|>\n' + message['content'] + eos_token }}{% elif message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}",
 }
 
 
 @cache
 def policy(name: str, end: str, *, training: bool = False) -> Any:
     """nano's tokenizer with the special tokens and the chat template of another model."""
-    template = (TEMPLATES / f"{name}{'_training' if training else ''}.jinja").read_text()
+    template = WRITTEN.get(name) or (TEMPLATES / f"{name}{'_training' if training else ''}.jinja").read_text()
     tokenizer = AutoTokenizer.from_pretrained(nano_folder())
     special = sorted({end, *re.findall(r"<\|?[A-Za-z_▁｜|0-9]+\|?>", template)})
     tokenizer.add_special_tokens({"additional_special_tokens": special, "bos_token": "<bos>", "eos_token": end})
@@ -105,6 +134,70 @@ def test_prefix_differences_agree_with_the_marks_of_trls_training_templates(name
     # The marked template gives one mark for each answer, ended by the token that ends a turn.
     for row in demonstration(marked, CONVERSATION):
         assert trained_text(marked, row).endswith(end)
+
+
+def spelled(p: Any, rows: list[Rendered]) -> bool:
+    """The mask by another way: the characters of questions, answers and ends, found by their text in the decoded rows.
+
+    Each answer is trained whole in one row, and not at all in the others; no question is; what is trained are as many
+    runs as there are answers, each ended by the end token; and the last begins where the rendered prompt ends.
+    """
+    trained_in = Counter[str]()
+    runs = 0
+    for row in rows:
+        pieces = [str(p.tokenizer.decode([t])) for t in row.tokens]
+        starts = [0, *accumulate(map(len, pieces))]
+        text = "".join(pieces)
+
+        def marks(
+            part: str, until: str, row: Rendered = row, starts: list[int] = starts, text: str = text
+        ) -> set[bool]:
+            """The marks of the tokens from ``part`` to ``until``; none if the row does not have it."""
+            at = text.find(part)
+            stop = -1 if at < 0 else text.index(until, at) + len(until)
+            return {m for m, a, b in zip(row.trained, starts, starts[1:], strict=False) if a < stop and b > at >= 0}
+
+        if any(True in marks(question, question[-1]) for question in ("2+3", "4+4")):
+            return False
+        for reply in ("It is 5.", "That makes 8, I think."):
+            found = marks(reply, reply[-1])
+            if len(found) == 2:
+                return False
+            trained_in[reply] += True in found
+        last = [i for i, t in enumerate(row.trained) if t and row.trained[i + 1 : i + 2] != (True,)]
+        if not all(row.tokens[i] in p.eos_ids for i in last):
+            return False
+        runs += len(last)
+    options = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    asked = p.tokenizer.apply_chat_template(list(MESSAGES[:-1]), **options)
+    shared = next((i for i, (a, b) in enumerate(zip(asked, rows[-1].tokens, strict=False)) if a != b), len(asked))
+    begins = shared < len(rows[-1]) and rows[-1].trained[shared] and not rows[-1].trained[shared - 1]
+    return bool(begins and runs == 2 and set(trained_in.values()) == {1})
+
+
+PLANTED: dict[str, Any] = {
+    "the end of a turn is not trained": lambda r: [
+        t and not (i + 1 == len(r) or not r[i + 1]) for i, t in enumerate(r)
+    ],
+    "the mask is shifted by one": lambda r: [False, *r[:-1]],
+    "the mask is shifted the other way": lambda r: [*r[1:], False],
+    "the mask is empty": lambda r: [False] * len(r),
+    "the whole row is trained": lambda r: [True] * len(r),
+    "the user's tokens are trained instead": lambda r: [not t for t in r],
+    "the second half of an answer is not trained": lambda r: [t and i < len(r) - 4 for i, t in enumerate(r)],
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_planted_mistakes_are_caught_on_every_template(name: str) -> None:
+    """The mistakes of marin 7237 (no end of turn), Megatron-Bridge 3359 (user tokens, an empty mask) and TRL 5988."""
+    end, _ = REAL[name]
+    p = policy(name, end)
+    rows = demonstration(p, CONVERSATION)
+    assert spelled(p, rows)
+    for mistake, change in PLANTED.items():
+        broken = [Rendered(row.tokens, tuple(change(list(row.trained)))) for row in rows]
+        assert not spelled(p, broken), mistake
 
 
 def test_only_the_last_answer_or_all_tokens_on_request() -> None:

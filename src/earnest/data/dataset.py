@@ -161,7 +161,10 @@ class Dataset:
     def _take(self, row: DatasetRow, side: Side | None) -> None:
         values = renamed(row.values, self.settings.columns or {})
         if self.layout is None:
-            self.layout = recognise(values)
+            try:
+                self.layout = recognise(values)
+            except DataError as error:
+                raise DataError(f"data: {row.place}: {error}") from None
         missing = [c for c in self.layout.columns if c not in values]
         if missing:
             raise RowError(f"the column {missing[0]} is missing; the layout of the first row is {self.layout.name}.")

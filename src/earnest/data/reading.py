@@ -155,6 +155,8 @@ def _separated(delimiter: str) -> Callable[[Path], Iterator[DatasetRow | Problem
             table = csv.reader(lines, delimiter=delimiter)
             try:
                 header = next(table, [])
+                if any("\udc80" <= c <= "\udcff" for name in header for c in name):
+                    raise DataError(f"{file}: the first line is not UTF-8; save the file as UTF-8.")
                 if not header or len(set(header)) < len(header):
                     raise DataError(f"{file}: the first line names the columns, each once; it is {header}.")
                 before = table.line_num
