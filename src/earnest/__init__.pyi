@@ -67,6 +67,7 @@ from earnest.rollouts import Rollouts as Rollouts
 from earnest.rollouts import collect as collect
 from earnest.runs import Finished as Finished
 from earnest.runs import train as train
+from earnest.runs.export import export as export
 from earnest.signals import Batch as Batch
 from earnest.signals import FullLogits as FullLogits
 from earnest.signals import Hidden as Hidden

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -210,6 +210,35 @@ def compare(
     page = pages.write(found, out)
     show(pages.terminal(found))
     print(page)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or an adapter's folder.")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--as", help="merged: a Hugging Face folder; peft: an adapter for PEFT; lora: a LoRA for servers."
+        ),
+    ] = "merged",
+    out: Annotated[Path | None, typer.Option(help="The folder to write; none: RUN/export/FORM.")] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="ID", help="Upload it to this Hugging Face id; a new one is private.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The base; by default the one that the adapter names.")] = None,
+) -> None:
+    """Write a trained policy for other programs, and compare its logits with the run's."""
+    from rich.console import Console
+
+    from earnest.runs.export import Form
+    from earnest.runs.export import export as write
+    from earnest.runs.progress import note_on
+
+    wanted: tuple[Form, ...] = get_args(Form)
+    chosen = next((name for name in wanted if name == form), None)
+    if chosen is None:
+        raise EarnestError(f"--as is {form!r}; give one of {', '.join(wanted)}.")
+    print(write(run_dir, out, form=chosen, push=push, model=model, say=note_on(Console(stderr=True))))
 
 
 @app.command()

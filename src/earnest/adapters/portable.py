@@ -38,7 +38,7 @@ def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, r
     if factors is None:
         raise AdapterError(
             f"{adapter.variant.name} cannot be exported as a LoRA: {adapter.variant.export_note()}; "
-            "serve the merged weights instead: `with adapter.merged(): model.save_pretrained(…)`"
+            "serve the merged weights instead (`earnest export RUN --as merged`)"
         )
     needed = max(a.shape[0] for a, _ in factors.values())
     fits = next((r for r in VLLM_RANKS if r >= needed), None)
