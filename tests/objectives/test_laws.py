@@ -194,11 +194,11 @@ def test_a_duplicated_batch_has_the_same_loss(drawn: tuple[Batch, Policy]) -> No
 def test_scaling_all_token_weights_changes_nothing(weight: float) -> None:
     """Weights are relative: the mean divides by their sum.
 
-    (Sums over a sequence, as in DPO, LUSPO and RLOO, do scale: they use Σ w·lp.)
+    (Sums over a sequence, as in DPO, KTO, LUSPO and RLOO, do scale: they use Σ w·lp.)
     """
     batch, policy = full_batch()
     scaled = batch.with_signals(weight=batch.weight * weight)
-    sums = {"dpo", "luspo", "rloo", "dr_grpo"}
+    sums = {"dpo", "kto", "luspo", "rloo", "dr_grpo"}
     for kind, term in TERMS.items():
         a, b = policy.gradient(batch, term), policy.gradient(scaled, term)
         if kind in sums:
