@@ -99,18 +99,41 @@ def test_a_sampler_that_is_killed_is_replaced_and_synced(setup: Setup) -> None:
     assert victim not in processes(setup)
 
 
+def test_a_push_that_an_actor_did_not_apply_is_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [setup.policy.render(p.messages) for p in setup.task.prompts("train", 2, 3)]
+    setup.sample(prompts, 1, SPEC)
+    move(setup, 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(RaySampler, "push", lambda self, weights: None)
+        with pytest.raises(SamplingError, match=r"sampler 0 on Ray still runs old weights: after the push of version"):
+            setup.sample(prompts, 1, SPEC)
+    assert len(setup.sample(prompts, 1, SPEC)) == 2
+
+
+def test_an_actor_that_gives_no_sign_of_life_is_replaced(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, so it neither works nor ends by itself."""
+    monkeypatch.setattr("earnest.sync.ray.HEALTH", 1.0)
+    prompts = [setup.policy.render(p.messages) for p in setup.task.prompts("train", 4, 2)]
+    expected = [r.tokens for r in setup.engine.sample(prompts, 1, SPEC)]
+    victim = processes(setup)[0]
+    os.kill(victim, signal.SIGSTOP)
+    assert [r.tokens for r in setup.sample(prompts, 1, SPEC)] == expected
+    assert victim not in processes(setup)
+
+
 def test_the_probe_finds_a_sampler_with_other_base_weights(setup: Setup) -> None:
     """The trainer's base is changed slightly and the samplers' is not; nothing may be sampled."""
     prompts = [setup.policy.render(p.messages) for p in setup.task.prompts("train", 2, 3)]
     weight = setup.policy.model.get_input_embeddings().weight
     kept = weight.detach().clone()
     with torch.no_grad():
-        weight.mul_(1.05)
-    move(setup, 0.01)
-    with pytest.raises(SamplingError, match=r"sampler 0 on Ray .* nats per token"):
+        weight.add_(0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    move(setup, 0.3)
+    with pytest.raises(SamplingError, match=r"sampler 0 on Ray is .* off the trainer on the probe .* other weights"):
         setup.sample(prompts, 1, SPEC)
     with torch.no_grad():
         weight.copy_(kept)
+    move(setup, 0.01)
     assert len(setup.sample(prompts, 1, SPEC)) == 2
 
 

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from earnest.report import conversations, gallery, headline, laws, sections
+from earnest.report import ahead, conversations, gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
@@ -57,6 +57,7 @@ def render(run: Run) -> str:
         update,
         gallery.samples(run),
         conversations.section_of(run),
+        ahead.section_of(run),
         laws.verdict(run),
         sections.watch(run),
         sections.events(run),

@@ -9,6 +9,7 @@ needs no sampler and no grader, and its weights are compared with the recorded o
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,9 +65,10 @@ class BatchesAhead(BatchSource):
     def __init__(self, setup: Setup, pool: SamplerPool, run: RunFolder, state: Mapping[str, Any] | None) -> None:
         super().__init__(setup)
         self.pool, self.record = pool, run.record_rollouts()
-        self.ledger: RolloutLedger[SampledPart] = RolloutLedger(
-            pool.staleness, setup.config.updates_per_batch, len(pool.links)
-        )
+        updates = setup.config.updates_per_batch
+        in_flight = pool.staleness // updates + 1
+        parts = math.ceil(len(pool.links) / in_flight)  # as few as keep every sampler busy
+        self.ledger: RolloutLedger[SampledPart] = RolloutLedger(pool.staleness, updates, parts)
         if state is not None:
             self.ledger.restore(state, setup.engine.version)
         self._flow: Flow[SampledPart] | None = None

@@ -33,8 +33,8 @@ CHECKED = 16
 class SamplerPool:
     """Samplers that follow one engine; ``sample`` has the signature of ``engine.sample``.
 
-    ``rows`` are the probe's tokens. ``metrics``: the largest difference on the last probe, how far the weights had
-    moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts. With
+    ``rows`` are the probe's tokens. ``metrics``: the mean and the largest difference on the last probe, how far the
+    weights had moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts. With
     ``staleness`` above 0, ``ahead`` lets them work while the engine trains.
     """
 
@@ -108,6 +108,7 @@ class SamplerPool:
             self._check_behaviour(fresh, self._recent[version])
         self.metrics |= {
             "sampler/probe": max(link.off for link in self.links),
+            "sampler/probe_max": max(link.worst for link in self.links),
             "sampler/moved": max(link.moved for link in self.links),
             "sampler/version": float(version),
         }

@@ -1,10 +1,12 @@
 """The probe: a sampler's log-probs of fixed tokens, against the trainer's own.
 
     off    = mean_t |lp_sampler(t) - lp_trainer(t)|  ≤ tolerance
-    stale  : the sampler is nearer to the weights that it had before than to these, where the two differ measurably
+    worst  = max_t  |lp_sampler(t) - lp_trainer(t)|  ≤ 10 · tolerance, in 32 and 64 bits
+    stale  : the sampler has the weights of before and not these, where the two differ measurably
 
 A sampler with other base weights, a stale or damaged adapter, or another precision is found before its first rollout.
-The second condition also finds a lost push whose update moved the probe by less than the tolerance.
+The second condition finds a single wrong row of an embedding or output matrix, the third a lost push whose update moved
+the probe by less than the tolerance.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ COARSE = 0.1
 """Nats per token in 16 bits, where products of other shapes round differently."""
 APART = 4.0
 """Two sets of weights differ measurably where the probe moved by this multiple of the rounding seen so far."""
+WORST = 10.0
+"""The largest difference at one token, as a multiple of the tolerance of the mean."""
 Logprobs = Float[Tensor, " N"]
 
 
@@ -52,7 +56,7 @@ class Link:
         self.held: str | None = None
         self.before: Logprobs | None = None  # the trainer's probe under the last weights that passed the probe
         self.noise = 1e-6
-        self.off = self.moved = 0.0
+        self.off = self.worst = self.moved = 0.0
 
     def sync(self, target: Target) -> bool:
         """Push the target's weights where the sampler has others, and probe them; False: it has them already."""
@@ -70,23 +74,26 @@ class Link:
         off, moved, old = apart(theirs, target.own), apart(target.own, before), apart(theirs, before)
         distinct = moved > APART * self.noise
         version, place = target.weights.version, self.sampler.place
-        if distinct and old < off:
+        if distinct and old < off and old <= target.tolerance:
             base = " (the base model: no adapter is applied)" if torch.equal(before, target.base) else ""
             raise SamplingError(
                 f"{place} still runs old weights: after the push of version {version} its log-probs of the probe are "
                 f"{off:.3g} nats per token from that version and {old:.3g} from the one before{base}. It accepted the "
                 "push and did not apply it; look at its log, and remove caches between it and the trainer."
             )
-        if not off <= target.tolerance:
+        worst = float((theirs - target.own).abs().max())
+        exact = target.weights.policy.dtype in TOLERANCE
+        if not off <= target.tolerance or (exact and not worst <= WORST * target.tolerance):
             dtype = str(target.weights.policy.dtype).removeprefix("torch.")
             raise SamplingError(
                 f"{place} is {off:.3g} nats per token off the trainer on the probe of version {version} (allowed: "
-                f"{target.tolerance:g}); it runs other weights. Does it run {target.weights.policy.name}, in {dtype}?"
+                f"{target.tolerance:g}), and {worst:.3g} at one token; it runs other weights. Does it run "
+                f"{target.weights.policy.name}, in {dtype}?"
             )
         self.noise = max(self.noise, off)
         if distinct or self.before is None:
             self.before = target.own if distinct else before
-        self.off, self.moved = off, moved
+        self.off, self.worst, self.moved = off, worst, moved
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,7 +1,8 @@
 """Ray actors that sample: on the cluster that RAY_ADDRESS names, or on a Ray of this machine.
 
-An actor builds the run's policy and adapter once and then takes versions of the adapter. An actor that dies is started
-again, and holds nothing until the next push.
+An actor builds the run's policy and adapter once and then takes versions of the adapter. While it works, it is asked
+for a sign of life; one that gives none is killed. An actor that dies is replaced by a new one, which holds nothing
+until the next push, and its rows are sampled again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from earnest.sync.cluster import connect
 
 START = 300.0
 """Seconds that actors may take to load the model."""
+HEALTH = 30.0
+"""Seconds between two checks of an actor that works, and seconds that it may take to answer one."""
 
 
 class Actor:
@@ -53,8 +56,10 @@ class RaySampler:
         self.restart()
 
     def restart(self) -> None:
-        options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0}
+        # Two threads: one works, the other answers health checks.
+        options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_concurrency": 2}
         self.actor = self._ray.remote(Actor).options(**options).remote(self._make)
+        self._started = False
 
     def push(self, weights: Weights) -> None:
         self._get(self.actor.push.remote(weights.version, dict(weights.state)))
@@ -73,8 +78,17 @@ class RaySampler:
         self._ray.kill(self.actor)
 
     def _get(self, reference: Any) -> Any:
+        """The answer, with health checks while there is none; an actor that loads its model answers none."""
         try:
+            if not self._started:
+                self._ray.get(self.actor.process.remote(), timeout=START)
+                self._started = True
+            while not self._ray.wait([reference], timeout=HEALTH)[0]:
+                self._ray.get(self.actor.process.remote(), timeout=HEALTH)
             return self._ray.get(reference)
+        except self._ray.exceptions.GetTimeoutError:
+            self._ray.kill(self.actor)
+            raise SamplerLost(f"{self.place} gave no sign of life and was ended.") from None
         except self._ray.exceptions.RayActorError as error:
             raise SamplerLost(f"{self.place} is gone: {error}") from None
 

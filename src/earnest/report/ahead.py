@@ -1,0 +1,46 @@
+"""What an asynchronous run gained and what it cost: waiting, the age of what was trained, and the ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from earnest.report.blocks import scroll, section
+from earnest.report.markup import Html, el, number
+from earnest.report.record import Run
+
+NAMES = {
+    "trainer/idle": "share of the time that the trainer waited",
+    "sampler/idle": "share of the time that samplers waited",
+    "sampler/age": "age of the tokens in versions, mean",
+    "sampler/age_max": "age of the tokens in versions, largest of a step",
+    "sampler/queue": "batches that were ready when the trainer asked",
+    "sampler/again": "parts that were sampled more than once, so far",
+    "sampler/restarts": "samplers that were started again, so far",
+}
+
+
+def section_of(run: Run) -> Html | None:
+    """The section, or None for a run that samples and trains in turns."""
+    if not any("sampler/age" in step.metrics for step in run.steps):
+        return None
+    rows = [
+        _row(text, [v for s in run.steps if (v := s.metrics.get(name)) is not None]) for name, text in NAMES.items()
+    ]
+    for metric, text in (("ratio", "ratio to the weights that sampled, mean"), ("ratio_max", "largest ratio")):
+        values = [v for s in run.steps for t in s.terms.values() if (v := t.metrics.get(metric)) is not None]
+        rows.append(_row(text, values))
+    head = el("tr", *(el("th", name, scope="col") for name in ("per step", "mean", "smallest", "largest")))
+    lead = (
+        "Samplers worked while the trainer trained, so a step was trained on tokens of older weights. What was gained "
+        "is the time that nobody waited; what it cost is how far the ratios are from 1."
+    )
+    table = scroll("Samplers", el("table", el("thead", head), el("tbody", *(r for r in rows if r is not None))))
+    return section("samplers", "Samplers", el("p", lead), table)
+
+
+def _row(text: str, values: Sequence[float]) -> Html | None:
+    if not values:
+        return None
+    shown = (sum(values) / len(values), min(values), max(values))
+    cells = [el("td", number(value, 3)) for value in shown]
+    return el("tr", el("th", text, scope="row"), *cells)
