@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from earnest.audit.step import StepError as StepError
     from earnest.audit.subjects import GAE as GAE
     from earnest.audit.subjects import Accumulation as Accumulation
+    from earnest.audit.subjects import AdapterStart as AdapterStart
     from earnest.audit.subjects import AdvantageEstimator as AdvantageEstimator
     from earnest.audit.subjects import Census as Census
+    from earnest.audit.subjects import Collator as Collator
     from earnest.audit.subjects import Ema as Ema
     from earnest.audit.subjects import Gather as Gather
     from earnest.audit.subjects import Merge as Merge
     from earnest.audit.subjects import MergedLayer as MergedLayer
     from earnest.audit.subjects import OuterStep as OuterStep
+    from earnest.audit.subjects import Ranks as Ranks
     from earnest.audit.subjects import Resume as Resume
     from earnest.audit.subjects import RoundTrip as RoundTrip
     from earnest.audit.subjects import Schedule as Schedule
@@ -44,8 +47,9 @@ _HOME = {
     "executor": ("audit",),
     "facts": ("Metric", "Setting"),
     "step": ("Active", "Raises", "Step", "StepError"),
-    "subjects": ("GAE", "Accumulation", "AdvantageEstimator", "Census", "Ema", "Gather", "Merge", "MergedLayer",
-                 "OuterStep", "Resume", "RoundTrip", "Schedule", "Subject", "Unbiased", "Update", "WeightSync"),
+    "subjects": ("GAE", "Accumulation", "AdapterStart", "AdvantageEstimator", "Census", "Collator", "Ema", "Gather",
+                 "Merge", "MergedLayer", "OuterStep", "Ranks", "Resume", "RoundTrip", "Schedule", "Subject", "Unbiased",
+                 "Update", "WeightSync"),
     "together": ("Together",),
     "verdict": ("Finding", "LawBroken", "Verdict"),
     "watcher": ("Watch", "WatchWarning", "watch"),

@@ -197,3 +197,17 @@ def test_log_probs_that_are_stored_in_16_bits() -> None:
     step.batch = {**step.batch, "old": step.batch["old"].bfloat16()}
     (row,) = [f for f in audit(step, laws=[metrics.LAW]).findings if f.subject == "metric ratio, policy unchanged"]
     assert row.outcome == "holds", row
+
+
+@pytest.mark.parametrize("percent", [False, True])
+def test_a_share_stays_between_0_and_1_where_nobody_declared_it(percent: bool) -> None:
+    step = policy_step()
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Any]]:
+        value, found = grpo_loss(model, batch, beta, clip)
+        share = (batch["old"] < -2).float().mean()
+        return value, {"kl": found["kl"], "stale/fraction": 100 * share if percent else share}
+
+    step.loss, step.metrics = loss, {}
+    failures = {f.subject for f in audit(step, laws=[metrics.LAW]).failures}
+    assert failures == ({"metric stale/fraction"} if percent else set())

@@ -9,6 +9,7 @@ Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import torch
@@ -27,6 +28,7 @@ UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
 
 
+SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies"}  # between 0 and 1, declared or not
 SAMPLERS = ("behaviour", "proximal")
 # Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
 REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
@@ -61,8 +63,14 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield from _unchanged(probe)
 
 
+def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Undeclared metrics whose names make them shares."""
+    return {name: (0.0, 1.0) for name in found if name not in probe.step.metrics
+            and set(re.split(r"[^a-z]+", name.lower())) & SHARES}  # fmt: skip
+
+
 def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
-    for name, (low, high) in probe.step.metrics.items():
+    for name, (low, high) in {**probe.step.metrics, **_shares(probe, states[0])}.items():
         seen = [s[name] for s in states if name in s]
         if not seen:
             yield _never_returned(name)
