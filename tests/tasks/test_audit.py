@@ -123,6 +123,57 @@ def test_without_answers_only_what_can_be_judged_is_judged() -> None:
     assert verdict.holds
 
 
+@pytest.mark.parametrize(("name", "laws"), [("warmth", set()), ("volume", set()), ("length", {"long"})])
+def test_the_style_tasks_have_no_answers_and_pay_for_what_they_name(name: str, laws: set[str]) -> None:
+    assert set(failures(get_task(f"style/{name}"))) == laws
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A style task with another grader."""
+
+    task: Task
+    score: Any
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def description(self) -> str:
+        return self.task.description
+
+    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
+        return self.task.prompts(split, count, seed)
+
+    def grade(self, prompt: Prompt, completion: str) -> Grade:
+        return as_grade(self.score(self.task.grade(prompt, completion).reward, completion))
+
+
+@pytest.mark.parametrize("name", ["warmth", "volume"])
+@pytest.mark.parametrize(
+    ("score", "law"),
+    [
+        (lambda reward, c: reward if c else 5.0, "empty"),
+        (lambda reward, c: reward if c else 0.9, "empty"),
+        (lambda reward, c: 1.0 if len(c) > 2000 else 0.5 * min(reward, 1), "long"),
+        (lambda reward, c: 1.0 if c.strip() and len(c) < 500 else 0.0, "copied prompt"),
+        (lambda reward, c: 1 / len(c), "raises"),
+        (lambda reward, c: 0.1 * next(COUNTER), "deterministic"),
+    ],
+)
+def test_a_bad_grader_planted_in_a_style_task_is_found(name: str, score: Score, law: str) -> None:
+    assert law in failures(Planted(get_task(f"style/{name}"), score))
+
+
+def test_credit_in_a_fifth_of_the_rows_and_a_leak_in_most_are_found() -> None:
+    """What the loosened rules allow by chance ends well below these."""
+    some = Sums(lambda row, c: exact(row, c) or (not c and int(row["answer"]) % 10 == 0))
+    assert set(failures(some)) == {"empty"}
+    one = Sums(lambda row, c: exact(row, c) or (not c and row["answer"] == "50"))
+    assert failures(one) == {}, "one row of sixteen is chance"
+
+
 @pytest.mark.parametrize("name", ["sort", "reverse", "replace", "add", "count", "extreme"])
 def test_the_built_in_puzzles_pass(name: str) -> None:
     assert audit_grader(get_task(name)).holds

@@ -10,15 +10,16 @@
     every answer     no credit for a list of the answers of all rows, the right one among them
     leak             the answer does not stand in the prompt, after the same word in most rows
 
-Credit is a grade that is correct, or more than half of the reward of the row's own answer. Up to a tenth of the rows
-may give credit by chance.
+Credit is a grade that is correct, or more than half of the reward of the row's own answer; without an answer, for an
+empty completion also a reward above that of every other completion. Up to a tenth of the rows may give credit by
+chance.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from earnest.audit.verdict import Finding, LawOutcome, Verdict
@@ -55,6 +56,11 @@ class _Probe:
         if not isinstance(self.outcome, Grade):
             return False
         return self.outcome.correct or (full > 0 and self.outcome.reward > full / 2)
+
+    @property
+    def reward(self) -> float:
+        assert isinstance(self.outcome, Grade), "only graded probes are compared"
+        return self.outcome.reward
 
     def shown(self) -> str:
         reward = f"reward {self.outcome.reward:g}" if isinstance(self.outcome, Grade) else repr(self.outcome)
@@ -94,7 +100,7 @@ def audit_grader(task: Task, prompts: int = PROMPTS, seed: int = 0, time_limit: 
     full = {p.prompt.id: p.outcome.reward for p in own if isinstance(p.outcome, Grade)}
     for law, (what, meaning) in _CREDIT.items():
         tried = [p for p in grades if p.kind == law]
-        paid = [p for p in tried if p.credit(full.get(p.prompt.id, 0.0))]
+        paid = [p for p in tried if p.credit(full.get(p.prompt.id, 0.0)) or (law == "empty" and _best(p, grades, full))]
         bad = paid if len(paid) > BY_CHANCE * len(tried) else []
         measured = f"{len(paid)} of {len(tried)} get credit"
         findings.append(found(law, bad, len(tried), measured, "none", f"{what} gets credit: {meaning}"))
@@ -136,6 +142,14 @@ def _completions(rows: Sequence[Prompt]) -> list[tuple[str, Prompt, str]]:
             half = len(others) // 2
             made.append(("every answer", row, "\n".join([*others[:half], answer, *others[half:]])))
     return made
+
+
+def _best(probe: _Probe, grades: Sequence[_Probe], full: Mapping[str, float]) -> bool:
+    """Whether a completion of a row without an answer has a higher reward than all others of the row."""
+    others = [p for p in grades if p.prompt.id == probe.prompt.id and p is not probe]
+    if probe.prompt.id in full or not others:
+        return False
+    return all(probe.reward > p.reward for p in others)
 
 
 def _same(a: Grade | Exception, b: Grade | Exception) -> bool:
