@@ -19,7 +19,9 @@ from earnest.adapters import AdapterError, DoRA, Full, LoRA, attach, load_adapte
 from earnest.adapters.cases import tiny_gpt2
 from earnest.adapters.conformance import perturb, tiny_llama
 from earnest.engines import SGD, AdamW, LocalEngine, LogProbsWanted
+from earnest.engines.mesh import Mesh
 from earnest.engines.optimizers import Optimizer
+from earnest.engines.sharding import shard
 from earnest.errors import ConfigError, EarnestError, ObjectiveError
 from earnest.guards import Directions, Erase
 from earnest.objectives import SFT, SpectralCap
@@ -337,3 +339,9 @@ def test_pushed_weights_make_the_same_policy_elsewhere() -> None:
     batch = Batch.from_rows([r[:1] for r in rows_], [r[1:] for r in rows_])
     want = trainer.score(batch, LogProbsWanted())
     assert isinstance(want, Tensor) and elsewhere.score(rows_) == [float(x) for x in want]
+
+
+def test_sharding_is_refused_before_anything_is_changed() -> None:
+    made = policy()
+    with pytest.raises(ConfigError, match="is not sharded yet"):
+        shard(made, attach(made, Full()), Mesh(size=2, shard=2))

@@ -27,6 +27,11 @@ def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
+    if adapter.replaces:
+        raise ConfigError(
+            f"engine.shard: {adapter.variant.name} with modules that are trained whole is not sharded yet: the offsets "
+            "would be whole on every rank; set engine.shard=1, or train an adapter without modules_to_save."
+        )
     if offload and policy.device.type == "cpu":
         raise ConfigError("engine.offload: the weights are on the CPU already; leave it out.")
     _, _, _ = policy.head, policy.fingerprint(), adapter.base_fingerprint
