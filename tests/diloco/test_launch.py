@@ -266,7 +266,7 @@ def test_a_worker_joins_without_a_number(make: Make, tmp_path: Path) -> None:
     assert work(url, None, tmp_path / "mine", quiet()) == 0
     assert work(url, None, tmp_path / "other", quiet()) == 1  # the run is over; it ends at once
     assert Ledger(Bucket.open(url)).committed() == 1
-    name, config = read_config(Ledger(Bucket.open(url)))
+    name, config, _ = read_config(Ledger(Bucket.open(url)))
     assert (name, config.replicas) == ("test", 2)
     with pytest.raises(EarnestError, match="belongs to another run or replica"):
         work(url, 5, tmp_path / "mine", quiet())
@@ -485,3 +485,33 @@ def test_files_and_tokens_of_this_machine_are_found(
     job = job_of(make("replicas=2"), "s3://b/r", tmp_path)
     assert job.files == {"model": str(tiny)} and job.env["HF_TOKEN"] == "hf_x"
     assert "model" not in job_of(make("replicas=2", "model=nano"), "s3://b/r", tmp_path).files
+
+
+def talks(tmp_path: Path, first: int = 0) -> Path:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"say {i}", "completion": f"yes {i}!"}) + "\n" for i in range(first, 30))
+    )
+    return path
+
+
+@pytest.mark.processes
+def test_replicas_train_on_the_users_own_rows(make: Make, tmp_path: Path) -> None:
+    """Two replicas lower the held-out loss of a file, each in its own order; a worker with other rows is refused."""
+    data = talks(tmp_path)
+    words = ("task=null", "objective=[{kind: sft}]", f"data={{train: {data}, heldout: 0.2}}", "optimizer.lr=0.02")
+    config = make(*words, "replicas=2", "steps=4", "eval.every=2", f"out={tmp_path / 'run'}")
+    done = start("test", config, quiet(), on="fork")
+    assert done.measure == "loss" and done.after < done.before
+    losses = [[line["loss"] for line in steps(tmp_path / "run" / f"replica-{i}")] for i in range(2)]
+    assert len(losses[0]) == 4 and losses[0] != losses[1], "each replica has its own order"
+    assert [line["step"] for line in steps(tmp_path / "run")] == [2, 4] and "reward" not in steps(tmp_path / "run")[0]
+    talks(tmp_path, first=5)
+    with pytest.raises(ConfigError, match=r"talks.jsonl has other rows here than where the run was started"):
+        work(f"file://{tmp_path}/run/bucket", 5, tmp_path / "late", quiet())
+
+
+@pytest.mark.parametrize("word", ["sampling.workers=1", "sampler=http://localhost:1"])
+def test_samplers_without_a_task_are_refused(make: Make, tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match=r"task: is required with sampling.workers and sampler, which sample its"):
+        make("task=null", "objective=[{kind: sft}]", f"data={talks(tmp_path)}", word)

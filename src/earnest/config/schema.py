@@ -324,9 +324,9 @@ class RunConfig(LoopConfig):
         objective = self.build_objective()
         if self.task is None and self.data is None:
             raise ConfigError("task: is required; give a task, or your own rows with data: FILE")
-        if self.task is None and (self.replicated or self.sampling.workers or self.sampler is not None):
+        if self.task is None and (self.sampling.workers or self.sampler is not None):
             raise ConfigError(
-                "task: is required with replicas, store, sampling.workers and sampler, which sample its prompts; give "
+                "task: is required with sampling.workers and sampler, which sample its prompts; give "
                 "one, or train on your own rows in one process"
             )
         if not any(True for _ in objective.live()):

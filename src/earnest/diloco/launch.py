@@ -67,7 +67,9 @@ def local_files(config: RunConfig) -> dict[str, str]:
     """Settings that name a file or folder of this machine: recipe key → path."""
     data, task = config.data, config.task
     given = {"model": config.model, "chat_template": config.chat_template}
-    given |= {"data": None if data is None else data.train, "task": None if task is None else task.name} | {
+    heldout = None if data is None or not isinstance(data.heldout, str) else data.heldout
+    given |= {"data": None if data is None else data.train, "data.heldout": heldout}
+    given |= {"task": None if task is None else task.name} | {
         f"import.{i}": name for i, name in enumerate(config.imports)
     }
     paths = {k: v for k, v in given.items() if v is not None and len(v) < 1000 and "\n" not in v}
@@ -95,7 +97,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
         header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
         run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
         try:
-            _put(url, recipe, dump(config))
+            _put(url, recipe, dump(config), _rows(setup))
         except StoreError as error:
             run.update(status="failed", reason=str(error))
             run.close()
@@ -112,26 +114,31 @@ def _build(config: RunConfig, console: Console) -> Setup:
     return replace(build(config.model_copy(update={"sampling": alone}), note_on(console)), config=config)
 
 
-def _put(url: str, recipe: str, config: str) -> None:
+def _rows(setup: Setup) -> str | None:
+    """The hash of the user's rows, which every replica must read as the launcher does."""
+    return None if setup.data is None else setup.data.dataset.sha256
+
+
+def _put(url: str, recipe: str, config: str, rows: str | None = None) -> None:
     """Check the store, and write the run's settings into it."""
-    if not _put_settings(url, recipe, config):
+    if not _put_settings(url, recipe, config, rows):
         raise StoreError(f"there is a run at {url} already; join it: `earnest worker {url}`, or choose another out=.")
 
 
-def _put_settings(url: str, recipe: str, config: str) -> bool:
+def _put_settings(url: str, recipe: str, config: str, rows: str | None) -> bool:
     """Refuse a store that overwrites, then write the settings; False: a run's settings are there already."""
     bucket = Bucket.open(url, writer="launcher")
     bucket.probe()
-    return Ledger(bucket).put_config(config, {"recipe": recipe})
+    return Ledger(bucket).put_config(config, {"recipe": recipe, "data": rows})
 
 
 def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
     """Start the replicas of a run again; committed rounds are not repeated. If the launcher was killed before
     the settings were in the bucket, or the store refused them, they are written now."""
     executor = get_executor(str(run.header["on"]))
-    _put_settings(str(run.header["url"]), str(run.header["recipe"]), dump(config))
     setup = _build(config, console)
     try:
+        _put_settings(str(run.header["url"]), str(run.header["recipe"]), dump(config), _rows(setup))
         return _go(Launcher(setup, run, reporter_on(console), []), config, executor, str(run.header["url"]), console)
     finally:
         setup.close()

@@ -26,7 +26,7 @@ from earnest.diloco.protocol import Rules
 from earnest.diloco.signing import signatures
 from earnest.diloco.wire import Wire
 from earnest.disk import clean
-from earnest.errors import CheckpointError
+from earnest.errors import CheckpointError, ConfigError
 from earnest.rollouts import Rollouts
 from earnest.runs import checkpoints, environment
 from earnest.runs.collect import BatchSource
@@ -59,14 +59,14 @@ class TwoHooks:
             part.load_state_dict({k.removeprefix(name): v for k, v in state.items() if k.startswith(name)})
 
 
-def read_config(ledger: Ledger) -> tuple[str, RunConfig]:
-    """(recipe, settings) of the run in this bucket."""
+def read_config(ledger: Ledger) -> tuple[str, RunConfig, str | None]:
+    """(recipe, settings, hash of the user's rows) of the run in this bucket."""
     found = ledger.config()
     if found is None:
         raise StoreError(
             f"there is no run at {ledger.bucket.url} (no {CONFIG}); give the address that `earnest run` printed."
         )
-    return str(found.meta["recipe"]), from_mapping(parse(found.payload.decode(), CONFIG))
+    return str(found.meta["recipe"]), from_mapping(parse(found.payload.decode(), CONFIG)), found.meta.get("data")
 
 
 def own_seed(config: RunConfig, replica: int) -> RunConfig:
@@ -149,11 +149,14 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     """Train as a replica until the run is over; returns the replica's number."""
     label = "joiner" if replica is None else f"replica-{replica}"
     ledger = Ledger(Bucket.open(url, writer=label))
-    recipe, config = read_config(ledger)
+    recipe, config, rows = read_config(ledger)
     ledger.bucket.probe()  # the launcher may reach the store by another route
     own = ledger.claim() if replica is None else replica
     ledger = replace(ledger, signatures=signatures(config.sync.signers, own))
     setup = build(config, note_on(console))
+    if setup.data is not None and rows not in (None, setup.data.dataset.sha256):
+        setup.close()
+        raise ConfigError(f"data: {setup.data.path} has other rows here than where the run was started; copy the file.")
     setup = replace(setup, config=own_seed(config, own))
     place = folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}"
     with ExitStack() as ending:
