@@ -182,6 +182,9 @@ class EngineConfig(Strict):
     def _agree(self) -> EngineConfig:
         if self.offload and self.shard == 1:
             raise ConfigError("engine.offload: moves the shards of a base; set engine.shard to 2 or more")
+        for key in ("pack", "shard", "replicate", "offload", "checkpoint_activations"):
+            if self.kind == "tinker" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ConfigError(f"engine.{key}: with engine.kind tinker the service lays out its work; leave it out")
         if self.base_url is not None and self.kind == "local":
             raise ConfigError("engine.base_url: has no meaning for a local engine; set engine.kind=tinker")
         return self

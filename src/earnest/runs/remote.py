@@ -31,8 +31,6 @@ def check(config: RunConfig, objective: Objective) -> None:
     for key, why in reasons.items():
         if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True):
             raise ConfigError(f"{key}: with engine.kind tinker {why}; leave it out.")
-    if config.engine.pack is not None:
-        raise ConfigError("engine.pack: with engine.kind tinker the service lays out rows itself; leave it out.")
     if config.check:
         raise ConfigError(
             "check: the laws read gradients, which a Tinker service does not show; set check: false, and audit the "
