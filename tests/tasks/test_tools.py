@@ -159,7 +159,7 @@ def test_the_prompt_does_not_contain_the_answer(environment: ToolEnvironment) ->
         for prompt in environment.prompts("train", 40, seed):
             answers.setdefault(str(prompt.messages), set()).add(prompt.data["answer"])
     asked_often = [found for found in answers.values() if len(found) > 1]
-    assert len(asked_often) > 50
+    assert len(asked_often) > 15
     prompt = _prompt(environment)
     _, grade = asyncio.run(play(environment, prompt, _answers(prompt.messages[0]["content"])))
     assert grade.reward == 0.0

@@ -30,6 +30,8 @@ class TurnsConfig(Strict):
     max_tokens: int | None = key_of(TurnSettings, "max_tokens")
     credit: Literal["trajectory", "turn"] = key_of(TurnSettings, "credit")
     discount: float = key_of(TurnSettings, "discount")
+    hint: str | None = key_of(TurnSettings, "hint")
+    teach: Literal["turn", "onward"] = key_of(TurnSettings, "teach")
     at_once: int = key_of(TurnSettings, "at_once")
 
     def build(self) -> TurnSettings:

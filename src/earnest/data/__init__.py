@@ -98,6 +98,18 @@ def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | 
     return [*map(dict, messages[:last]), {**messages[last], "content": content}, *map(dict, messages[last + 1 :])]
 
 
+def hinted(messages: Sequence[Message], hint: str, template: str | None = None) -> list[dict[str, Any]]:
+    """The messages before a turn that failed, with a hint about it at the end of the last one.
+
+    template: a text with ``{hint}`` in it; None: that of hint.yaml.
+    """
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or messages[-1].get("role") == "assistant":
+        raise TemplateError("hint: the message before the turn must be text of a user, a tool or the system.")
+    added = (template or _yaml("hint.yaml")["hint"]).replace("{hint}", hint.strip())
+    return [*map(dict, messages[:-1]), {**messages[-1], "content": content + added}]
+
+
 def hindsight(messages: Sequence[Message], said: str, by: Literal["user", "tool"] = "user") -> list[dict[str, Any]]:
     """The prompt of a hindsight teacher: the messages, with what followed the answer added to the last user message.
 

@@ -13,6 +13,7 @@ from earnest.rollouts.rollout import Rollout as Rollout
 from earnest.rollouts.rows import Row as Row
 from earnest.rollouts.rows import batch_of as batch_of
 from earnest.rollouts.rows import demonstrate as demonstrate
+from earnest.rollouts.rows import demonstration as demonstration
 from earnest.rollouts.trajectory import Segment as Segment
 from earnest.rollouts.trajectory import Trajectory as Trajectory
 from earnest.rollouts.transcript import rewrites_history as rewrites_history

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from earnest.data import reprompt
+from earnest.data import hinted, reprompt
 from earnest.errors import SignalError
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
@@ -27,6 +27,7 @@ from earnest.signals import Batch, TeacherPolicy, Wants, lessons, with_advantage
 from earnest.signals.advantages import Estimator
 from earnest.signals.distributions import Distribution
 from earnest.signals.scorer import Wanted, Who
+from earnest.signals.teachers import Informed, TaughtTurn
 from earnest.signals.wants import Wanting
 from earnest.tasks import Grade, Prompt, Task, is_environment
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
@@ -150,8 +151,12 @@ def collect(
         if "teacher" in wants.signals:
             tools = task.tools if is_environment(task) else ()
             own = getattr(teacher, "reads", "feedback") == "student"
-            seen = None if own else teacher_prompts(policy, attempts, len(batch), tools)
+            seen = None if own else teacher_prompts(policy, attempts, len(batch), tools, turns)
             batch = with_teacher(engine, batch, seen, teacher)
+            if seen is not None and is_environment(task):
+                parts = [part for part in seen if isinstance(part, TaughtTurn)]
+                metrics["hinted_turns"] = float(len(parts))
+                metrics["hinted_tokens"] = float(sum(part.last - part.first for part in parts))
     return Rollouts(batch, tuple(attempts), metrics)
 
 
@@ -190,13 +195,18 @@ def _first(wants: Wants) -> Estimator:
 
 
 def teacher_prompts(
-    policy: PolicyLike, attempts: Sequence[Attempt], rows: int, tools: Sequence[Mapping[str, Any]] = ()
-) -> list[list[int] | None]:
+    policy: PolicyLike,
+    attempts: Sequence[Attempt],
+    rows: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+    turns: TurnSettings | None = None,
+) -> list[Informed | None]:
     """The feedback-conditioned prompt of the self-teacher for each of ``rows`` rows: with another completion's success
     and the grader's feedback, or None if there is neither.
 
     Rollouts are the batch's first rows; the others (demonstrations, pairs) have no teacher. A conversation of several
-    rows has a prompt for each, from the messages that the row begins with.
+    rows has a prompt for each, from the messages that the row begins with. A conversation whose grade marks a turn has
+    a teacher for that turn alone (or from it on), which reads the messages before it with the feedback as a hint.
     """
     made = lessons(
         [a.text for a in attempts],
@@ -204,8 +214,11 @@ def teacher_prompts(
         [a.grade.feedback for a in attempts],
         [a.rollout.prompt_index for a in attempts],
     )
-    found: list[list[int] | None] = []
+    found: list[Informed | None] = []
     for a, lesson in zip(attempts, made, strict=True):
+        if isinstance(a.rollout, Trajectory) and a.grade.turn is not None and a.grade.feedback.strip():
+            found += _hinted_rows(policy, a.rollout, a.grade.turn, a.grade.feedback, tools, turns or TurnSettings())
+            continue
         histories = a.rollout.histories if isinstance(a.rollout, Trajectory) else (a.prompt.messages,)
         found += [
             None
@@ -214,3 +227,33 @@ def teacher_prompts(
             for messages in histories
         ]
     return found + [None] * (rows - len(found))
+
+
+def _hinted_rows(
+    policy: PolicyLike,
+    rollout: Trajectory,
+    turn: int,
+    feedback: str,
+    tools: Sequence[Mapping[str, Any]],
+    turns: TurnSettings,
+) -> list[Informed | None]:
+    """For each row of a conversation: what the teacher of the turn that failed covers and reads, or None."""
+    opening = len(rollout.histories[0])
+    places = [i for i, m in enumerate(rollout.messages) if i >= opening and m.get("role") == "assistant"]
+    before = hinted(rollout.messages[: places[turn]], feedback, turns.hint)
+    prompt = tuple(policy.render(before, tools=tools or None))
+    found: list[Informed | None] = []
+    number = 0
+    for row in rollout.rows:
+        taught: TaughtTurn | None = None
+        active = 0
+        whole = sum(len(segment.tokens) for segment in row if segment.author == "policy")
+        for segment in row:
+            if segment.author == "policy":
+                if number == turn:
+                    end = whole if turns.teach == "onward" else active + len(segment.tokens)
+                    taught = TaughtTurn(prompt, active, end)
+                active += len(segment.tokens)
+                number += 1
+        found.append(taught)
+    return found

@@ -69,7 +69,18 @@ class TurnSettings(Checked):
         "trajectory", "what gets an advantage: the whole conversation, or each of its turns by its own return"
     )
     discount: float = setting(1.0, "γ, the weight of a reward that comes one turn later", above=0.0, at_most=1.0)
+    hint: str | None = setting(
+        None, "what the teacher reads before a turn that failed, with {hint} for the feedback; none: data/hint.yaml"
+    )
+    teach: Literal["turn", "onward"] = setting(
+        "turn", "what the teacher covers after a hint: the turn that failed, or everything from there on"
+    )
     at_once: int = setting(256, "conversations that are decoded at the same time", at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hint is not None and "{hint}" not in self.hint:
+            raise ConfigError(f"turns.hint: {self.hint!r} has no place for the feedback; write {{hint}} in it.")
 
     def longest(self, policy: PolicyLike, spec: SampleSpec) -> int:
         """The most tokens that the policy can sample in one conversation."""

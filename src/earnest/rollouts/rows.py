@@ -8,12 +8,14 @@ from typing import Any
 
 from earnest.errors import ConfigError, SignalError
 from earnest.models.protocol import PolicyLike
-from earnest.models.replies import reply_tokens
+from earnest.models.replies import message_tokens, reply_tokens
 from earnest.rollouts.attempts import Attempt
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Segments, Trajectory
 from earnest.signals import Batch, Role, pairs_of
 from earnest.tasks import Prompt, Task, is_environment
+from earnest.tasks.playing import demonstration as solve
+from earnest.tasks.playing import run_to_end
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ def pairs_among(attempts: Sequence[Attempt], version: int, group: int) -> list[R
 
 
 def demonstration(policy: PolicyLike, task: Task, prompt: Prompt, version: int, group: int) -> Row:
-    """The task's right answer to a prompt."""
+    """The task's right answer to a prompt, or the conversation in which an environment's oracle solves it."""
+    if is_environment(task):
+        return _solved(policy, task, prompt, version, group)
     asked, answer = demonstrate(policy, task, prompt)
     return Row("demonstration", tuple(asked), tuple(answer), group, version, correct=True)
 
@@ -112,11 +116,6 @@ def demonstration(policy: PolicyLike, task: Task, prompt: Prompt, version: int, 
 def demonstrate(policy: PolicyLike, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
     """(prompt, right answer) in tokens; the answer ends its turn. Raises if the task's grader rejects the answer."""
     answer = prompt.data.get("answer")
-    if is_environment(task):
-        raise ConfigError(
-            f"task: {task.name} has conversations and no right answers to demonstrate; give them as rows of messages "
-            "with data: FILE."
-        )
     if answer is None:
         raise ConfigError(
             f"task: {task.name} has no right answers to demonstrate (its prompts carry no data['answer']); "
@@ -128,3 +127,32 @@ def demonstrate(policy: PolicyLike, task: Task, prompt: Prompt) -> tuple[list[in
             "task's answer or its grader."
         )
     return reply_tokens(policy, prompt.messages, str(answer))
+
+
+def _solved(policy: PolicyLike, environment: Any, prompt: Prompt, version: int, group: int) -> Row:
+    """A conversation of the environment's ``oracle``; its turns have weight 1, what it reads has weight 0."""
+    oracle = getattr(environment, "oracle", None)
+    if oracle is None:
+        raise ConfigError(
+            f"task: {environment.name} has conversations and no right answers to demonstrate: it has no oracle; give "
+            "them as rows of messages with data: FILE."
+        )
+    messages = run_to_end(solve(environment, prompt, oracle))["messages"]
+    tokens: list[int] = []
+    weights: list[float] = []
+    start = 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, reply = message_tokens(policy, messages[:number], message, environment.tools or None)
+        start = start or len(asked)
+        if asked[start : start + len(tokens)] != tokens:
+            raise ConfigError(
+                f"model: the chat template of {policy.name} rewrites earlier turns, so a conversation is not one row; "
+                "use a chat template that keeps them."
+            )
+        read = asked[start + len(tokens) :]
+        weights += [0.0] * len(read) + [1.0] * len(reply)
+        tokens += [*read, *reply]
+        opening = asked[:start]
+    return Row("demonstration", tuple(opening), tuple(tokens), group, version, correct=True, weights=tuple(weights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from earnest.config.loop import TurnsConfig
 from earnest.errors import ConfigError
 from earnest.models.tool_calls import check_tools
-from earnest.rollouts import demonstrate
+from earnest.rollouts import demonstration
 from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import heldout
 from earnest.runs.loggers import require_installed
@@ -50,4 +50,4 @@ def preflight(setup: Setup) -> None:
     given = frozenset() if setup.data is None else setup.data.roles
     if task is not None and "demonstration" in setup.objective.wants().roles - given:
         for prompt in training[: config.sampling.prompts_per_step]:
-            demonstrate(policy, task, prompt)
+            demonstration(policy, task, prompt, 0, 0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from earnest.errors import SignalError
@@ -45,6 +45,20 @@ class TeacherPolicy(Protocol):
 
 
 Scores = tuple[Distribution, None]
+
+
+@dataclass(frozen=True)
+class TaughtTurn:
+    """A part of a row that the teacher covers: the active tokens ``first`` to ``last`` (not included) of the row, and
+    the prompt that the teacher reads before them."""
+
+    prompt: tuple[int, ...]
+    first: int
+    last: int
+
+
+Informed = Sequence[int] | TaughtTurn
+"""A feedback-conditioned prompt of a whole completion, or of a part of it."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +109,10 @@ class TrustRegionTeacher:
 
 @torch.no_grad()
 def with_teacher(
-    engine: Scorer, batch: Batch, prompts: Sequence[Sequence[int] | None] | None, teacher: TeacherPolicy | None = None
+    engine: Scorer, batch: Batch, prompts: Sequence[Informed | None] | None, teacher: TeacherPolicy | None = None
 ) -> Batch:
-    """The batch with a teacher on the rows that have a feedback-conditioned prompt (token ids, one entry per row;
-    None: no feedback).
+    """The batch with a teacher on the rows that have a feedback-conditioned prompt (token ids, or a ``TaughtTurn``; one
+    entry per row; None: no feedback).
 
     If no row has one, the teacher covers no token, and the terms that read it are idle. ``prompts`` None: the teacher
     reads the student's own prompt of every row.
@@ -112,26 +126,47 @@ def with_teacher(
             f"need a feedback-conditioned prompt or None for each of {len(batch)} rows, got {len(prompts)}."
         )
     given = {r: prompt for r, prompt in enumerate(prompts) if prompt is not None}
-    at = batch.tokens_of(list(given))
+    at = torch.cat([batch.tokens_of([]), *(_covered(batch, r, prompt) for r, prompt in given.items())])
     if not len(at):
         nothing = TopK(at.new_zeros(0, 1), torch.zeros(0, 1, device=batch.device), torch.zeros(0, device=batch.device))
         return batch.with_signals(teacher=Teacher(nothing, at, teacher.kind))
-    found, exact = teacher.teach(engine, informed_rows(batch, given), batch.rows(list(given)))
+    own = batch.rows(list(given))
+    if any(isinstance(prompt, TaughtTurn) for prompt in given.values()):
+        own = informed_rows(batch, {r: _own(batch, r, prompt) for r, prompt in given.items()})
+    found, exact = teacher.teach(engine, informed_rows(batch, given), own)
     return batch.with_signals(teacher=Teacher(found, at, teacher.kind, exact))
 
 
-def informed_rows(batch: Batch, prompts: Mapping[int, Sequence[int]]) -> Batch:
-    """The given rows with other prompts and their own completions; the same completion tokens are active."""
+def _covered(batch: Batch, row: int, prompt: Informed) -> Int[Tensor, " n"]:
+    """The row's active tokens that the teacher covers."""
+    tokens = batch.tokens_of([row])
+    return tokens[prompt.first : prompt.last] if isinstance(prompt, TaughtTurn) else tokens
+
+
+def _own(batch: Batch, row: int, prompt: Informed) -> Informed:
+    """The student's own tokens in place of the teacher's prompt."""
+    start = int(batch.position[_covered(batch, row, prompt)[0]])
+    own = tuple(batch.inputs[row, : start + 1].tolist())
+    return TaughtTurn(own, prompt.first, prompt.last) if isinstance(prompt, TaughtTurn) else own
+
+
+def informed_rows(batch: Batch, prompts: Mapping[int, Informed]) -> Batch:
+    """The given rows, or parts of them, with other prompts and their own completions; the same tokens are active."""
     completions: list[list[int]] = []
     weights: list[Float[Tensor, " n"]] = []
+    read: list[Sequence[int]] = []
     for r, prompt in prompts.items():
-        if not prompt:
+        read.append(prompt.prompt if isinstance(prompt, TaughtTurn) else prompt)
+        if not read[-1]:
             raise SignalError(f"row {r}: its feedback-conditioned prompt is empty; give None for a row without one.")
-        start, end = int(batch.position[batch.tokens_of([r])[0]]), batch.lengths[r]
+        places = batch.position[_covered(batch, r, prompt)]
+        start, end = int(places[0]), batch.lengths[r]
+        if isinstance(prompt, TaughtTurn):
+            end = int(places[-1]) + 1
         completions.append(batch.targets[r, start:end].tolist())
         weights.append(batch.weight[r, start:end])
-    made = Batch.from_rows(list(prompts.values()), completions, temperature=batch.temperature, device=batch.device)
+    made = Batch.from_rows(read, completions, temperature=batch.temperature, device=batch.device)
     weight = torch.zeros_like(made.weight)
-    for i, (prompt, own) in enumerate(zip(prompts.values(), weights, strict=True)):
+    for i, (prompt, own) in enumerate(zip(read, weights, strict=True)):
         weight[i, len(prompt) - 1 : len(prompt) - 1 + len(own)] = own
     return made.with_signals(weight=weight)

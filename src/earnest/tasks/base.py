@@ -34,13 +34,15 @@ class Grade:
     """The verdict on one completion.
 
     ``reward`` drives training, ``correct`` is the strict oracle. ``feedback`` is a text about this attempt for a
-    teacher's prompt; it may be empty.
+    teacher's prompt; it may be empty. ``turn`` is the turn of a conversation that the feedback is about, counted from
+    0; None: the whole of it.
     """
 
     reward: float
     feedback: str
     correct: bool
     extras: Mapping[str, Extra] = field(default_factory=dict)
+    turn: int | None = None
 
 
 @runtime_checkable

@@ -9,21 +9,19 @@ several agents, a taskset without any reward.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from earnest.errors import MissingExtra
 from earnest.tasks.base import Extra, Grade, Prompt, Split, TaskError, TaskInfo, UnknownTask
+from earnest.tasks.playing import run_to_end
 from earnest.tasks.split import choose_distinct, stable_rng
 
-T = TypeVar("T")
 _PREFIX = "verifiers/"
 _MOST = 10_000
 """The largest number of tasks that is read from a taskset, which may be infinite."""
@@ -109,16 +107,6 @@ def messages_of(data: Any) -> list[dict[str, Any]]:
     if isinstance(data.prompt, str):
         return [*head, {"role": "user", "content": data.prompt}]
     return [*head, *(message.model_dump(exclude_none=True) for message in data.prompt)]
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; in another thread if this one already has a running event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
 
 
 def _refusal(kind: Any, seats: Sequence[str], task: Any) -> str | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from earnest.tasks.base import Grade, Prompt, TaskError
 from earnest.tasks.environment import Ending, Environment, Message
 
+T = TypeVar("T")
 MessagePolicy = Callable[[Prompt, tuple[Message, ...]], Message]
 """The next assistant message, from the prompt and the messages so far."""
 
@@ -29,7 +33,7 @@ async def play(
             ending = step.ending
             break
     grade = await environment.grade(opening.state, ending)
-    return messages, Grade(grade.reward + turned, grade.feedback, grade.correct, grade.extras)
+    return messages, replace(grade, reward=grade.reward + turned)
 
 
 async def demonstration(environment: Environment, prompt: Prompt, policy: MessagePolicy) -> dict[str, Any]:
@@ -40,3 +44,13 @@ async def demonstration(environment: Environment, prompt: Prompt, policy: Messag
             f"the policy that should demonstrate {environment.name} fails on {prompt.id}: {grade.feedback or grade}"
         )
     return {"messages": messages, "tools": list(environment.tools)}
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end; in another thread if this one already has a running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -15,6 +15,7 @@ from typing import Any
 
 from earnest.tasks.base import Extra, Grade, Prompt, Split, Task, TaskError
 from earnest.tasks.environment import Ending, Message, Opening, StepResult
+from earnest.tasks.playing import MessagePolicy
 from earnest.tasks.tools import Observation, Tools
 
 
@@ -35,7 +36,8 @@ class Conversation:
 class ToolEnvironment:
     """An environment of a task and Python functions.
 
-    needs_call: an answer before any successful call is wrong, whatever it is.
+    needs_call: an answer before any successful call is wrong, whatever it is. oracle: a policy that solves every
+    prompt, for demonstrations.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class ToolEnvironment:
         *,
         tools: Tools | None = None,
         needs_call: bool = False,
+        oracle: MessagePolicy | None = None,
     ) -> None:
-        self.task, self.needs_call = task, needs_call
+        self.task, self.needs_call, self.oracle = task, needs_call, oracle
         self.toolbox = tools or Tools(functions)
         if not self.toolbox.functions:
             raise TaskError(f"the environment {task.name} has no tools; give at least one function.")
@@ -97,12 +100,19 @@ class ToolEnvironment:
             "tool_calls": float(state.calls),
             "failed_calls": float(len(state.failures)),
         }
+        if self.needs_call and state.answer is not None and not state.calls and not state.failures:
+            wanted = f"Use {' or '.join(self.toolbox.by_name)} before you answer."
+            return Grade(0.0, wanted, False, extras, turn=state.turns - 1)
         if state.answer is None:
-            last = state.failures[-1][1] if state.failures else "You gave no answer."
-            return Grade(0.0, last, False, extras)
-        if self.needs_call and not state.calls:
-            return Grade(0.0, f"Use {' or '.join(self.toolbox.by_name)} before you answer.", False, extras)
-        found = await asyncio.to_thread(self.task.grade, state.prompt, state.answer)
+            found = Grade(0.0, "You gave no answer.", False, turn=state.turns - 1)
+        elif self.needs_call and not state.calls:
+            found = Grade(0.0, "No call succeeded.", False, turn=state.turns - 1)
+        else:
+            found = await asyncio.to_thread(self.task.grade, state.prompt, state.answer)
+            found = replace(found, turn=None if found.correct else state.turns - 1)
+        if not found.correct and state.failures:  # the first call that failed, rather than what followed from it
+            turn, seen = state.failures[0]
+            found = replace(found, feedback=seen, turn=turn)
         return replace(found, extras={**found.extras, **extras})
 
 

@@ -10,6 +10,7 @@ import ast
 import asyncio
 import operator
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,14 @@ from typing import Any
 from earnest.tasks.base import Grade, Prompt, Split
 from earnest.tasks.environment import Message
 from earnest.tasks.split import draw_distinct, stable_rng
-from earnest.tasks.style import TOPICS
 from earnest.tasks.tool_environment import Conversation, ToolEnvironment
 from earnest.tasks.tools import Observation, Tools
 
 Data = dict[str, Any]
-_CITIES = ("Oslo", "Rome", "Cairo", "Lima", "Tokyo", "Paris", "Delhi", "Bern", "Quito", "Malmo")
+_ITEMS = (
+    *("lamp", "basket", "book", "bread", "chair", "clock", "boat", "coat", "letter", "apple", "stone", "window"),
+    *("bridge", "house", "garden", "market", "song", "tree", "horse", "cat", "dog", "bird", "mouse", "fish"),
+)
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -49,16 +52,15 @@ def calculate(expression: str) -> int:
     return value(ast.parse(expression, mode="eval").body)
 
 
-def price(item: str, city: str, _coins: dict[str, int]) -> str:
-    """The price of an item in a city.
+def price(item: str, _prices: dict[str, int]) -> str:
+    """The price of an item.
 
     Args:
         item: The name of the item.
-        city: The name of the city.
     """
-    if f"{item} {city}" not in _coins:
-        raise ValueError(f"there is no {item} in {city}")
-    return f"{_coins[f'{item} {city}']} coins"
+    if item not in _prices:
+        raise ValueError(f"there is no item {item}")
+    return f"{_prices[item]} coins"
 
 
 def check(code: str) -> str:
@@ -79,7 +81,8 @@ def outputs(code: str, inputs: list[int]) -> list[Any]:
 
 @dataclass(frozen=True)
 class ToolTask:
-    """Questions with one right answer, made from a seed. The prompt's data are for the tools and the grader."""
+    """Questions with one right answer, made from a seed; an answer is right if it contains that. The prompt's data are
+    for the tools and the grader. The split is by ``content``, what the policy sees of a question."""
 
     name: str
     description: str
@@ -88,7 +91,7 @@ class ToolTask:
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         rng = stable_rng(self.name, split, seed)
         made = draw_distinct(
-            self.make, lambda d: f"{self.name}|{d['content']}", lambda d: d["content"], split, count, rng
+            self.make, lambda d: f"{self.name}|{d['content']}", lambda d: (d["content"], d["answer"]), split, count, rng
         )
         return [
             Prompt(f"{self.name}:{d['content']} {d['answer']}", ({"role": "user", "content": d["question"]},), d)
@@ -97,7 +100,7 @@ class ToolTask:
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
         answer, given = str(prompt.data["answer"]), completion.strip()
-        correct = given == answer
+        correct = re.search(rf"(?<![\w.-]){re.escape(answer)}(?!\w)", given) is not None
         return Grade(float(correct), "" if correct else f"{given[:40]!r} is wrong.", correct)
 
 
@@ -108,14 +111,12 @@ def _calculation(rng: random.Random) -> Data:
 
 
 def _lookup(rng: random.Random) -> Data:
-    item, city = rng.choice(TOPICS), rng.choice(_CITIES)
-    coins = rng.randint(1, 99)
+    item, coins = rng.choice(_ITEMS), rng.randint(1, 99)
     return {
-        "question": f"What does the {item} cost in {city}?",
-        "content": f"{item} {city}",
+        "question": f"What does the {item} cost?",
+        "content": item,
         "item": item,
-        "city": city,
-        "coins": {f"{item} {city}": coins},
+        "prices": {item: coins},
         "answer": f"{coins} coins",
     }
 
@@ -170,6 +171,26 @@ class FixTask(ToolTask):
         return Grade(float(correct), "" if correct else "The function still fails its test.", correct)
 
 
+def oracle(prompt: Prompt, history: tuple[Message, ...]) -> Message:
+    """The next message of a policy that solves every built-in environment; ``history`` are the messages so far."""
+    asked = any(m["role"] == "tool" for m in history)
+    name = prompt.id.partition(":")[0]
+    if asked:
+        last = str(history[-1]["content"])
+        if name == "fix":
+            return {"role": "assistant", "content": f"def f(x): return x{int(last.rpartition(' ')[2]):+d}"}
+        item = prompt.data.get("item")
+        return {"role": "assistant", "content": last if item is None else f"The {item} costs {last}."}
+    calls: dict[str, tuple[str, dict[str, Any]]] = {
+        "calculator": ("calculate", {"expression": prompt.data["content"]}),
+        "lookup": ("price", {"item": prompt.data.get("item")}),
+        "fix": ("check", {"code": prompt.data.get("code")}),
+    }
+    tool, arguments = calls[name]
+    call = {"id": "call_0", "type": "function", "function": {"name": tool, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def _fix() -> Fix:
     tools = Tools([check])
     return Fix(
@@ -181,26 +202,8 @@ CALCULATOR = ToolEnvironment(
     ToolTask("calculator", "sums and products of two numbers, with a calculator", _calculation),
     [calculate],
     needs_call=True,
+    oracle=oracle,
 )
-LOOKUP = ToolEnvironment(ToolTask("lookup", "prices that only a tool knows", _lookup), [price])
+LOOKUP = ToolEnvironment(ToolTask("lookup", "prices that only a tool knows", _lookup), [price], oracle=oracle)
 FIX = _fix()
 ENVIRONMENTS: tuple[ToolEnvironment, ...] = (CALCULATOR, LOOKUP, FIX)
-
-
-def oracle(prompt: Prompt, history: tuple[Message, ...]) -> Message:
-    """The next message of a policy that solves every built-in environment; ``history`` are the messages so far."""
-    asked = any(m["role"] == "tool" for m in history)
-    name = prompt.id.partition(":")[0]
-    if asked:
-        last = str(history[-1]["content"])
-        if name == "fix":
-            return {"role": "assistant", "content": f"def f(x): return x{int(last.rpartition(' ')[2]):+d}"}
-        return {"role": "assistant", "content": last}
-    calls: dict[str, tuple[str, dict[str, Any]]] = {
-        "calculator": ("calculate", {"expression": prompt.data["content"]}),
-        "lookup": ("price", {"item": prompt.data.get("item"), "city": prompt.data.get("city")}),
-        "fix": ("check", {"code": prompt.data.get("code")}),
-    }
-    tool, arguments = calls[name]
-    call = {"id": "call_0", "type": "function", "function": {"name": tool, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}

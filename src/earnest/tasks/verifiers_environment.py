@@ -22,7 +22,8 @@ from typing import Any
 
 from earnest.tasks.base import Grade, Prompt, Split, TaskError
 from earnest.tasks.environment import Ending, Message, Opening, StepResult
-from earnest.tasks.external_verifiers import Verifiers, append, grade_of, messages_of, new_trace, run_to_end
+from earnest.tasks.external_verifiers import Verifiers, append, grade_of, messages_of, new_trace
+from earnest.tasks.playing import run_to_end
 from earnest.tasks.tool_environment import tool_message
 from earnest.tasks.tools import Observation
 
