@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import earnest as en
 from earnest.engines.mesh import Mesh
+from earnest.engines.sharding import shard
 from earnest.errors import ConfigError
+from tests.engines.conftest import tiny_policy
 from tests.engines.sharded_worker import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,13 @@ def test_the_number_of_processes_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2 -m earnest run"):
         Mesh.start(shard=2)
     assert Mesh.start().size == 1
+
+
+def test_modules_that_are_trained_whole_are_refused() -> None:
+    policy = tiny_policy()
+    adapter = en.attach(policy, en.Full())
+    with pytest.raises(ConfigError, match=r"engine\.shard: full with modules that are trained whole"):
+        shard(policy, adapter, Mesh(0, 2, 2))
 
 
 def test_rows_are_dealt_by_tokens_and_every_row_once() -> None:

@@ -29,15 +29,21 @@ def join(config: RunConfig) -> Mesh:
             ("sampling.workers", config.sampling.workers > 0),
             ("replicas", config.replicated),
             ("adapter.kind", config.adapter.kind == "full"),
+            ("adapter.modules_to_save", bool(config.adapter.modules_to_save)),
         ):
             if used:
                 raise ConfigError(f"{key}: is not supported with several ranks; set engine.shard=1, or leave it out.")
     return Mesh.start(engine.shard, engine.replicate)
 
 
+def _rank() -> int:
+    """The number that ``torchrun`` gave this process; 0 without other processes."""
+    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+
+
 def own_copy(folder: Path) -> Path:
     """The folder to resume in: rank 0's is the run folder, another rank's is a copy. Called before the ranks meet."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _rank() == 0:
         return folder
     copy = Path(tempfile.mkdtemp(prefix="earnest-rank-")) / "run"
     return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".lock", "ranks", ".*.tmp")))
@@ -74,6 +80,4 @@ def leave(mesh: Mesh) -> None:
 
 def console_of(console: Console | None) -> Console:
     """Where this rank prints before its log exists: rank 0 on the terminal, the others nowhere."""
-    if console is not None and int(os.environ.get("RANK", "0")) == 0:
-        return console
-    return Console(quiet=True) if int(os.environ.get("RANK", "0")) else Console()
+    return Console(quiet=True) if _rank() else console or Console()
