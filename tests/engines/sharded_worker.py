@@ -197,7 +197,7 @@ def a_checkpoint_continues_on_another_number_of_ranks() -> None:
 
 
 def failing(sharded: LocalEngine, batch: Batch) -> set[str]:
-    verdict = en.prove(sharded, GRPO(clip=0.2), batch.rows(range(6)))
+    verdict = en.prove(sharded, GRPO(clip=0.2) + 0.5 * en.SFT(), batch)
     return {f"{f.law} {f.subject}" for f in verdict.findings if f.outcome == "fails"}
 
 
