@@ -18,10 +18,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from earnest.errors import ConfigError
-from earnest.models.protocol import PolicyLike
+
+if TYPE_CHECKING:
+    from earnest.models.protocol import PolicyLike  # imports torch, which a server does after it listens
 
 _REASONING = {"open": "<think>", "close": "</think>"}
 _TEXT = {"content_args": {"strip": False}}
