@@ -29,7 +29,7 @@ class FieldProblem(ConfigError):
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingSpec:
     """The type and range of a field. Bounds apply to a number, or to every number of a list."""
 
     doc: str
@@ -131,11 +131,11 @@ def setting(
 ) -> Any:
     """A dataclass field with its meaning and its range; without a default it is required."""
     return field(
-        default=default, metadata={"setting": Setting(doc, above, at_least, below, at_most, multiple_of, choices)}
+        default=default, metadata={"setting": SettingSpec(doc, above, at_least, below, at_most, multiple_of, choices)}
     )
 
 
-def settings(kind: Any) -> tuple[tuple[str, Any, Setting], ...]:
+def settings(kind: Any) -> tuple[tuple[str, Any, SettingSpec], ...]:
     """(name, default, what it may be) of every setting of a dataclass, or of an instance of one.
 
     The default is ``dataclasses.MISSING`` where the setting is required.
@@ -144,12 +144,12 @@ def settings(kind: Any) -> tuple[tuple[str, Any, Setting], ...]:
 
 
 @functools.cache
-def _declared(cls: type) -> tuple[tuple[str, Any, Setting], ...]:
+def _declared(cls: type) -> tuple[tuple[str, Any, SettingSpec], ...]:
     hints = typing.get_type_hints(cls)
     found = []
     for f in fields(cls):
         what = f.metadata.get("setting")
-        if isinstance(what, Setting):
+        if isinstance(what, SettingSpec):
             hint = hints[f.name]
             members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
             literal = [typing.get_args(m) for m in members if typing.get_origin(m) is typing.Literal]
@@ -219,7 +219,7 @@ def make(cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**made)
 
 
-def _converted(key: str, value: Any, what: Setting) -> Any:
+def _converted(key: str, value: Any, what: SettingSpec) -> Any:
     if isinstance(value, list) and any(typing.get_origin(t) is tuple for t in what.types):
         return tuple(value)
     kinds = what.nested

@@ -32,7 +32,7 @@ from earnest.objectives import (
 )
 from earnest.objectives.needs import Divergence, LogProb
 from earnest.objectives.view import Field
-from earnest.settings import Setting, settings
+from earnest.settings import SettingSpec, settings
 from earnest.signals import Batch
 from tests.objectives.support import examples, full_batch
 
@@ -138,7 +138,7 @@ def test_a_wrong_entry_is_refused_with_the_way_out(entry: dict, words: str) -> N
         build_objective([])
 
 
-def _illegal(what: Setting) -> list[object]:
+def _illegal(what: SettingSpec) -> list[object]:
     if what.choices:
         return ["nonsense", 3]
     if what.boolean:
@@ -189,7 +189,7 @@ def test_contradictions_between_fields_are_refused() -> None:
             make()
 
 
-def _pairs_of_values(kind: str, name: str, what: Setting) -> list[dict[str, object]]:
+def _pairs_of_values(kind: str, name: str, what: SettingSpec) -> list[dict[str, object]]:
     """Values of one setting (with what makes the term active) that must give different gradients."""
     if what.choices:
         if name == "tail":

@@ -12,7 +12,7 @@ from typing import Any
 
 from earnest.audit.laws.knobs import candidates
 from earnest.objectives.base import Objective, Term, Weighted
-from earnest.settings import Setting, settings
+from earnest.settings import SettingSpec, settings
 
 SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields of ``beyond_step`` do
 
@@ -54,7 +54,7 @@ def rebuild(objective: Objective, changed: Mapping[str, Any]) -> Objective:
     return Objective(tuple(terms))
 
 
-def _fields(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any, Setting]]:
+def _fields(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any, SettingSpec]]:
     """(path, value, what it may be) of every setting that acts within a step, depth first."""
     beyond = (*getattr(owner, "beyond_step", ()), *SCHEDULE)
     for name, _, what in settings(owner):

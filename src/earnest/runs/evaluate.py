@@ -128,7 +128,7 @@ class Comparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name = f"held-out {self.measure}"
-        yield f"{name:<17}{_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
+        yield f"{name:<16} {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
         if self.measure != "reward":
             if self.perplexity is not None:
                 yield f"perplexity       {self.perplexity[0]:.3f} → {self.perplexity[1]:.3f}"
