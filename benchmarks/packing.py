@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RAGGED = (512, 224, 160, 96, 32)
+RAGGED = (512, 352, 256, 128, 32)
 
 
 def measure(name: str, repeat: int) -> dict[str, Any]:
