@@ -120,6 +120,8 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "turns.credit": [("turn",)],
     "turns.discount": [(0.9,)],
     "turns.at_once": [(8,)],
+    "turns.hint": [("Try again.",)],
+    "turns.teach": [("onward",)],
     "engine.pack": [(False, "engine.pack: with engine.kind tinker"), (None,)],
     "engine.shard": [(2, "engine.shard: with engine.kind tinker"), (1,)],
     "engine.replicate": [(2, "engine.replicate: with engine.kind tinker"), (1,)],
