@@ -140,7 +140,7 @@ def data(
 
     progress = note_on(Console(stderr=True))
     policy = load_text(model, progress)
-    settings = data_settings({"train": source}, overrides or [])
+    settings = data_settings({"train": source}, [word.removeprefix("data.") for word in overrides or []])
     found = Dataset.scan(settings, policy, policy.positions or 2**31, lambda n: progress(f"{n:,} rows read"))
     if html is not None:
         from earnest.disk import write_text

@@ -194,21 +194,22 @@ def runs(folder: Path) -> Listing:
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of your runs, as in `earnest runs runs`.")
-    columns = ("run", "recipe", "task", "status", "steps", "before", "best", "after", "started")
+    columns = ("run", "task", "status", "steps", "measure", "before", "best", "after", "started")
     table = Listing(f"runs in {folder}", columns)
     found: list[tuple[str, Run]] = []
     for path in sorted(folder.glob("**/run.json")):
         try:
             run = load(path.parent)
         except ReportError as error:
-            table.add(str(path.parent), "", "", str(error), *[""] * 5)
+            table.add(str(path.parent.relative_to(folder)), "", str(error), *[""] * 6)
         else:
             found.append((run.header.started, run))
     for started, run in sorted(found, key=lambda pair: pair[0], reverse=True):
         values = [e.value for e in run.evaluations if e.value is not None]
-        best = [(min if run.measure == "loss" else max)(values)] if values else []
-        numbers = (f"{number:.3f}" for number in (*values[:1], *best, *values[1:][-1:]))
-        cells = [*numbers, "", "", ""][:3]
-        steps = f"{run.header.steps_done}/{run.header.steps}"
-        table.add(str(run.folder), run.header.recipe, run.header.task, run.header.status, steps, *cells, started)
+        trained = values[1:]  # the first evaluation is before training
+        best = [(min if run.measure == "loss" else max)(trained)] if trained else []
+        numbers = [f"{number:.3f}" for number in (*values[:1], *best, *trained[-1:])]
+        place, head = str(run.folder.relative_to(folder)), run.header
+        steps = f"{head.steps_done}/{head.steps}"
+        table.add(place, head.task, head.status, steps, run.measure, *[*numbers, "", "", ""][:3], started[5:16])
     return table

@@ -72,6 +72,7 @@ def slow(row: dict[str, Any], completion: str) -> bool:
         (lambda row, c: exact(row, c + "."), {"own answer", "constant"}, "completion '50': reward 0"),
         (lambda row, c: 0.3, {"constant"}, "reward 0.3"),
         (lambda row, c: exact(row, c) or not c, {"empty"}, "completion '': reward 1"),
+        (lambda row, c: float(exact(row, c)) or 0.2 * (not c), {"empty"}, "completion '': reward 0.2"),
         (lambda row, c: exact(row, c) or "plus" in c, {"copied prompt"}, "completion 'What is 20 plus 30?': reward 1"),
         (lambda row, c: exact(row, c) or len(c) > 1000, {"long"}, "completion 'and so on"),
         (lambda row, c: row["answer"] in c.split(), {"every answer"}, r"completion '52\n54"),

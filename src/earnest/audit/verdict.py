@@ -94,7 +94,9 @@ class Verdict:
             table.add_row(*cells, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
         yield table
         for note in self.notes:
-            yield f"[dim]· {note}[/]"
+            yield f"[dim]· {escape(note)}[/]"
+        for missing in dict.fromkeys(f.meaning for f in self.findings if f.outcome == "not declared" and f.meaning):
+            yield f"[dim]· {escape(missing)}[/]"
         for f in self.failures:
             yield f"[red]✗[/] {escape(f'{f.law} on {f.subject}: {f.meaning}')}"
 

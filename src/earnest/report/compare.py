@@ -32,8 +32,11 @@ def runs_of(places: Sequence[Path]) -> list[Run]:
     """The runs in these folders. A folder that is not a run stands for the runs inside it."""
     found = []
     for place in places:
-        inside = sorted(path.parent for path in place.glob("*/run.json"))
-        found += [place] if (place / "run.json").exists() or not inside else inside
+        inside: list[Path] = []
+        for path in sorted(place.rglob("run.json"), key=lambda path: (len(path.parts), path)):
+            if not any(path.is_relative_to(run) for run in inside):  # the folder of a replica belongs to its run
+                inside.append(path.parent)
+        found += sorted(inside) or [place]
     if len(found) < 2:
         raise ReportError("give two or more run folders, or a folder with several runs in it, to compare them.")
     return [load(place) for place in found]
@@ -197,7 +200,8 @@ def _differences(runs: Sequence[Run]) -> Html:
 def _warnings(runs: Sequence[Run]) -> list[Html]:
     shown = []
     for name, run in zip(labels(runs), runs, strict=True):
-        told = RunWatch.of(run).warnings
+        watched = RunWatch.of(run).warnings
+        told = [*watched, *(e.text for e in run.events if e.level == "warning" and e.text not in watched)]
         items = (el("li", text) for text in told)
         shown.append(el("div", el("h3", name), el("ul", *items) if told else el("p", "none", class_="none")))
     return shown

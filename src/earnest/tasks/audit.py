@@ -34,6 +34,8 @@ LEAK_SHARE = 0.8
 has the right one at varying places."""
 LONG = "and so on " * 400
 
+FREE = 0.05
+"""The share of the reward that an empty completion may have."""
 _CREDIT = {
     "empty": ("an empty completion", "a policy that writes nothing is rewarded"),
     "copied prompt": ("the prompt, copied back", "a policy that repeats the question is rewarded"),
@@ -100,7 +102,7 @@ def audit_grader(task: Task, prompts: int = PROMPTS, seed: int = 0, time_limit: 
     full = {p.prompt.id: p.outcome.reward for p in own if isinstance(p.outcome, Grade)}
     for law, (what, meaning) in _CREDIT.items():
         tried = [p for p in grades if p.kind == law]
-        paid = [p for p in tried if p.credit(full.get(p.prompt.id, 0.0)) or (law == "empty" and _best(p, grades, full))]
+        paid = [p for p in tried if p.credit(full.get(p.prompt.id, 0.0)) or (law == "empty" and _pays(p, grades, full))]
         bad = paid if len(paid) > BY_CHANCE * len(tried) else []
         measured = f"{len(paid)} of {len(tried)} get credit"
         findings.append(found(law, bad, len(tried), measured, "none", f"{what} gets credit: {meaning}"))
@@ -144,12 +146,15 @@ def _completions(rows: Sequence[Prompt]) -> list[tuple[str, Prompt, str]]:
     return made
 
 
-def _best(probe: _Probe, grades: Sequence[_Probe], full: Mapping[str, float]) -> bool:
-    """Whether a completion of a row without an answer has a higher reward than all others of the row."""
-    others = [p for p in grades if p.prompt.id == probe.prompt.id and p is not probe]
-    if probe.prompt.id in full or not others:
+def _pays(probe: _Probe, grades: Sequence[_Probe], full: Mapping[str, float]) -> bool:
+    """Whether writing nothing pays: more than FREE of the way from the row's lowest reward to that of its own answer;
+    without an answer, more than every other completion of the row."""
+    others = [p.reward for p in grades if p.prompt.id == probe.prompt.id and p is not probe]
+    if not others:
         return False
-    return all(probe.reward > p.reward for p in others)
+    own = full.get(probe.prompt.id)
+    lowest = min(*others, probe.reward)
+    return probe.reward > max(others) if own is None else probe.reward - lowest > FREE * (own - lowest)
 
 
 def _same(a: Grade | Exception, b: Grade | Exception) -> bool:
