@@ -24,6 +24,10 @@ MISTAKES = {
     "objective.0.fields={a: 1}": "objective.0.fields: unknown key; ",
     "adapter.rnk=3": "adapter.rnk: unknown key; did you mean 'rank'?",
     "a.b.c=3": "a: unknown key; known: adapter,",
+    # a sampler's key without its sampler
+    "sampler={count: 4}": "sampler.count: has a meaning only with a bucket, or staleness above 0",
+    "sampler={staleness: 1, folder: /x}": "sampler.folder: has a meaning only with a server at sampler.url",
+    "sync={signers: [abc]}": "'abc' is not a public key",
     # wrong types: nothing is converted in silence
     "steps=2.5": "steps: must be a whole number, got 2.5.",
     "steps=many": "steps: must be a whole number, got 'many'.",

@@ -146,3 +146,17 @@ def test_a_turn_with_calls_has_the_tools_results_as_its_hint(tmp_path: Path) -> 
     call, answer = found.turns()
     assert hindsight_messages(call)[-1]["content"].endswith("The tool returned afterwards:\n11:41")
     assert answer.results is None
+
+
+def test_neighbouring_calls_of_sharegpt_are_one_message_and_keep_their_results(tmp_path: Path) -> None:
+    turns = [("human", "hi"), *[("function_call", json.dumps({"name": n, "arguments": {}})) for n in "ab"]]
+    turns += [("observation", "A"), ("observation", "B"), ("gpt", "done")]
+    (found,) = traces(tmp_path, {"conversations": [{"from": role, "value": text} for role, text in turns]})
+    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    names = {call["id"]: call["function"]["name"] for call in found.messages[1]["tool_calls"]}
+    assert [(names[m["tool_call_id"]], m["content"]) for m in found.messages[2:4]] == [("a", "A"), ("b", "B")]
+
+
+def test_a_response_without_an_answer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 1: the response has no answer: rate limit"):
+        traces(tmp_path, {"request": {"messages": []}, "response": {"error": "rate limit"}})

@@ -58,6 +58,13 @@ def test_a_number_that_is_not_finite_is_never_the_best() -> None:
     assert Best(BestConfig(), [evaluation(1, float("nan")), evaluation(2, None), evaluation(3, 0.1)]).step == 3
 
 
+def test_without_any_finite_number_the_reason_has_none() -> None:
+    best = Best(BestConfig(metric="heldout", mode="max", patience=1))
+    best.add(evaluation(0, None))
+    best.add(evaluation(1, None))
+    assert best.ended == "no finite heldout in the last evaluation"
+
+
 def test_a_number_of_the_steps_is_their_mean_since_the_last_evaluation() -> None:
     best = Best(BestConfig(metric="step/entropy", mode="max"))
     for line in (taken(1, entropy=9.0), evaluation(1, 0.0), taken(2, entropy=8.0), taken(3, entropy=11.0)):

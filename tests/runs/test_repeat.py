@@ -98,3 +98,21 @@ def test_a_seed_that_stalls_does_not_stop_the_others(tmp_path: Path, make_config
     options = ("task=sort", "check=false", "steps=5", "eval.every=0", "on_stall=stop", "repeat=2")
     found = repeat.start("test", make_config(*options, f"out={tmp_path / 'several'}"), quiet)
     assert found.exit_code == 1 and (tmp_path / "several" / "seed-1" / "report.html").exists()
+
+
+def test_raised_steps_reach_every_seed_after_a_kill(
+    tmp_path: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the first seed continues: the next resume, without overrides, raises the steps of all seeds."""
+    out = tmp_path / "several"
+    repeat.start("test", make_config(*SMALL, "repeat=[0, 1]", f"out={out}"), quiet)
+
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit(137)
+
+    monkeypatch.setattr(repeat.lifecycle, "resume", killed)
+    with pytest.raises(SystemExit):
+        repeat.resume(out, ["steps=3"], quiet)
+    monkeypatch.undo()
+    repeat.resume(out, console=quiet)
+    assert [len(lines(out / f"seed-{seed}" / "metrics.jsonl")) for seed in (0, 1)] == [5, 5]  # 3 steps, 2 evaluations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -64,6 +65,9 @@ class SyncConfig(Strict):
                 for key in keys:
                     if getattr(self, key) != getattr(plain_, key) and not (key == "wire" and self.wire == "fp32"):
                         raise ConfigError(f"{key} has no meaning with {why}; leave it out")
+        bad = [key for key in self.signers or () if not re.fullmatch(r"[0-9a-f]{64}", key)]
+        if bad:
+            raise ConfigError(f"signers: {bad[0]!r} is not a public key; `python -m earnest.diloco.signing` prints one")
         if self.algorithm == "local_sgd" and self.wire not in (None, "fp32"):
             raise ConfigError(f"wire: local_sgd averages weights, so {self.wire} would lose them; leave it out")
         return self

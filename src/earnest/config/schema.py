@@ -124,6 +124,20 @@ class SamplerConfig(Strict):
     def _short(cls, data: Any) -> Any:
         return {"url": data} if isinstance(data, str) else data
 
+    @model_validator(mode="after")
+    def _agree(self) -> SamplerConfig:
+        server = self.url is not None and self.url.startswith("http")
+        meant = {
+            "folder": (server, "a server at sampler.url"),
+            "key": (server, "a server at sampler.url"),
+            "timeout": (self.url is not None, "sampler.url"),
+            "count": (not server and (self.url is not None or self.staleness > 0), "a bucket, or staleness above 0"),
+        }
+        for name, (has_meaning, what) in meant.items():
+            if not has_meaning and getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(f"sampler.{name}: has a meaning only with {what}; leave it out")
+        return self
+
 
 class GuardConfig(Strict):
     """The part of every update that must not be learned: directions from a file, or made from contrastive triples."""

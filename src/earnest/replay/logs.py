@@ -36,7 +36,11 @@ def as_trace(record: Any, line: int) -> Any:
 
 def _openai(record: Record) -> dict[str, Any]:
     request, response = record["request"], record["response"]
+    if not isinstance(request, dict) or not isinstance(response, dict):
+        raise ValueError("request and response are not both objects")
     request, response = request.get("body", request), response.get("body", response)  # a batch file has bodies
+    if "choices" not in response and "output" not in response:
+        raise ValueError(f"the response has no answer: {str(response.get('error', response))[:120]}")
     asked = request["messages"] if "messages" in request else _items(request)
     if "choices" in response:
         answer = [response["choices"][0]["message"]]
@@ -80,16 +84,18 @@ def _sharegpt(record: Record) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if record.get("system"):
         messages.append({"role": "system", "content": record["system"]})
-    calls = 0
+    calls, answered = 0, 0
     for turn in record["conversations"]:
         role = turn.get("from", turn.get("role"))
         text = turn.get("value", turn.get("content"))
         if role == "function_call":
-            call = json.loads(text)
+            if calls == answered:  # neighbouring calls belong to one message
+                messages.append({"role": "assistant", "content": None, "tool_calls": []})
             calls += 1
-            messages.append({"role": "assistant", "content": None, "tool_calls": [_call(call, f"call_{calls}")]})
+            messages[-1]["tool_calls"].append(_call(json.loads(text), f"call_{calls}"))
         elif _SHAREGPT.get(role, role) == "tool":
-            messages.append({"role": "tool", "tool_call_id": f"call_{calls}", "content": text})
+            answered += 1
+            messages.append({"role": "tool", "tool_call_id": f"call_{answered}", "content": text})
         else:
             messages.append({"role": _SHAREGPT.get(role, role), "content": text})
     tools = record.get("tools") or []

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from earnest.errors import CheckpointError, ConfigError, EarnestError
+from earnest.errors import CheckpointError, EarnestError
 from earnest.rollouts import Attempt, Rollout, Rollouts, graded
 from earnest.rollouts.attempts import Sample
 from earnest.rollouts.ledger import RolloutLedger, TakenBatch
@@ -29,7 +29,7 @@ from earnest.runs.setup import Setup
 from earnest.sync.base import Weights
 from earnest.sync.flow import Flow
 from earnest.sync.pool import CHECKED, SamplerPool, share
-from earnest.tasks import Grade, Prompt, is_environment
+from earnest.tasks import Grade, Prompt
 
 _ROLLOUT: TypeAdapter[Rollout | Trajectory] = TypeAdapter(Rollout | Trajectory)
 _GRADE = TypeAdapter(Grade)
@@ -50,11 +50,6 @@ def source_of(
     if replay is not None:
         return ReplayedBatches(setup, replay)
     if setup.samplers is not None and setup.samplers.staleness:
-        if is_environment(setup.task):
-            raise ConfigError(
-                f"sampler.staleness: conversations of several turns ({setup.name}) are sampled and trained in turns; "
-                "set it to 0."
-            )
         return BatchesAhead(setup, setup.samplers, run, state)
     return BatchSource(setup, position=0 if state is None else int(state["position"]))
 

@@ -64,6 +64,8 @@ class Best:
         if patience is None or self.since < patience:
             return None
         count = f"{patience} evaluations" if patience > 1 else "evaluation"
+        if self.value is None:
+            return f"no finite {self.config.metric} in the last {count}"
         return f"no better {self.config.metric} in the last {count}; the best is {self.value:.4g} at step {self.step}"
 
     def record(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class TrainingLoop:
             except EarnestError as error:
                 self._end("failed", str(error))
                 raise RunStopped(
-                    f"the run stopped in step {self.step + 1} of {config.steps}: {error}\n"
+                    f"the run stopped in step {min(self.step + 1, config.steps)} of {config.steps}: {error}\n"
                     f"Its folder is whole: {self.run.path}"
                 ) from error
             except OSError:
@@ -248,6 +248,12 @@ class TrainingLoop:
                 f"to learn from. {WAY_OUT} With check=false the run trains without this check."
             )
         verdict = prove(self.setup.require_local("check"), objective, batch, quick=True)
+        if flat and not verdict.failures and not verdict.holds:
+            raise EarnestError(
+                f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, and no other term has "
+                f"a row to learn from, so nothing was checked. {WAY_OUT} With check=false the run trains without this "
+                "check."
+            )
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 

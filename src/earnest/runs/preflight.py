@@ -25,6 +25,11 @@ def preflight(setup: Setup) -> None:
     for one in (task, *setup.further):
         if is_environment(one) and one.tools:
             check_tools(policy)
+    if is_environment(task) and setup.samplers is not None and setup.samplers.staleness:
+        raise ConfigError(
+            f"sampler.staleness: conversations of several turns ({setup.name}) are sampled and trained in turns; "
+            "set it to 0."
+        )
     if config.turns != TurnsConfig() and not any(is_environment(one) for one in (task, *setup.further)):
         raise ConfigError(f"turns: {setup.name} has one turn; leave turns out, or use an environment as task.")
     stream = BatchSource(setup).stream  # the user's rows were read and checked when they were loaded

@@ -70,10 +70,9 @@ def resume(folder: Path, overrides: Sequence[str] = (), console: Console | None 
     old, config = (from_mapping(parse_file(folder / "config.yaml"), given) for given in ((), overrides))
     if config.seeds != old.seeds or config.seeds != tuple(known["seeds"]) or config.out is not None:
         raise ConfigError(f"repeat, seed, out: {folder} keeps its seeds {known['seeds']}; leave them out.")
-    found = _train(folder, str(known["recipe"]), config, console or Console(), overrides)
     if overrides:
-        write_text(folder / "config.yaml", dump(config))
-    return found
+        write_text(folder / "config.yaml", dump(config))  # first: a resume after a kill goes on with the same settings
+    return _train(folder, str(known["recipe"]), config, console or Console(), overrides)
 
 
 def _train(
@@ -91,10 +90,11 @@ def _train(
         console.print(f"seed {seed} ({number} of {len(config.seeds)})", style="bold", highlight=False)
         try:
             if (place / "run.json").exists():
-                status = read_json(place / "run.json").get("status")
-                if status == "finished" and not overrides:
+                header = read_json(place / "run.json")
+                if header.get("status") == "finished" and not overrides and header.get("steps") == config.steps:
                     continue
-                stalled |= lifecycle.resume(place, overrides, console).stalled
+                raised = [] if header.get("steps") == config.steps or overrides else [f"steps={config.steps}"]
+                stalled |= lifecycle.resume(place, [*overrides, *raised], console).stalled
             else:
                 shutil.rmtree(place, ignore_errors=True)  # killed while its folder was being made
                 one = config.model_copy(update={"seed": seed, "repeat": None, "out": str(place)})

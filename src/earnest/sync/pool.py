@@ -137,8 +137,10 @@ class SamplerPool:
             if self.staleness:  # a push in a sampler's thread must not read the adapter while it is trained
                 for kind in {link.sampler.plain for link in self.links} - {None}:
                     weights.files(bool(kind))
+            self._recent.pop(weights.version, None)
             self._recent[weights.version] = weights
-            for version in sorted(self._recent)[: -self.staleness - 2]:
+            # the oldest use, not the lowest number: a run may go back to the version of its best checkpoint
+            for version in list(self._recent)[: -self.staleness - 2]:
                 del self._recent[version]
         assert self._target is not None
         return self._target
