@@ -250,9 +250,9 @@ class TrainingLoop:
         verdict = prove(self.setup.require_local("check"), objective, batch, quick=True)
         if flat and not verdict.failures and not verdict.holds:
             raise EarnestError(
-                f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, and no other term has "
-                f"a row to learn from, so nothing was checked. {WAY_OUT} With check=false the run trains without this "
-                "check."
+                f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, and no other term "
+                f"has a row to learn from, so nothing was checked. {WAY_OUT} With check=false the run trains without "
+                "this check."
             )
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
