@@ -221,6 +221,8 @@ def test_every_command_is_documented_and_works(capsys: pytest.CaptureFixture[str
         "data",
         "runs",
         "doctor",
+        "compare",
+        "export",
     }
     page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
     for name in names:

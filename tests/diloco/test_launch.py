@@ -193,7 +193,7 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
     class FakeSampler:
         """A sampler that a run starts beside its model."""
 
-        fails = False
+        fails, staleness = False, 0
 
         def __init__(self, workers: int, engine: Any) -> None:
             self.workers, self.engine, self.metrics = workers, engine, {}

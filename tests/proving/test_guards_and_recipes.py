@@ -4,6 +4,7 @@ nightly target; and what a person sees meanwhile. An experiment has no setting f
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable
 from importlib import import_module
@@ -78,9 +79,16 @@ def test_the_recipes_are_all_here() -> None:
     assert set(EXPERIMENTS) == {"hacking", "heal", "heal-smollm2"}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RUNS)
+def recipe_cases() -> list[Any]:
+    """Every recipe in two dtypes with two seeds; of the conversations of `agent`, which take long, one in `make test`."""
+    return [
+        pytest.param(name, dtype, seed, marks=pytest.mark.slow if name == "agent" and place else ())
+        for name in RUNS
+        for place, (dtype, seed) in enumerate(itertools.product(("float32", "bfloat16"), SEEDS))
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "seed"), recipe_cases())
 def test_every_recipe(name: str, dtype: str, seed: int) -> None:
     """`earnest audit RECIPE`, with a line of progress for every law."""
     text = io.StringIO()

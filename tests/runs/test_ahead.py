@@ -151,7 +151,8 @@ def test_an_asynchronous_run_is_recorded_and_replays_bit_for_bit(path: Path, tmp
     check_record(folder, 2)
     steps = [x["metrics"] for x in lines(folder) if x["kind"] == "step"]
     assert max(m["sampler/age_max"] for m in steps) >= 1
-    assert steps[-1]["sampler/restarts"] == 2 and steps[-1]["sampler/again"] == 2
+    # a death during an evaluation is not one of the flow: its rows are not sampled again by the ledger
+    assert steps[-1]["sampler/restarts"] == 2 and 1 <= steps[-1]["sampler/again"] <= 2
     assert all(0 <= m["sampler/idle"] <= 1 and 0 <= m["trainer/idle"] <= 1 for m in steps)
     terms = [x["terms"]["grpo"]["metrics"] for x in lines(folder) if x["kind"] == "step" and x["terms"]]
     assert any(abs(t["ratio"] - 1) > 1e-4 for t in terms), "the ratio is to the weights that sampled"

@@ -280,7 +280,7 @@ def test_micro_batches_add_up_to_the_whole_with_their_metrics() -> None:
     whole = scalars(hidden, head, batch, [need])[need]
     parts = [(p, scalars(hidden[p.token], head, p.batch, [need])) for p in micro.cut(batch, 1)]
     assert sorted(len(p.token) for p, _ in parts) == [3, 6]
-    joined = micro.join(parts, 9)[need]
+    joined = micro.join([(p.token, found) for p, found in parts], 9)[need]
     torch.testing.assert_close(joined.values, whole.values)
     assert joined.at is not None and joined.at.tolist() == [0, 1, 4, 7, 8]
     assert joined.metrics is not None and whole.metrics is not None

@@ -147,6 +147,10 @@ class ModuleLayer(Layer):
         self.name, self.module, self.base_class = name, module, type(module)
         self.stash, self.cache, self.kind = None, {}, "module"
         own = list(self.own().values())
+        if not own:
+            raise AdapterError(
+                f"{name} ({type(module).__name__}) has no parameters of its own; name the modules in it."
+            )
         self.m, self.n = sum(p.numel() for p in own), 1
         self.device, self._inner = own[0].device, own[0].dtype
 

@@ -18,9 +18,9 @@ def checkpoint_activations(body: nn.Module) -> None:
 
 
 def _checkpointed(plain: Any) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def _forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
-    return forward
+    return _forward

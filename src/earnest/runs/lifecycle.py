@@ -27,6 +27,7 @@ from earnest.runs.loop import TrainingLoop, probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
+from earnest.tasks import is_environment
 from earnest.tasks.audit import audit_grader, built_in
 
 FROM_PYTHON = "python"
@@ -174,7 +175,7 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
         batch = probe_batch(setup)
         with shown(console) as progress:
             found = prove(setup.require_local("an audit"), setup.objective, batch, quick=quick, progress=progress)
-        if setup.task is None or built_in(setup.task):
+        if setup.task is None or is_environment(setup.task) or built_in(setup.task):
             return found
         return replace(found, findings=(*audit_grader(setup.task).findings, *found.findings))
     finally:
