@@ -80,7 +80,7 @@ def test_the_recipes_are_all_here() -> None:
 
 
 def recipe_cases() -> list[Any]:
-    """Every recipe in two dtypes with two seeds; of the conversations of `agent`, which take long, one in `make test`."""
+    """Every recipe in two dtypes with two seeds; `agent`, whose conversations take long, once in `make test`."""
     return [
         pytest.param(name, dtype, seed, marks=pytest.mark.slow if name == "agent" and place else ())
         for name in RUNS
