@@ -147,14 +147,17 @@ def _completions(rows: Sequence[Prompt]) -> list[tuple[str, Prompt, str]]:
 
 
 def _pays(probe: _Probe, grades: Sequence[_Probe], full: Mapping[str, float]) -> bool:
-    """Whether writing nothing pays: more than FREE of the way from the row's lowest reward to that of its own answer;
-    without an answer, more than every other completion of the row."""
+    """Whether writing nothing pays: more than FREE of the way from 0 (or from the row's lowest reward, if that is
+    higher or no reward is positive) to that of its own answer; without an answer, more than every other completion."""
     others = [p.reward for p in grades if p.prompt.id == probe.prompt.id and p is not probe]
     if not others:
         return False
     own = full.get(probe.prompt.id)
+    if own is None:
+        return probe.reward > max(others)
     lowest = min(*others, probe.reward)
-    return probe.reward > max(others) if own is None else probe.reward - lowest > FREE * (own - lowest)
+    start = max(lowest, 0.0) if own > 0 else lowest  # penalties below 0 are no credit for those who avoid them
+    return probe.reward - start > FREE * (own - start)
 
 
 def _same(a: Grade | Exception, b: Grade | Exception) -> bool:
