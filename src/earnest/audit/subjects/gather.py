@@ -57,7 +57,7 @@ class Gather:
         return sent
 
     def _many(self) -> Finding:
-        """So many that names of ranks are in another order as texts: rank10 stands before rank2."""
+        """At least 11 ranks, so that their names sort differently as texts: rank10 before rank2."""
         subject, sent, why = f"{MANY} ranks", self._counted([3] * MANY), "It simulates another number of ranks."
         try:
             got = list(self.gather([t.clone() for t in sent]))
