@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := .venv/bin
 # An environment is as old as the hash of what it was made from; a second `make` installs nothing.
-HASH := $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + b"".join(open(f, "rb").read() for f in ("pyproject.toml", "constraints.txt"))).hexdigest()[:16])')
+HASH := $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + b"".join(open(f, "rb").read() for f in ("pyproject.toml", "earnest-audit/pyproject.toml", "constraints.txt"))).hexdigest()[:16])')
 BASE := .venv/.base-$(HASH)
 DEV := .venv/.dev-$(HASH)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
@@ -77,8 +77,9 @@ docs: site  ## build the site and show it in the browser (Ctrl-C ends it)
 	@echo "http://127.0.0.1:8009"
 	@($(BIN)/python -m webbrowser -t http://127.0.0.1:8009 >/dev/null 2>&1 &) ; $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8009 2>/dev/null
 
-wheels: $(DEV)  ## build sdist and wheel into dist/, install the wheel in an empty environment and try it
+wheels: $(DEV)  ## build sdists and wheels of earnest and earnest-audit into dist/, and try them in empty environments
 	rm -rf dist build/wheel-env
+	$(BIN)/python -m build --outdir dist earnest-audit
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m scripts.try_wheels dist
 
@@ -86,7 +87,7 @@ pins: $(DEV)  ## write constraints.txt from what is installed
 	$(BIN)/python -m scripts.pins --write
 
 clean:  ## remove the environment and caches (runs stay)
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build dist src/*.egg-info earnest-audit/src/*.egg-info earnest-audit/build
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"earnest needs Python 3.11 or newer, this is {sys.version}; set PYTHON=/path/to/python3.11")'
@@ -94,12 +95,12 @@ $(BIN)/python:
 
 $(BASE): | $(BIN)/python
 	@echo "Installing earnest into .venv (torch is the big one; once)"
-	$(INSTALL) --editable .
+	$(INSTALL) --editable ./earnest-audit --editable .
 	@touch $@
 
 $(DEV): | $(BIN)/python
 	@echo "Installing earnest and all that its tests need into .venv (once)"
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --editable ./earnest-audit --editable '.[dev]'
 	@touch $(BASE) $@
 
 define other-environment

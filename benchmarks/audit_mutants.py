@@ -25,9 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the correct steps are the tests' own
 
-from earnest.audit import Step, audit
-from earnest.audit.probe import Probe
 from earnest.mutation.operators import Mutant, mutants
+from earnest_audit import Step, audit
+from earnest_audit.probe import Probe
 from tests.audit import steps
 
 FAMILIES: dict[str, tuple[str, Callable[..., Step]]] = {

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from earnest.audit import watch
-from earnest.audit.watcher import Watch
+from earnest_audit import watch
+from earnest_audit.watcher import Watch
 
 
 def model_of(width: int, layers: int) -> nn.Module:

@@ -21,7 +21,7 @@ from rich.console import Console
 from earnest.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from earnest.audit import Verdict
+    from earnest_audit import Verdict
 
 EXPERIMENTS: dict[str, str] = {"hacking": "experiments.hacking", "heal": "experiments.heal"}
 """Name in a recipe → module."""
@@ -46,8 +46,8 @@ def find(name: str) -> Experiment:
 
 def check(data: dict[str, Any], overrides: list[str], *, quick: bool, console: Console) -> Verdict:
     """Prove the steps of an experiment without training it."""
-    from earnest.audit.progress import shown
     from earnest.config.load import check_mapping
+    from earnest_audit.progress import shown
 
     experiment = find(data["experiment"])
     config = check_mapping(experiment.Config, data, overrides)

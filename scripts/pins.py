@@ -24,10 +24,12 @@ HEADER = """\
 """
 # The build backend is installed by pip in an environment of its own, which obeys constraints too.
 BUILD = ("setuptools",)
+# Distributions of this repository.
+OWN = {"earnest", "earnest-audit"}
 
 
 def closure(name: str, extras: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Canonical name → installed version of every distribution that `name[extras]` needs, itself left out."""
+    """Canonical name → installed version of every distribution that `name[extras]` needs, our own left out."""
     pins: dict[str, str] = {}
     missing: set[str] = set()
     seen: set[tuple[str, str]] = set()
@@ -49,11 +51,8 @@ def closure(name: str, extras: frozenset[str] = frozenset()) -> dict[str, str]:
             if need.marker is None or need.marker.evaluate({"extra": extra}):
                 todo += [(need.name, e) for e in ("", *need.extras)]
     if missing:
-        raise SystemExit(
-            f"not installed: {', '.join(sorted(missing))}; run `make test` (or pip install -e '.[dev]') first"
-        )
-    pins.pop(canonicalize_name(name), None)
-    return pins
+        raise SystemExit(f"not installed: {', '.join(sorted(missing))}; run `make test` first")
+    return {name: version for name, version in pins.items() if name not in OWN}
 
 
 def constraints() -> str:

@@ -23,7 +23,7 @@ from jaxtyping import install_import_hook
 import tests.shapes  # noqa: F401 (the hook finds it by its name)
 
 torch.set_num_threads(1)
-install_import_hook("earnest", "tests.shapes.check")
+install_import_hook(["earnest", "earnest_audit"], "tests.shapes.check")
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, max_examples=25)

@@ -16,7 +16,7 @@ from experiments.hacking.config import Config as Config
 from experiments.hacking.plan import Job, plan
 
 if TYPE_CHECKING:
-    from earnest.audit import Verdict
+    from earnest_audit import Verdict
 
 TEACHER = "teacher.safetensors"
 

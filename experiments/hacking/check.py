@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from earnest.audit import Verdict
 from earnest.errors import ObjectiveError
 from earnest.proving import prove as prove_step
 from earnest.seeds import derive
 from earnest.tasks import PromptStream, get_task
+from earnest_audit import Verdict
 from experiments.hacking.config import Config
 from experiments.hacking.plan import plan
 from experiments.hacking.train import OBJECTIVE, build, rows_with_spread

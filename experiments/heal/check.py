@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from earnest.audit import Verdict
 from earnest.proving import prove as prove_step
 from earnest.seeds import derive
 from earnest.steering.heal import prepare_round
+from earnest_audit import Verdict
 from experiments.heal.arms import Bench
 from experiments.heal.config import HealConfig
 

@@ -15,7 +15,9 @@ from scripts.docs.run import reduced
 
 TUTORIALS = ("supervised", "preferences", "reward", "distillation", "own-term", "agent-trace")
 FOLDER = ROOT / "notebooks"
-INSTALL = "# In a new runtime, install earnest first (replace . by its address or its name on PyPI).\n# %pip install ."
+INSTALL = (
+    "# In a new runtime, install earnest first (from a clone; from PyPI: earnest).\n# %pip install ./earnest-audit ."
+)
 
 
 def notebook(tutorial: str, small: bool = False) -> dict[str, Any]:

@@ -73,7 +73,12 @@ class Page:
 
 def all_pages(root: Path = ROOT) -> list[Path]:
     """Every page that a user reads: at the top, in docs, and the cards that lie beside what they describe."""
-    found = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("src/**/*.md")]
+    found = [
+        *root.glob("*.md"),
+        *root.glob("docs/**/*.md"),
+        *root.glob("src/**/*.md"),
+        *root.glob("earnest-audit/*.md"),
+    ]
     return sorted(p for p in found if not any(part.endswith(".egg-info") for part in p.parts))
 
 

@@ -25,7 +25,18 @@ from pathlib import Path
 from scripts.docs.check import DATA, PYTHON, SHELL, applies, problems, split_with
 from scripts.docs.pages import ROOT, Block, Command, Page, commands, read
 
-LINKED = ("src", "docs", "benchmarks", "scripts", "tests", "pyproject.toml", "constraints.txt", "Makefile", ".ci")
+LINKED = (
+    "src",
+    "earnest-audit",
+    "docs",
+    "benchmarks",
+    "scripts",
+    "tests",
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    ".ci",
+)
 PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "earnest.cli"]
 FORKS = multiprocessing.get_context("forkserver")
 # A time limit for blocks that hang; normal blocks are far below it.

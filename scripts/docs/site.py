@@ -167,7 +167,7 @@ def _cell(text: str) -> str:
 
 def laws() -> str:
     """A section for each law, from its own file."""
-    from earnest.audit.laws.__main__ import pages
+    from earnest_audit.laws.__main__ import pages
 
     return f"# Laws of the audit\n\n[The audit](../audit.md) explains how to declare a step.\n\n{pages()}\n"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from earnest.lazy import lazy
 from earnest.version import __version__ as __version__
+from earnest_audit.lazy import lazy
 
 _listed, __dir__, __all__ = lazy(__name__)
 

@@ -14,7 +14,6 @@ from earnest.adapters import PiSSA as PiSSA
 from earnest.adapters import VeRA as VeRA
 from earnest.adapters import attach as attach
 from earnest.adapters import load_adapter as load_adapter
-from earnest.audit import Verdict as Verdict
 from earnest.engines import SGD as SGD
 from earnest.engines import WSD as WSD
 from earnest.engines import AdamW as AdamW
@@ -79,5 +78,6 @@ from earnest.steering import calibrate_dose as calibrate_dose
 from earnest.steering import mean_difference as mean_difference
 from earnest.steering.heal import heal as heal
 from earnest.tasks import get_task as get_task
+from earnest_audit import Verdict as Verdict
 
 __version__: str

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from earnest.audit.errors import EarnestError as EarnestError
-from earnest.audit.errors import nearest as nearest
+from earnest_audit.errors import EarnestError as EarnestError
+from earnest_audit.errors import nearest as nearest
 
 
 class SignalError(EarnestError):

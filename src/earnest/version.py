@@ -1,3 +1,3 @@
-"""The version of earnest; pyproject.toml reads it from here."""
+"""The version of earnest, which is also that of earnest-audit: one file has it."""
 
-__version__ = "0.1.0"
+from earnest_audit.version import __version__ as __version__

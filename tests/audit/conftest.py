@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from earnest.audit import executor
-from earnest.audit.verdict import Verdict
+from earnest_audit import executor
+from earnest_audit.verdict import Verdict
 
 
 def pytest_configure(config: pytest.Config) -> None:

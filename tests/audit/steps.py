@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step
+from earnest_audit import Step
 
 VOCABULARY, WIDTH, ROWS, LENGTH, PROMPT = 23, 16, 5, 12, 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from earnest.audit import audit
+from earnest_audit import audit
 from tests.audit.corpus import losses, machinery, policy
 from tests.audit.corpus.base import DEFECTS, Defect
 

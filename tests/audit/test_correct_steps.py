@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from earnest.audit import LawBroken, Step, StepError, Verdict, audit
-from earnest.audit.laws import coverage, documents, masks, shadow
-from earnest.audit.verdict import Finding
+from earnest_audit import LawBroken, Step, StepError, Verdict, audit
+from earnest_audit.laws import coverage, documents, masks, shadow
+from earnest_audit.verdict import Finding
 from tests.audit.steps import STEPS, Tiny, policy_step, sft_loss, sft_step
 
 DTYPES = (torch.float32, torch.bfloat16)

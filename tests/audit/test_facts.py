@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from earnest.audit import Metric, Setting, Step, StepError, audit
-from earnest.audit.laws import clipping, direction, knobs, metrics, on_policy
-from earnest.audit.step import Raises
+from earnest_audit import Metric, Setting, Step, StepError, audit
+from earnest_audit.laws import clipping, direction, knobs, metrics, on_policy
+from earnest_audit.step import Raises
 from tests.audit.steps import policy_step
 
 LAWS = [knobs.LAW, on_policy.LAW, clipping.LAW, metrics.LAW, direction.LAW]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import earnest.audit
+import pytest
 
-FOLDER = Path(earnest.audit.__file__).parent
+import earnest.audit
+import earnest_audit
+
+FOLDER = Path(earnest_audit.__file__).parent
 
 
 def test_no_module_of_the_audit_imports_another_package_of_earnest() -> None:
@@ -17,15 +20,19 @@ def test_no_module_of_the_audit_imports_another_package_of_earnest() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [
-                f"{path.relative_to(FOLDER)}:{node.lineno}: {name}"
-                for name in names
-                if name.split(".")[0] == "earnest" and name.split(".")[:2] != ["earnest", "audit"]
+                f"{path.relative_to(FOLDER)}:{node.lineno}: {name}" for name in names if name.split(".")[0] == "earnest"
             ]
     assert not found, found
 
 
 def test_every_public_name_resolves() -> None:
     names = [
-        name for name in earnest.audit.__all__ if name != "AuditCallback"
+        name for name in earnest_audit.__all__ if name != "AuditCallback"
     ]  # imports transformers; has its own tests
-    assert len(names) > 25 and all(getattr(earnest.audit, name) is not None for name in names)
+    assert len(names) > 25 and all(getattr(earnest_audit, name) is not None for name in names)
+
+
+def test_earnest_audit_is_the_same_package_under_its_old_name() -> None:
+    assert earnest.audit.Step is earnest_audit.Step and set(earnest.audit.__all__) == set(earnest_audit.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Stap'; earnest_audit has "):
+        earnest.audit.Stap  # noqa: B018

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from earnest.audit.laws.__main__ import ALL, table
+from earnest_audit.laws.__main__ import ALL, table
 
 
 def test_the_generated_table_has_every_law() -> None:

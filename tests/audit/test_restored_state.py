@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from earnest.audit import Step, audit
-from earnest.audit.gradient import Gradient
-from earnest.audit.laws import knobs, liveness, masks, splits
-from earnest.audit.probe import Probe
-from earnest.audit.verdict import Verdict
+from earnest_audit import Step, audit
+from earnest_audit.gradient import Gradient
+from earnest_audit.laws import knobs, liveness, masks, splits
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Verdict
 from tests.audit.steps import Tiny, policy_step, sft_loss, sft_step
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from earnest.audit.executor import PROGRESS
-from earnest.audit.script import ScriptError, audit_script
-from earnest.audit.watcher import WATCHED
 from earnest.cli import main
+from earnest_audit.executor import PROGRESS
+from earnest_audit.script import ScriptError, audit_script
+from earnest_audit.watcher import WATCHED
 
 STEP = """
 import sys
-from earnest.audit import audit
+from earnest_audit import audit
 from tests.audit.steps import {step} as make, {loss} as right
 
 def wrong(model, batch, *args, **settings):
@@ -31,7 +31,7 @@ audit(make(wrong), quick=True)
 
 LOOP = """
 import torch
-from earnest.audit import watch
+from earnest_audit import watch
 from tests.audit.steps import Tiny, sft_loss, sft_step
 model, batch = Tiny(0), sft_step().batch
 optimizer = torch.optim.AdamW(model.parameters(), lr={rate}, weight_decay=0.0)
@@ -86,7 +86,7 @@ def test_a_trainer_is_found(tmp_path: Path) -> None:
     assert Trainer.__init__ is own
 
 
-@pytest.mark.filterwarnings("ignore::earnest.audit.WatchWarning")
+@pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
 def test_a_bare_loop_under_watch_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes = []
     for number, rate in enumerate(("1e-3", "1e-30")):
@@ -100,13 +100,13 @@ def test_a_bare_loop_under_watch_is_judged(tmp_path: Path, capsys: pytest.Captur
     assert codes == [0, 1] and not WATCHED, "an update that rounds away is seen by the watch alone"
 
 
-BARE = LOOP.replace("from earnest.audit import watch\n", "").replace("with watch(model, optimizer) as w:", "if True:")
+BARE = LOOP.replace("from earnest_audit import watch\n", "").replace("with watch(model, optimizer) as w:", "if True:")
 
 
 BARE = BARE.replace("        w.step(loss, metrics)\n", "")
 
 
-@pytest.mark.filterwarnings("ignore::earnest.audit.WatchWarning")
+@pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
 @pytest.mark.parametrize(("rate", "code"), [("1e-3", 0), ("1e-30", 1)])
 def test_a_bare_loop_is_watched_by_itself(
     rate: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -135,7 +135,7 @@ def test_a_script_without_transformers_imports_none_of_it(tmp_path: Path) -> Non
     assert done.stderr.strip() == "False" and json.loads(done.stdout)["holds"]
 
 
-@pytest.mark.filterwarnings("ignore::earnest.audit.WatchWarning")
+@pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
 @pytest.mark.parametrize("calls", [1, 6, 40])
 def test_a_loop_that_never_steps_does_not_exit_with_0(
     calls: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

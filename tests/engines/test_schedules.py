@@ -13,12 +13,12 @@ import torch
 from transformers import optimization
 
 import earnest as en
-from earnest.audit.subjects.schedule import Schedule as Subject
 from earnest.engines.schedules import AnySchedule, RateSchedule
 from earnest.errors import ConfigError
 from earnest.proving import prove
 from earnest.settings import settings
 from earnest.signals import Batch
+from earnest_audit.subjects.schedule import Schedule as Subject
 
 ALL: list[AnySchedule] = [
     kind(**given)

@@ -138,7 +138,7 @@ def test_a_job_is_submitted_watched_and_cancelled_on_the_wire(
     assert hub["cancelled"] == ["/api/jobs/me/job-1/cancel"]
     assert hub["asked"].count("/api/whoami-v2") == 1, "the Hub limits requests: the namespace is fetched once"
     monkeypatch.delenv("EARNEST_INSTALL")
-    with pytest.raises(ExecutorError, match=r"set \$EARNEST_INSTALL to the source that you trust"):
+    with pytest.raises(ExecutorError, match=r"set \$EARNEST_INSTALL to the sources of earnest"):
         executor.start(JOB, 0, 1)
 
 

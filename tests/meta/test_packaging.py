@@ -20,7 +20,15 @@ LEFT_OUT = {".pyc"}
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy of what git knows or would add, so that a stale build folder cannot lend a file."""
-    tmp = tmp_path_factory.mktemp("wheel")
+    return _build(tmp_path_factory.mktemp("wheel"), ".")
+
+
+@pytest.fixture(scope="module")
+def audit_wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return _build(tmp_path_factory.mktemp("audit-wheel"), "earnest-audit")
+
+
+def _build(tmp: Path, project: str) -> zipfile.ZipFile:
     listed = subprocess.run(
         [
             "git",
@@ -29,6 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             "--others",
             "--exclude-standard",
             "src",
+            "earnest-audit",
+            "MANIFEST.in",
             "pyproject.toml",
             "README.md",
             "LICENSE",
@@ -45,7 +55,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             shutil.copy(ROOT / name, tmp / "tree" / name)
     build = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
     subprocess.run(
-        [sys.executable, "-c", build, str(tmp)], cwd=tmp / "tree", check=True, capture_output=True, text=True
+        [sys.executable, "-c", build, str(tmp)], cwd=tmp / "tree" / project, check=True, capture_output=True, text=True
     )
     (path,) = tmp.glob("*.whl")
     return zipfile.ZipFile(path)
@@ -86,6 +96,25 @@ def test_the_wheel_holds_the_package_alone_and_names_the_clone_for_an_experiment
         assert done.stderr.count("\n") == 1, done.stderr
 
 
+def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """No file is in both wheels, every file of the package is in its wheel, and the package imports without earnest."""
+    inside = {name for name in audit_wheel.namelist() if ".dist-info/" not in name}
+    assert not inside & set(wheel.namelist())
+    folder = ROOT / "earnest-audit" / "src"
+    files = {p.relative_to(folder).as_posix() for p in (folder / "earnest_audit").rglob("*") if p.is_file()}
+    assert {name for name in files if "__pycache__" not in name} == inside
+    audit_wheel.extractall(tmp_path)
+    code = (
+        "import sys, earnest_audit as a; a.audit, a.Step; "
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'earnest', 'transformers'}))"
+    )
+    alone = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=alone, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_wheel_stays_small(wheel: zipfile.ZipFile) -> None:
     size = sum(info.compress_size for info in wheel.infolist())
     assert size < 12_000_000, f"{size / 1e6:.1f} MB"
@@ -105,18 +134,22 @@ def _would_run(*words: str, **environment: str) -> str:
     ).stdout
 
 
+def _copy_what_make_reads(place: Path) -> None:
+    (place / "earnest-audit").mkdir()
+    for name in ("Makefile", "pyproject.toml", "earnest-audit/pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, place / name)
+
+
 def test_make_demo_installs_only_the_base_and_runs_quickstart(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    _copy_what_make_reads(tmp_path)
     plan = _would_run("-C", str(tmp_path), "demo")
     assert "python3 -m venv .venv" in plan
-    assert "--constraint constraints.txt  --editable ." in plan and "[dev]" not in plan
+    assert "--constraint constraints.txt  --editable ./earnest-audit --editable ." in plan and "[dev]" not in plan
     assert "earnest run quickstart" in plan
 
 
 def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    _copy_what_make_reads(tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").touch()
     first = _would_run("-C", str(tmp_path), "test")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import earnest
-from earnest.audit.laws import LAWS
 from earnest.config import RunConfig
+from earnest_audit.laws import LAWS
 from scripts.docs.pages import ROOT
 
 

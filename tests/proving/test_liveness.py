@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import earnest as en
-from earnest.audit import LawBroken
 from earnest.engines import LocalEngine
 from earnest.objectives import GRPO
 from earnest.objectives.base import Term, Value
 from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.view import View
 from earnest.signals import Batch
+from earnest_audit import LawBroken
 from tests.engines.conftest import batch as batch
 from tests.engines.conftest import make_engine as make_engine
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from earnest.audit import Finding, Verdict
 from earnest.config import load_file
 from earnest.report import load
 from earnest.runs import start, verdicts
 from earnest.runs.lifecycle import Finished
+from earnest_audit import Finding, Verdict
 from tests.runs.tiny import recipe, tiny_folder
 
 STEPS = 3

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from earnest import report
-from earnest.audit import LawBroken
 from earnest.config import RunConfig
 from earnest.config.schema import Strict
 from earnest.errors import CheckpointError, EarnestError
@@ -28,6 +27,7 @@ from earnest.runs.progress import Bars
 from earnest.runs.setup import build
 from earnest.seeds import derive
 from earnest.tasks import Grade, Prompt, get_task
+from earnest_audit import LawBroken
 from tests.runs.compare import lines, without_clock
 
 Make = Callable[..., RunConfig]

@@ -13,7 +13,7 @@ from earnest.commands.common import Overrides, show
 from earnest.errors import EarnestError
 
 if TYPE_CHECKING:
-    from earnest.audit import Verdict
+    from earnest_audit import Verdict
 
 
 def audit(
@@ -104,8 +104,8 @@ def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
 
     from rich.console import Console
 
-    from earnest.audit.script import audit_script
     from earnest.runs.progress import note_on
+    from earnest_audit.script import audit_script
 
     with redirect_stdout(sys.stderr):
         return audit_script(Path(path), arguments, quick=quick, progress=note_on(Console(stderr=True)))

@@ -78,7 +78,7 @@ def experiments(recipe: str) -> ModuleType:
     if not (clone / "experiments" / "__init__.py").is_file():
         raise ConfigError(
             f"{recipe} is an experiment of several runs, and experiments are not part of the installed package; "
-            "clone the repository, install it with `pip install -e .`, and repeat the command."
+            "clone the repository, install it with `pip install -e ./earnest-audit -e .`, and repeat the command."
         )
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))

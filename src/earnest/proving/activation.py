@@ -6,12 +6,12 @@ which it is active: its threshold is half of the measured value; if that value i
 
 from __future__ import annotations
 
-from earnest.audit.probe import Probe
-from earnest.audit.step import Active, Step
 from earnest.engines.local import LocalEngine
 from earnest.objectives.base import Objective, Value
 from earnest.proving.settings import rebuild
 from earnest.signals.batch import Batch
+from earnest_audit.probe import Probe
+from earnest_audit.step import Active, Step
 
 PERTURBATIONS = (0.05, 0.2, 0.5, 1.0)  # times a parameter's own rms, or a typical one
 CLEAR = 1e-3  # nats, or a singular value: well above the rounding of fp32

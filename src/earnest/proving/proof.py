@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import torch
 
-from earnest.audit import Finding, Verdict, audit
-from earnest.audit.laws import LAWS, liveness
-from earnest.audit.restore import remember
 from earnest.engines.local import LocalEngine
 from earnest.objectives.base import Objective, Term
 from earnest.objectives.needs import SpectralNorm
 from earnest.proving.activation import activation
 from earnest.proving.step import step_of
 from earnest.signals.batch import Batch
+from earnest_audit import Finding, Verdict, audit
+from earnest_audit.laws import LAWS, liveness
+from earnest_audit.restore import remember
 
 
 def prove(

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from earnest.audit.laws.knobs import candidates
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.settings import SettingSpec, settings
+from earnest_audit.laws.knobs import candidates
 
 SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields of ``beyond_step`` do
 

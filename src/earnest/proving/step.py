@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.audit.facts import declared
-from earnest.audit.step import Backward, Family, Raises, Step
 from earnest.engines.local import LocalEngine
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.models.policy import Policy
@@ -24,6 +22,8 @@ from earnest.proving import metrics as known_metrics
 from earnest.proving import settings as own_settings
 from earnest.signals.batch import Batch, Reference, Teacher
 from earnest.signals.distributions import FullLogits, Hidden
+from earnest_audit.facts import declared
+from earnest_audit.step import Backward, Family, Raises, Step
 
 Data = Mapping[str, Any]
 

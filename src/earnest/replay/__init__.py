@@ -5,6 +5,6 @@ Names resolve when first used; importing this package imports neither torch nor 
 
 from __future__ import annotations
 
-from earnest.lazy import lazy
+from earnest_audit.lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(__name__)

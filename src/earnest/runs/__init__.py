@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from earnest.lazy import lazy
+from earnest_audit.lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from earnest import report
 from earnest.adapters.trained import TEMPLATE
-from earnest.audit import Verdict
-from earnest.audit.progress import shown
 from earnest.config import LoopConfig, RunConfig, changed_keys, dump, load_file
 from earnest.errors import CheckpointError, ConfigError
 from earnest.proving import prove
@@ -29,6 +27,8 @@ from earnest.runs.progress import note_on, reporter_on
 from earnest.runs.setup import Setup, build
 from earnest.tasks import is_environment
 from earnest.tasks.audit import audit_grader, built_in
+from earnest_audit import Verdict
+from earnest_audit.progress import shown
 
 FROM_PYTHON = "python"
 """The name that stands for the recipe in a run that ``en.train`` started."""

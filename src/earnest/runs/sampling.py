@@ -13,7 +13,6 @@ from pydantic import Field
 from rich.console import Console
 
 from earnest.adapters import LoRA, attach
-from earnest.audit import Verdict
 from earnest.config import RunConfig, dump, from_mapping
 from earnest.config.load import check_mapping
 from earnest.config.schema import SamplerConfig, Strict
@@ -25,6 +24,7 @@ from earnest.store import Bucket
 from earnest.sync import bucket as buckets
 from earnest.sync.pool import SamplerPool
 from earnest.tasks import Task
+from earnest_audit import Verdict
 
 if TYPE_CHECKING:
     from earnest.sync.base import Sampler

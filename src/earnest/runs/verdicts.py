@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from earnest.audit import Verdict
 from earnest.disk import write_json
 from earnest.runs.folder import read_json
+from earnest_audit import Verdict
 
 NAME = "verdict.json"
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 
-from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.engines import LocalEngine
 from earnest.models import SampleSpec
 from earnest.objectives.needs import Entropy, LogProb
@@ -24,6 +23,7 @@ from earnest.serve.learning import GateConfig
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
 from earnest.signals import Batch
+from earnest_audit.verdict import Finding, Verdict, collect
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
-from earnest.audit.verdict import Finding, Verdict, collect
 from earnest.disk import clean
 from earnest.engines import LocalEngine
 from earnest.engines.micro import Micro
@@ -37,6 +36,7 @@ from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
 from earnest.serve.store import AdapterRow
 from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
+from earnest_audit.verdict import Finding, Verdict, collect
 
 if TYPE_CHECKING:
     from earnest.serve.state import State

@@ -22,10 +22,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from earnest.audit.verdict import Finding, LawOutcome, Verdict
 from earnest.tasks.base import Grade, Prompt, Task
 from earnest.tasks.grading import TIME_LIMIT, outcomes
 from earnest.tasks.registry import TASKS
+from earnest_audit.verdict import Finding, LawOutcome, Verdict
 
 PROMPTS = 16
 BY_CHANCE = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from earnest.audit import Step, Subject
+from earnest_audit import Step, Subject
 
 Thing = Step | Subject
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step
+from earnest_audit import Step
 from tests.audit.corpus.base import defect
 from tests.audit.steps import Tiny, grpo_loss, logprobs, policy_step, sft_loss, sft_step, token_batch
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from earnest.audit import (
+from earnest_audit import (
     Accumulation,
     AdvantageEstimator,
     Census,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step
+from earnest_audit import Step
 from tests.audit.corpus.base import defect
 from tests.audit.steps import Tiny, grpo_loss, logprobs, policy_batch, policy_step, token_batch
 

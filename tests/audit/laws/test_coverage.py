@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, Verdict, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, Verdict, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     coverage,
     masks,
 )

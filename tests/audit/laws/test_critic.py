@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, Verdict, audit
-from earnest.audit.laws import LAWS, critic
+from earnest_audit import Step, Verdict, audit
+from earnest_audit.laws import LAWS, critic
 from tests.audit.steps import VOCABULARY, Tiny, logprobs, policy_batch
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import identical, kl_direction
-from earnest.audit.verdict import Finding
+from earnest_audit import Step, audit
+from earnest_audit.laws import identical, kl_direction
+from earnest_audit.verdict import Finding
 from tests.audit.steps import distill_step
 
 IDENTICAL = "identical distributions"

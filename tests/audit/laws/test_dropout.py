@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import dropout
-from earnest.audit.restore import with_dropout, without_dropout
+from earnest_audit import Step, audit
+from earnest_audit.laws import dropout
+from earnest_audit.restore import with_dropout, without_dropout
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 

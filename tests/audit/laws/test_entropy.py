@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Raises, Step, audit
-from earnest.audit.laws import entropy
+from earnest_audit import Raises, Step, audit
+from earnest_audit.laws import entropy
 from tests.audit.steps import Tiny, logprobs, policy_batch
 
 END = 7

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import finite_difference
-from earnest.audit.verdict import Finding
+from earnest_audit import Step, audit
+from earnest_audit.laws import finite_difference
+from earnest_audit.verdict import Finding
 from tests.audit.steps import ROWS, Tiny, distill_step, token_batch
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import shadow
+from earnest_audit import Step, audit
+from earnest_audit.laws import shadow
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 

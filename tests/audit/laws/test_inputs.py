@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     inputs,
     knobs,
     liveness,
     masks,
     reads,
 )
-from earnest.audit.verdict import Finding, Verdict
+from earnest_audit.verdict import Finding, Verdict
 from tests.audit.laws.test_pairs import pair_step
 from tests.audit.steps import (
     LENGTH,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import likelihood
+from earnest_audit import Step, audit
+from earnest_audit.laws import likelihood
 from tests.audit.steps import Tiny, logprobs, sft_step, token_batch
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, StepError, Together, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, StepError, Together, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     liveness,
 )
-from earnest.audit.verdict import Finding
+from earnest_audit.verdict import Finding
 from tests.audit.steps import (
     VOCABULARY,
     WIDTH,

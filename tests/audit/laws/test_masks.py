@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import coverage, masks
-from earnest.audit.verdict import Finding
+from earnest_audit import Step, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import coverage, masks
+from earnest_audit.verdict import Finding
 from tests.audit.laws.test_coverage import reward_step
 from tests.audit.steps import (
     LENGTH,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     metrics,
     pair_metrics,
 )

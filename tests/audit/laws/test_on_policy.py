@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, Verdict, audit
-from earnest.audit.laws import clipping, on_policy, ratio, splits
+from earnest_audit import Step, Verdict, audit
+from earnest_audit.laws import clipping, on_policy, ratio, splits
 from tests.audit.steps import Tiny, grpo_loss, logprobs, policy_batch, policy_step
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import documents
+from earnest_audit import Step, audit
+from earnest_audit.laws import documents
 from tests.audit.steps import LENGTH, ROWS, VOCABULARY, WIDTH, Tiny, logprobs, sft_step
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     pairs,
     sums,
 )
-from earnest.audit.verdict import Finding
+from earnest_audit.verdict import Finding
 from tests.audit.steps import (
     dpo_loss,
     dpo_step,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, Verdict, audit
-from earnest.audit.laws import clipping, critic, on_policy, ratio, rewards
+from earnest_audit import Step, Verdict, audit
+from earnest_audit.laws import clipping, critic, on_policy, ratio, rewards
 from tests.audit.steps import Tiny, logprobs, policy_batch
 
 OURS = [on_policy.LAW, ratio.LAW, clipping.LAW, rewards.LAW, critic.LAW]

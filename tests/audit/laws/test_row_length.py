@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     row_length,
 )
 from tests.audit.steps import (

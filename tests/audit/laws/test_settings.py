@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, StepError, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, StepError, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     knobs,
 )
-from earnest.audit.verdict import Finding
+from earnest_audit.verdict import Finding
 from tests.audit.laws.test_pairs import pair_step
 from tests.audit.steps import (
     distill_step,

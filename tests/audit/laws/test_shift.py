@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.laws import coverage, shift
+from earnest_audit import Step, audit
+from earnest_audit.laws import coverage, shift
 from tests.audit.steps import ROWS, Tiny, distill_loss, distill_step, logprobs, sft_step, token_batch
 
 DTYPES = [torch.float32, torch.bfloat16]

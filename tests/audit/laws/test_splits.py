@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import Step, audit
-from earnest.audit.law import Law
-from earnest.audit.laws import (
+from earnest_audit import Step, audit
+from earnest_audit.law import Law
+from earnest_audit.laws import (
     liveness,
     masks,
     splits,
 )
-from earnest.audit.probe import fresh
-from earnest.audit.verdict import Finding, Verdict
+from earnest_audit.probe import fresh
+from earnest_audit.verdict import Finding, Verdict
 from tests.audit.steps import (
     Tiny,
     dpo_step,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from earnest.audit import Step, Verdict, audit
-from earnest.audit.laws import liveness
+from earnest_audit import Step, Verdict, audit
+from earnest_audit.laws import liveness
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from earnest.audit import (
+from earnest.signals.advantages import Estimator, advantages
+from earnest_audit import (
     AdvantageEstimator,
     Verdict,
     audit,
 )
-from earnest.signals.advantages import Estimator, advantages
 
 
 def failures(verdict: Verdict) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import (
+from earnest_audit import (
     Census,
     audit,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import AdapterStart, Collator, Ranks, audit
+from earnest_audit import AdapterStart, Collator, Ranks, audit
 
 EXAMPLES = [{"ids": [5, 6, 7], "weight": 0.5}, {"ids": [8, 9], "weight": 2.0}, {"ids": [3, 4, 5, 6, 7], "weight": 1.0}]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from earnest.audit import (
+from earnest_audit import (
     Ema,
     OuterStep,
     audit,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from earnest.audit import GAE, Verdict, audit
+from earnest_audit import GAE, Verdict, audit
 
 
 def failures(verdict: Verdict) -> set[str]:

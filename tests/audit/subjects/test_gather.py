@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earnest.audit import (
+from earnest_audit import (
     Gather,
     audit,
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest.audit import (
+from earnest_audit import (
     OuterStep,
     audit,
 )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest.audit import (
+from earnest_audit import (
     Resume,
     audit,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from earnest.audit import (
+from earnest_audit import (
     RoundTrip,
     audit,
 )

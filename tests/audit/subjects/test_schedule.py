@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from earnest.audit import (
+from earnest_audit import (
     Schedule,
     audit,
 )

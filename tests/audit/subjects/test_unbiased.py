@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from earnest.audit import (
+from earnest_audit import (
     Unbiased,
     audit,
 )

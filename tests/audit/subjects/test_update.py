@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from earnest.audit import Update, audit
+from earnest_audit import Update, audit
 from tests.audit.steps import sft_loss, sft_step
 
 SCALE = 2.0**10

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earnest.audit import AuditCallback, WatchWarning
+from earnest_audit import AuditCallback, WatchWarning
 from tests.audit.trainers.cases import TRAINERS, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")

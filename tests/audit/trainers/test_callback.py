@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from earnest.audit import AuditCallback, LawBroken, StepError, WatchWarning
+from earnest_audit import AuditCallback, LawBroken, StepError, WatchWarning
 from tests.audit.trainers import cases as trainer_cases
 from tests.audit.trainers.cases import TRAINERS, plain
 

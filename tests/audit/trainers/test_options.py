@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from earnest.audit import AuditCallback, WatchWarning
+from earnest_audit import AuditCallback, WatchWarning
 from tests.audit.trainers.cases import OPTIONS, QUICK, reward
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")

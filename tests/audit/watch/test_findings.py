@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from earnest.audit import StepError, Together, WatchWarning, watch
-from earnest.audit.watcher import STILL, Watch
+from earnest_audit import StepError, Together, WatchWarning, watch
+from earnest_audit.watcher import STILL, Watch
 from tests.audit.steps import Tiny, logprobs, policy_batch
 
 LOOPS = 24

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from accelerate.state import GradientState
 from torch import nn
 
-from earnest.audit import Verdict, WatchWarning, watch
-from earnest.audit.activity import ENOUGH, MANY
-from earnest.audit.watcher import STILL, Watch
+from earnest_audit import Verdict, WatchWarning, watch
+from earnest_audit.activity import ENOUGH, MANY
+from earnest_audit.watcher import STILL, Watch
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 BATCH = sft_step().batch

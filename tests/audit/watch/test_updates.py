@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from earnest.audit import Verdict, WatchWarning, watch
+from earnest_audit import Verdict, WatchWarning, watch
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 BATCH = sft_step().batch

@@ -1,4 +1,4 @@
-"""What every executor on remote machines needs: a store that they can reach, and a source to install earnest from."""
+"""What every executor on remote machines needs: a store that they can reach, and sources to install earnest from."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def without_folder(job: Job) -> Job:
     return replace(job, folder=None)
 
 
-def requirement() -> str:
-    """What is installed there: ``$EARNEST_INSTALL`` (a wheel's address, git+https://…).
+def requirements() -> list[str]:
+    """What is installed there: ``$EARNEST_INSTALL``, the sources of earnest and of earnest-audit with a space between
+    them (addresses of wheels, git+https://…).
 
     There is no default: a package of this name from PyPI would get the store's keys.
     """
@@ -51,6 +52,7 @@ def requirement() -> str:
     if not found:
         raise ExecutorError(
             f"--on hf installs earnest on the job's machine, with the store's keys beside it; set ${INSTALL} to the "
-            "source that you trust, such as git+https://… or the address of a wheel."
+            "sources of earnest and of earnest-audit that you trust (git+https://…, addresses of wheels), with a space "
+            "between them."
         )
-    return found
+    return found.split()

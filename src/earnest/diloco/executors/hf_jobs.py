@@ -16,7 +16,7 @@ import time
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
-from earnest.diloco.executors.elsewhere import demand_reachable, requirement, without_folder
+from earnest.diloco.executors.elsewhere import demand_reachable, requirements, without_folder
 
 _log = logging.getLogger(__name__)
 IMAGE = "ghcr.io/astral-sh/uv:python3.11-bookworm"
@@ -52,10 +52,11 @@ class HFJobsExecutor:
         """The keyword arguments of ``run_job``."""
         demand_reachable(job, "hf")
         job = without_folder(job)
+        source, *others = requirements()
         run = re.sub(r"[^a-zA-Z0-9-]+", "-", job.url.rstrip("/").rsplit("/", 1)[-1])
         return {
             "image": IMAGE,
-            "command": ["uvx", "--from", requirement(), *job.command(replica)],
+            "command": ["uvx", "--from", source, *[f"--with={other}" for other in others], *job.command(replica)],
             "secrets": dict(job.env),
             "flavor": self.flavor,
             "timeout": HOURS,

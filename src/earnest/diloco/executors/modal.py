@@ -26,6 +26,7 @@ TOKEN = (
     "MODAL_TOKEN_SECRET."
 )
 LOST = -9
+SOURCES = ("earnest", "earnest_audit")
 IGNORED = ["**/__pycache__/**", "**/*.pyc"]
 
 
@@ -63,18 +64,19 @@ class ModalExecutor:
         }
 
     def packages(self) -> list[str]:
-        """What the container installs: earnest's own dependencies and those of ``earnest[diloco]``."""
+        """What the container installs: the dependencies of earnest and of ``earnest[diloco]``. Our own sources are
+        copied there (``SOURCES``)."""
         wanted = []
         for line in requires("earnest") or []:
             need, _, when = line.partition(";")
-            if not when or "diloco" in when:
+            if (not when or "diloco" in when) and not need.startswith("earnest-audit"):
                 wanted.append(need.strip())
         return wanted
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
         demand_reachable(job, "modal")
         job = without_folder(job)
-        image = {"python": _python(), "uv_pip_install": self.packages(), "add_local_python_source": ["earnest"]}
+        image = {"python": _python(), "uv_pip_install": self.packages(), "add_local_python_source": list(SOURCES)}
         return [
             {"app": "earnest", "image": image, "function": self.settings(), "secrets": sorted(job.env)}
             | {"spawn": job.words(i)}
@@ -87,7 +89,7 @@ class ModalExecutor:
         image = (
             modal.Image.debian_slim(python_version=_python())
             .uv_pip_install(*self.packages())
-            .add_local_python_source("earnest", ignore=IGNORED)
+            .add_local_python_source(*SOURCES, ignore=IGNORED)
         )
         app = modal.App("earnest", include_source=False)
         secrets = [modal.Secret.from_dict(dict(job.env))] if job.env else []

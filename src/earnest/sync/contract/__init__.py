@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from earnest.audit.verdict import Finding, Verdict, unchecked
 from earnest.engines.local import LocalEngine
 from earnest.errors import ConfigError, EarnestError
 from earnest.sync.contract import requests, updates
 from earnest.sync.contract.session import SamplerAudit
 from earnest.sync.server import KINDS, Server
+from earnest_audit.verdict import Finding, Verdict, unchecked
 
 Law = Callable[[SamplerAudit], Iterator[Finding]]
 LAWS: dict[str, Law] = {**requests.LAWS, **updates.LAWS}

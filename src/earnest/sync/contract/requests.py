@@ -9,11 +9,11 @@ from itertools import combinations
 
 import torch
 
-from earnest.audit.verdict import Finding
 from earnest.errors import SamplingError
 from earnest.sync import behaviour
 from earnest.sync.contract.session import AuditedRequest, SamplerAudit, values
 from earnest.sync.server import Choice, RequestRefused
+from earnest_audit.verdict import Finding
 
 SURPRISE = 5.0
 """Standard deviations; a right sampler is farther off in one audit of a million."""

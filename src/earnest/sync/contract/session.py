@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from earnest.audit.verdict import Finding
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
@@ -21,6 +20,7 @@ from earnest.sync.base import Weights
 from earnest.sync.behaviour import reason
 from earnest.sync.probe import Logprobs, apart, tolerance
 from earnest.sync.server import Choice, RequestRefused, Server
+from earnest_audit.verdict import Finding
 
 TEXTS = (
     "Sort these letters: d b a c",

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from earnest.audit.verdict import Finding
 from earnest.sync import behaviour
 from earnest.sync.base import Weights
 from earnest.sync.contract.session import AuditedRequest, SamplerAudit, values
 from earnest.sync.probe import apart
 from earnest.sync.server import RequestRefused
+from earnest_audit.verdict import Finding
 
 
 def adapter(session: SamplerAudit) -> Iterator[Finding]:

@@ -1,0 +1,36 @@
+from earnest_audit.callback import AuditCallback as AuditCallback
+from earnest_audit.executor import audit as audit
+from earnest_audit.facts import Metric as Metric
+from earnest_audit.facts import Setting as Setting
+from earnest_audit.step import Active as Active
+from earnest_audit.step import Raises as Raises
+from earnest_audit.step import Step as Step
+from earnest_audit.step import StepError as StepError
+from earnest_audit.subjects import GAE as GAE
+from earnest_audit.subjects import Accumulation as Accumulation
+from earnest_audit.subjects import AdapterStart as AdapterStart
+from earnest_audit.subjects import AdvantageEstimator as AdvantageEstimator
+from earnest_audit.subjects import Census as Census
+from earnest_audit.subjects import Collator as Collator
+from earnest_audit.subjects import Ema as Ema
+from earnest_audit.subjects import Gather as Gather
+from earnest_audit.subjects import Merge as Merge
+from earnest_audit.subjects import MergedLayer as MergedLayer
+from earnest_audit.subjects import OuterStep as OuterStep
+from earnest_audit.subjects import Ranks as Ranks
+from earnest_audit.subjects import Resume as Resume
+from earnest_audit.subjects import RoundTrip as RoundTrip
+from earnest_audit.subjects import Schedule as Schedule
+from earnest_audit.subjects import Subject as Subject
+from earnest_audit.subjects import Unbiased as Unbiased
+from earnest_audit.subjects import Update as Update
+from earnest_audit.subjects import WeightSync as WeightSync
+from earnest_audit.together import Together as Together
+from earnest_audit.verdict import Finding as Finding
+from earnest_audit.verdict import LawBroken as LawBroken
+from earnest_audit.verdict import Verdict as Verdict
+from earnest_audit.watcher import Watch as Watch
+from earnest_audit.watcher import WatchWarning as WatchWarning
+from earnest_audit.watcher import watch as watch
+
+__version__: str

@@ -1,0 +1,207 @@
+"""``AuditCallback``: the laws on the first batch of a ``transformers.Trainer`` or a TRL trainer, then a watch.
+
+    trainer = SFTTrainer(..., callbacks=[AuditCallback()])
+    trainer.train()
+
+The audit runs inside the first training step, before any update, through the trainer's own ``compute_loss``; the model,
+the optimizer, the random generators and the trainer's counters are bit-equal afterwards, so the run is the same run.
+An audit or a watch that cannot be made warns and lets the run go on, unless ``stop`` is set.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from earnest_audit.batches import dropped, ends
+from earnest_audit.executor import LISTENERS, audit
+from earnest_audit.probe import fresh, restored, result_of, seeded
+from earnest_audit.restore import without_dropout
+from earnest_audit.step import StepError
+from earnest_audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged, unwrapped
+from earnest_audit.verdict import Finding, LawBroken, Verdict, unchecked
+from earnest_audit.watcher import Watch, WatchWarning
+
+WAIT = 20  # batches without any signal (all advantages 0) before the audit is made on one all the same
+
+
+class AuditCallback(TrainerCallback):
+    """``quick`` does the cheap laws; ``stop`` raises ``LawBroken`` instead of warning; ``all_supervised``: whether
+    prompts are meant to be supervised too (None: where everything is, the row is "not declared").
+
+    Overhead: some dozens of step times once, then the watch's (every ``every``-th update is looked at).
+    """
+
+    def __init__(
+        self,
+        *,
+        quick: bool = False,
+        stop: bool = False,
+        every: int = 10,
+        all_supervised: bool | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.quick, self.stop, self.every, self.all_supervised = quick, stop, every, all_supervised
+        self.progress = progress
+        self.audited: Verdict | None = None
+        self.watch: Watch | None = None
+        self._trainer: Any = None
+        self._waited, self._watches = 0, True
+
+    def verdict(self) -> Verdict:
+        """What the audit and the watch have found up to now."""
+        both = [self.audited, self.watch.verdict() if self.watch is not None else None]
+        return sum((v for v in both if v is not None), Verdict(()))
+
+    # --- the trainer's events -----------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer = _calling_trainer()
+        self._own = self._trainer.compute_loss
+        self._trainer.compute_loss = self._compute_loss
+        self.audited, self.watch, self._waited, self._watches = None, None, 0, True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.watch is not None and self._watches and logs:
+            with self._safely("watch"):
+                self.watch.logged({k: v for k, v in logs.items() if not k.startswith("eval_")})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer is not None:
+            vars(self._trainer).pop("compute_loss", None)
+        if self.watch is not None:
+            self.watch.__exit__(None, None, None)
+
+    # --- round the trainer's loss -------------------------------------------------------------------------------------
+
+    def _compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if model.training and torch.is_grad_enabled():
+            if self.audited is None and not self._postponed(inputs):
+                with self._safely("audit"):
+                    self.audited = self._audit(model, inputs, num_items_in_batch)
+            with self._safely("watch"):
+                # After the audit: its hooks must not count the audit's own updates.
+                if self.watch is None and self._watches and self.audited is not None:
+                    self.watch = Watch(
+                        model,
+                        unwrapped(self._trainer.optimizer),
+                        self.every,
+                        may_idle=EXPERTS if routes(model) else (),
+                    )
+                    self.watch.__enter__()
+                if self.watch is not None and self._watches:
+                    self.watch.step(None, None, **self._signals(inputs))
+        return self._own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    @contextmanager
+    def _safely(self, what: str) -> Iterator[None]:
+        """What raises inside becomes one row and one warning: it must not end the user's run, unless ``stop``."""
+        try:
+            yield
+        except (LawBroken, WatchWarning):
+            raise
+        except Exception as error:
+            if self.stop:
+                raise
+            row = unchecked("GL", f"the {what}", error)
+            self.audited = (self.audited or Verdict(())) + Verdict((row,))
+            for tell in LISTENERS:
+                tell(Verdict((row,)))
+            if what == "watch":
+                self._watches = False
+                if self.watch is not None:
+                    self.watch.__exit__(type(error), error, None)
+            warnings.warn(f"the {what} {row.measured}; the run goes on without it.", WatchWarning, stacklevel=4)
+
+    def _postponed(self, inputs: Any) -> bool:
+        """A batch whose advantages are all 0 has no gradient, legitimately; the next one may have."""
+        advantages = inputs.get("advantages") if hasattr(inputs, "get") else None
+        if not isinstance(advantages, Tensor) or bool((advantages != 0).any()):
+            return False
+        self._waited += 1
+        return self._waited < WAIT
+
+    def _audit(self, model: nn.Module, inputs: Any, items: Any) -> Verdict:
+        expects = asks_for_a_mask(self._trainer, inputs)
+        intended = False if expects else self.all_supervised
+        optimizer = unwrapped(self._trainer.optimizer)
+        with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
+            step = step_of_trainer(self._trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
+            verdict = audit(step, quick=self.quick, progress=self.progress)
+            verdict += Verdict((*self._counted(model, inputs, items), *self._dropped(model, inputs, items)))
+        if self.stop:
+            verdict.raise_if_failed()
+        for f in verdict.failures:
+            text = f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}"
+            warnings.warn(text, WatchWarning, stacklevel=3)
+        return verdict
+
+    def _counted(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
+        """Under accumulation the trainer leaves the division to a loss that receives the number of items: twice the
+        number must change it. A trainer that declares who divides (``loss_is_scaled_for_ga``) is not checked."""
+        trainer = self._trainer
+        told = getattr(trainer, "model_accepts_loss_kwargs", False) or callable(
+            getattr(trainer, "compute_loss_func", None)
+        )
+        told = told and getattr(trainer, "loss_is_scaled_for_ga", None) is None
+        if items is None or not told or trainer.args.gradient_accumulation_steps < 2:
+            return
+        with torch.no_grad(), unchanged(trainer), without_dropout(model):
+            losses = []
+            for count in (items, 2 * items):
+                with seeded(int(trainer.args.seed)):
+                    losses.append(result_of(self._own(model, fresh(inputs), num_items_in_batch=count))[0].item())
+        one, two = losses
+        yield Finding(
+            "SE", "num_items_in_batch", f"twice the number makes the loss {one:.4g} to {two:.4g}", "it changes",
+            "holds" if one != two else "fails",
+            "" if one != two else "The loss does not read the number of items that it receives, and the trainer does "
+            f"not divide either: with {trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many "
+            "times too long. Divide a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
+        )  # fmt: skip
+
+    def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
+        def call(changed: Any) -> Any:
+            with torch.no_grad(), unchanged(self._trainer), without_dropout(model), seeded(0):
+                return self._own(model, changed, num_items_in_batch=items)
+
+        return dropped(self._trainer, fresh(inputs), call)
+
+    def _signals(self, inputs: Any) -> dict[str, Any]:
+        labels, mask = inputs.get("labels"), inputs.get("completion_mask")
+        signals: dict[str, Any] = {}
+        if isinstance(labels, Tensor):
+            signals["mask"] = labels != -100
+        elif isinstance(mask, Tensor):
+            signals["mask"] = mask
+        if self.watch is not None and self.watch.due and (closing := ends(self._trainer, inputs)) is not None:
+            signals["ends"] = closing
+        shown = inputs.get("attention_mask")
+        if isinstance(shown, Tensor) and asks_for_a_mask(self._trainer, inputs):
+            signals["attention"] = shown
+        for name, key in (("advantages", "advantages"), ("behaviour", "sampling_per_token_logps")):
+            if isinstance(inputs.get(key), Tensor):
+                signals[name] = inputs[key]
+        if "behaviour" in signals and isinstance(inputs.get("old_per_token_logps"), Tensor):
+            signals["logprobs"] = inputs["old_per_token_logps"]  # the trainer's, at the time of sampling
+        return signals
+
+
+def _calling_trainer() -> Any:
+    """The trainer whose event this is: callbacks do not receive it, but it is in the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    raise StepError("AuditCallback was called by no transformers.Trainer; for a bare loop use earnest_audit.watch.")

@@ -1,0 +1,399 @@
+"""Legal changes of a batch: edits of declared inputs that leave them possible.
+
+Log-probs stay at or below 0, ids stay ids that occur, shapes stay, and only declared tensors are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from earnest_audit.restore import is_container, rebuilt
+from earnest_audit.step import Step
+
+Batch = dict[str, Any]
+
+# Roles whose values are log-probs of single tokens: never above 0.
+LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
+# Roles with one value per token, which must not matter where the loss is not taken.
+PER_TOKEN = (
+    "advantages",
+    "behaviour",
+    "proximal",
+    "reference",
+    "reference_distribution",
+    "teacher",
+    "importance",
+    "weights",
+    "values",
+    "returns",
+    "rewards",
+)
+SIDES = ("chosen", "rejected")
+# Roles that the gradient must depend on, in the order in which they are tried.
+INPUTS = (
+    "advantages",
+    "rewards",
+    "behaviour",
+    "proximal",
+    "reference",
+    "reference_chosen",
+    "reference_rejected",
+    "reference_distribution",
+    "teacher",
+    "importance",
+    "weights",
+    "values",
+    "returns",
+    "margin",
+)
+
+
+def generator(step: Step, salt: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * step.seed + salt)
+
+
+def noise_like(t: Tensor, rng: torch.Generator) -> Tensor:
+    return torch.randn(t.shape, generator=rng).to(t.device, t.dtype if t.is_floating_point() else torch.float32)
+
+
+def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | None:
+    """Where the loss is taken [B, T], from the mask or from labels that are not -100; None where neither is
+    declared."""
+    batch = batch or step.batch
+    if "mask" in step.roles:
+        return batch[step.roles["mask"]] != 0
+    if "labels" in step.roles:
+        return batch[step.roles["labels"]] != -100
+    return None
+
+
+def supervised_wide(step: Step) -> Tensor | None:
+    """``supervised`` in the ids' width [B, T]; a mask that is one narrower is aligned with the shifted targets. None
+    where it does not stand beside the ids."""
+    ids, on = step.value("ids"), supervised(step)
+    if ids is None or on is None or ids.ndim != 2 or on.ndim != 2 or on.shape[0] != ids.shape[0]:
+        return None
+    return widened(on, ids.shape[1])
+
+
+def widened(on: Tensor, width: int) -> Tensor | None:
+    """A mask [B, T] or [B, T - 1] in the width T; None where it is of another width."""
+    gap = width - on.shape[1]
+    return torch.nn.functional.pad(on, (gap, 0)) if gap in (0, 1) else None
+
+
+def perturb(
+    step: Step, batch: Mapping[str, Any], role: str, rng: torch.Generator, *, where: Tensor | None = None
+) -> Batch:
+    """Change a role's values (at ``where``, by default wherever the loss is taken), non-uniformly and legally."""
+    key = step.roles[role]
+    old: Tensor = batch[key]
+    if where is None:
+        where = fit(supervised(step, batch), old)
+    noise = noise_like(old, rng)
+    if role == "advantages":
+        new = advantages_like(step, batch, rng)
+    elif role in LOGPROBS or (role == "teacher" and log_like(old)):
+        new = torch.minimum(old - 0.6 * noise.abs() * torch.sign(noise_like(old, rng)), torch.full_like(old, -1e-3))
+    elif role == "importance":
+        new = old * torch.exp(0.5 * noise)
+    elif role == "teacher" and probability_like(old):
+        new = torch.softmax(old.clamp_min(1e-6).log() + noise, dim=-1)
+    elif not old.is_floating_point():
+        new = _other_integers(old, role, rng)
+    else:
+        scale = old.float().std() if old.numel() > 1 else old.float().abs().mean()
+        size = float(scale) if bool(torch.isfinite(scale)) and float(scale) > 0 else 1.0
+        new = old + (noise * size).to(old.dtype)
+    if where is not None:
+        new = torch.where(where, new.to(old.dtype), old)
+    return {**batch, key: new.to(old.dtype)}
+
+
+def off_policy(step: Step) -> Batch:
+    """The batch as a later update would see it: ratios on both sides of any clip, a reference that differs, advantages
+    of both signs. A clip is inert at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be
+    seen."""
+    batch: Batch = dict(step.batch)
+    rng = generator(step, 5)
+    for role in (*LOGPROBS, "reference_distribution"):
+        if role in step.roles:
+            batch = perturb(step, batch, role, rng)
+    if "advantages" in step.roles and bool((batch[step.roles["advantages"]] != 0).any()):
+        batch = perturb(step, batch, "advantages", rng)
+    return batch
+
+
+def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
+    """Advantages of both signs, none near 0; one value per row where the batch has one per row."""
+    old: Tensor = batch[step.roles["advantages"]]
+    sign, size = torch.sign(noise_like(old, rng)), 0.3 + noise_like(old, rng).abs()
+    spread = sign * (size if old.is_floating_point() else size.ceil())
+    on = fit(supervised(step, batch), old)
+    if on is not None and old.ndim == 2:
+        shown = torch.where(on, old, torch.full_like(old, float("nan")))
+        first = torch.nan_to_num(shown, nan=-torch.inf).amax(-1, keepdim=True)
+        if bool(((shown == first) | ~on).all()):  # constant along every row
+            spread = torch.where(on, spread[:, :1].expand_as(old), spread)
+    return spread.to(old.dtype)
+
+
+def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
+    """The same batch with every advantage negated: what was clipped on one side is not on the other."""
+    key = step.roles.get("advantages")
+    return None if key is None else {**batch, key: -batch[key]}
+
+
+def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
+    """A teacher's integers are ids: other ones that occur. Others get 0 or 1 more, never all the same, which a mean
+    that is taken off would hide: the least always 1, the largest never."""
+    flat = old.flatten()
+    if role == "teacher":
+        return flat[torch.randperm(flat.numel(), generator=rng).to(old.device)].reshape(old.shape)
+    more = torch.randint(0, 2, flat.shape, generator=rng).to(old.device)
+    if flat.numel() > 1:
+        order = flat.long().argsort(stable=True)
+        more[order[-1]], more[order[0]] = 0, 1
+    more = more.reshape(old.shape)
+    return old ^ more.bool() if old.dtype == torch.bool else old + more.to(old.dtype)
+
+
+def lifted(batch: Mapping[str, Any], dtype: torch.dtype) -> Batch:
+    """The same numbers in a wider dtype."""
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+
+
+def permute_rows(step: Step, order: Tensor) -> Batch:
+    return take_rows(step, order)
+
+
+def repeat_rows(step: Step) -> Batch:
+    rows = torch.arange(step.rows)
+    return take_rows(step, torch.cat([rows, rows]))
+
+
+def take_rows(step: Step, index: Tensor) -> Batch:
+    """These rows of everything that has B rows: tensors, arrays, lists and tuples, at any depth; the rest stays."""
+    rows, places = step.rows, index.tolist()
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[index.to(value.device)] if value.ndim > 0 and value.shape[0] == rows else value
+        if isinstance(value, np.ndarray):
+            return value[np.asarray(places)] if value.ndim > 0 and value.shape[0] == rows else value
+        if isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields"):
+            return type(value)(value[i] for i in places)
+        return rebuilt(value, take) if is_container(value) else value
+
+    return {k: take(v) for k, v in step.batch.items()}
+
+
+def add_masked_row(step: Step) -> Batch:
+    """One more row, a copy of the last, in which the loss is taken nowhere."""
+    rows = torch.arange(step.rows)
+    batch = take_rows(step, torch.cat([rows, rows[-1:]]))
+    if "mask" in step.roles:
+        mask = batch[step.roles["mask"]].clone()
+        mask[-1] = 0
+        batch[step.roles["mask"]] = mask
+    if "labels" in step.roles:
+        labels = batch[step.roles["labels"]].clone()
+        labels[-1] = -100
+        batch[step.roles["labels"]] = labels
+    return batch
+
+
+def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None) -> Batch:
+    """``extra`` columns of padding after (or in front of) every row, in every tensor (of ``keys``) that has the rows'
+    width."""
+    widths = _widths(step)
+    masked = {"labels": -100, "attention": 0, "mask": 0} | {f"{s}_{w}": 0 for s in SIDES for w in ("mask", "attention")}
+    fill = {step.roles[r]: v for r, v in masked.items() if r in step.roles}
+    batch: Batch = {}
+    for key, value in step.batch.items():
+        if (keys is None or key in keys) and _is_wide(step, value, widths):
+            edge = value[:, -1:] if side == "right" else value[:, :1]
+            tail = edge.expand(-1, extra, *value.shape[2:]).clone()
+            if key in fill:
+                tail = torch.full_like(tail, fill[key])
+            elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
+                tail = torch.zeros_like(tail)
+            batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
+        else:
+            batch[key] = value
+    return batch
+
+
+def _mask_like(step: Step, key: str, value: Tensor) -> bool:
+    """Zeros and ones without a role: a mask that nobody declared."""
+    return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
+
+
+def paddings(step: Step, side: str = "right") -> Iterator[Batch]:
+    """``pad`` in every reading of which tensors belong to the padded ones."""
+    for keys in readings(step):
+        yield pad(step, side, keys=keys)
+
+
+def readings(step: Step) -> Iterator[set[str]]:
+    """Which tensors are as wide as the rows: all that have the width; and as some may have it only by accident (prompts
+    beside completions), only what is declared, and of that no attention that is not the ids' own."""
+    seen: list[set[str]] = []
+    declared = set(step.roles.values())
+    ids, shown = step.value("ids"), step.value("attention")
+    foreign = {step.roles["attention"]} if ids is not None and shown is not None and shown.shape != ids.shape else set()
+    for keys in (set(step.batch), declared, declared - foreign):
+        wide = {k for k in keys if _is_wide(step, step.batch[k], _widths(step))}
+        if wide not in seen:
+            seen.append(wide)
+            yield wide
+
+
+def _is_wide(step: Step, value: Any, widths: Collection[int]) -> bool:
+    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == step.rows and value.shape[1] in widths
+
+
+def _widths(step: Step) -> set[int]:
+    """The widths of per-token tensors: T, and T - 1 for those that are aligned with the shifted targets."""
+    for group in (("ids",), ("mask",), ("labels",), ("attention",), SIDES):
+        values = [v for v in map(step.value, group) if v is not None and v.ndim >= 2]
+        if values:
+            return {int(v.shape[1]) - less for v in values for less in (0, 1)}
+    return set()
+
+
+# --- which tokens are supervised --------------------------------------------------------------------------------------
+
+
+def in_place(step: Step) -> bool:
+    """Whether labels stand where their tokens do, so that the loss shifts them."""
+    return _labels_are(step, 0)
+
+
+def ahead(step: Step) -> bool:
+    """Whether labels stand where they are predicted: each is the next token."""
+    return _labels_are(step, 1)
+
+
+def _labels_are(step: Step, shift: int) -> bool:
+    ids, labels = step.value("ids"), step.value("labels")
+    if ids is None or labels is None or ids.shape != labels.shape or step.roles["ids"] == step.roles["labels"]:
+        return False
+    on, mask = labels >= 0, fit(supervised(step), labels)
+    on = on & mask if mask is not None else on
+    on, target, token = on[:, : labels.shape[1] - shift], labels[:, : labels.shape[1] - shift], ids[:, shift:]
+    return bool(on.any()) and bool((target == token)[on].all())
+
+
+def only(step: Step, batch: Mapping[str, Any], keep: Tensor) -> Batch:
+    """The batch in which the loss is taken at ``keep`` [B, T] alone; what is aligned with the shifted targets, and so
+    is one narrower, has no first column."""
+    changed: Batch = dict(batch)
+    for role, silence in (("mask", 0), ("labels", -100)):
+        if role in step.roles:
+            old: Tensor = changed[step.roles[role]]
+            here = keep[:, -old.shape[1] :].reshape(*old.shape[:2], *[1] * (old.ndim - 2))
+            changed[step.roles[role]] = torch.where(here, old, torch.full_like(old, silence))
+    return changed
+
+
+def other_ids(step: Step, ids: Tensor, where: Tensor) -> Tensor:
+    """Another id at every one of these places, one that is a target somewhere: never a place holder of an image."""
+    on = supervised(step)
+    targets = step.value("labels")
+    if targets is None and on is not None and on.shape[0] == ids.shape[0] and ids.shape[1] - on.shape[1] in (0, 1):
+        targets = torch.where(on, ids[:, -on.shape[1] :], -1)
+    known = (ids if targets is None else targets).flatten()
+    known = known[known >= 0].unique()
+    if len(known) < 2:
+        known = ids[ids >= 0].unique()
+    place = torch.searchsorted(known, ids.contiguous()).clamp(max=len(known) - 1)
+    return torch.where(where, known[(place + 1) % len(known)].to(ids.dtype), ids)
+
+
+def begins(documents: Tensor) -> Tensor:
+    """Where a document of a packed row begins; not where its row does."""
+    other = documents != documents.roll(1, dims=-1)
+    other[:, 0] = False
+    return other
+
+
+def even(step: Step) -> Batch | None:
+    """The rows that are supervised at all, every one at equally many tokens: there a mean over tokens, over rows and
+    over a row's tokens are the same up to a factor. By turns the last and the first ones of a row, so that a mean down
+    the columns is none of them. None where the number is not known."""
+    sides = [s for s in SIDES if f"{s}_mask" in step.roles]
+    masks = [f"{s}_mask" for s in sides] or [r for r in ("mask", "labels") if r in step.roles][:1]
+    values = {r: step.value(r) for r in masks}
+    counts = [_on(r, v).sum(-1) for r, v in values.items() if v is not None and v.ndim == 2]
+    if not counts or len(counts) != len(masks):
+        return None
+    rows = torch.stack([c > 0 for c in counts]).all(0)
+    if int(rows.sum()) < 2:
+        return None
+    least = min(int(c[rows].min()) for c in counts)
+    batch = take_rows(step, rows.nonzero()[:, 0])
+    for role in masks:
+        old: Tensor = batch[step.roles[role]]
+        on = _on(role, old)
+        number, last = on.long().cumsum(-1), (torch.arange(len(on), device=on.device) % 2 == 0)[:, None]
+        kept = on & torch.where(last, number > on.sum(-1, keepdim=True) - least, number <= least)
+        batch[step.roles[role]] = torch.where(kept, old if role == "labels" else 1, -100 if role == "labels" else 0).to(
+            old.dtype
+        )
+    return batch
+
+
+def _on(role: str, value: Tensor) -> Tensor:
+    return value != -100 if role == "labels" else value != 0
+
+
+def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
+    """The mask in the shape of ``values``, or None where it does not fit (a value per row, say)."""
+    if where is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
+        return None
+    gap = where.shape[1] - values.shape[1]
+    if gap == 1:  # values are aligned with the shifted targets
+        where = where[:, 1:]
+    elif gap != 0:
+        return None
+    while where.ndim < values.ndim:
+        where = where[..., None]
+    return where
+
+
+def fitting(step: Step, role: str) -> Tensor | None:
+    value = step.value(role)
+    return None if value is None else fit(supervised(step), value)
+
+
+def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
+    """Where a role's values surely, and where they perhaps, enter the loss. A mask as wide as the ids may mark tokens,
+    and the teacher's values of a token are then one position before it."""
+    on, where, value, ids = fitting(step, role), supervised(step), step.value(role), step.value("ids")
+    if on is None or where is None or value is None:
+        return None
+    if role != "teacher" or value.ndim < 3 or ids is None or not ids.shape[1] == where.shape[1] == value.shape[1]:
+        return on, on
+    before = on.roll(-1, dims=1)
+    before[:, -1] = False
+    return on & before, on | before
+
+
+def log_like(t: Tensor) -> bool:
+    """log-probs: never above 0, and sums of exponentials of at most 1 where there is a vocabulary axis."""
+    return t.is_floating_point() and bool((t <= 1e-6).all()) and bool((t < 0).any())
+
+
+def probability_like(t: Tensor) -> bool:
+    return (
+        t.is_floating_point()
+        and bool((t >= 0).all())
+        and t.ndim >= 2
+        and torch.allclose(t.float().sum(-1), torch.ones_like(t[..., 0], dtype=torch.float32), atol=1e-3)
+    )

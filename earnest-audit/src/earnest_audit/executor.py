@@ -1,0 +1,86 @@
+"""``audit(step)``: every law on one step; model, optimizer and random generators are restored afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+from earnest_audit.law import Law
+from earnest_audit.laws import LAWS
+from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+from earnest_audit.subjects import Subject
+from earnest_audit.verdict import Finding, Verdict, unchecked
+
+LISTENERS: list[Callable[[Verdict], None]] = []
+"""Each is called with every verdict; `earnest audit SCRIPT.py` collects them here."""
+PROGRESS: list[Callable[[str], None]] = []
+"""Each is called with the law that begins, where no ``progress`` is given."""
+RUNNING: list[object] = []
+"""The subjects of the audits that are running now."""
+
+
+def audit(
+    subject: Step | Subject,
+    *,
+    quick: bool = False,
+    laws: Sequence[Law] = LAWS,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times.
+
+    What the unchanged step raises is raised; what it raises when something is changed becomes a row of the verdict.
+    """
+    RUNNING.append(subject)
+    try:
+        if isinstance(subject, Step):
+            verdict = _step(subject, quick, laws, progress)
+        else:
+            verdict = Verdict(tuple(subject.check()))
+    finally:
+        RUNNING.pop()
+    for listener in LISTENERS:
+        listener(verdict)
+    return verdict
+
+
+def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[str], None] | None) -> Verdict:
+    chosen = [law for law in laws if law.quick or not quick]
+
+    def report(text: str) -> None:
+        for show in [progress] if progress is not None else PROGRESS:
+            show(text)
+
+    probe = Probe(subject, report)
+    findings: list[Finding] = []
+    with probe.open():
+        probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
+        for number, law in enumerate(chosen, 1):
+            report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
+            with nullcontext() if law.from_start else probe.active():
+                findings += checked(law, probe)
+    return Verdict(tuple(findings), probe.cost, probe.notes + _facts(subject))
+
+
+def _facts(step: Step) -> tuple[str, ...]:
+    terms = {} if step.active is None else step.active.terms
+    guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
+    notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
+    notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
+    return tuple(notes)
+
+
+def checked(law: Law, probe: Probe) -> Iterator[Finding]:
+    """What the law finds; where it raises, the rows up to there and one for the error."""
+    probe.law = law
+    if not law.when(probe.step):
+        return
+    for subject, what, given in law.asks:
+        if not given(probe.step):
+            yield law.not_declared(subject, what)
+            return
+    try:
+        with probe.perturbed() if law.perturbed else nullcontext():
+            yield from law.check(probe)
+    except Exception as error:
+        yield unchecked(law.code, law.name, error)

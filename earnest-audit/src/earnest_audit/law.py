@@ -1,0 +1,104 @@
+"""What a law is: a code of its own, its page (its file's docstring), how it checks, and how its rows are reported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding, LawOutcome, unchecked
+
+Tier = Literal["core", "contrib"]
+SECTIONS = ("Needs", "How", "Exceptions", "Detects")
+Ask = tuple[str, str, Callable[[Step], bool]]
+"""A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
+
+
+def always(_: Step) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Law:
+    """``check`` yields findings; a missing declaration gives "not declared", which is never a pass.
+
+    ``tier``: "core" is true of every correct step, "contrib" is a detector with known exceptions.
+    """
+
+    code: str
+    name: str
+    sentence: str
+    body: str  # further paragraphs of its page: equations, a table of its relations
+    needs: str
+    how: str
+    exceptions: str
+    detects: str
+    check: Callable[[Any], Iterator[Finding]]  # of a Probe; a subject's law: of the subject
+    tier: Tier = "core"
+    quick: bool = True  # cheap enough for --quick
+    from_start: bool = False  # judged where training begins, also where terms are inactive there by design
+    when: Callable[[Step], bool] = always  # the steps that it is about
+    asks: tuple[Ask, ...] = ()
+    perturbed: bool = False  # judged away from symmetric and zero states
+
+    @classmethod
+    def of(
+        cls, code: str, name: str, page: str | None, check: Callable[[Any], Iterator[Finding]], *, tier: Tier = "core",
+        quick: bool = True, from_start: bool = False, when: Callable[[Step], bool] = always, asks: tuple[Ask, ...] = (),
+        perturbed: bool = False,
+    ) -> Law:  # fmt: skip
+        """The law whose page is this docstring: "CODE: sentence", paragraphs, then the four sections."""
+        text, *parts = re.split(rf"^({'|'.join(SECTIONS)}): ", page or "", flags=re.MULTILINE)
+        sections = {title: " ".join(part.split()) for title, part in zip(parts[::2], parts[1::2], strict=True)}
+        first, _, body = text.strip().partition("\n\n")
+        sentence = " ".join(first.removeprefix(f"{code}: ").split())
+        needs, how, exceptions, detects = (sections.get(title, "") for title in SECTIONS)
+        return cls(
+            code, name, sentence, body, needs, how, exceptions, detects, check, tier, quick, from_start, when, asks,
+            perturbed,
+        )  # fmt: skip
+
+    def page(self) -> str:
+        """Its page of documentation, in markdown."""
+        lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
+        lines += [f"```text\n{self.body}\n```"] if self.body else []
+        told = zip(SECTIONS, (self.needs, self.how, self.exceptions, self.detects), strict=True)
+        return "\n\n".join([*lines, *(f"**{title}.** {text}" for title, text in told if text)])
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def finding(
+        self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
+    ) -> Finding:
+        verdict: LawOutcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
+        return Finding(self.code, subject, measured, expected, verdict, meaning if verdict != "holds" else "")
+
+    def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:
+        """Two computations agree: their difference is at most ``room``."""
+        return self.finding(subject, what.format(f"{off:.2g}"), f"≤ {room:.1g}", off <= room, meaning)
+
+    def none(self, subject: str, wrong: Sequence[str], measured: str, meaning: str) -> Finding:
+        """Nothing is on the list of what is wrong; ``meaning`` begins with the first three."""
+        named = ", ".join(wrong[:3])
+        return self.finding(subject, measured, "none", not wrong, f"{named}{meaning}")
+
+    def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
+        return Finding(self.code, subject, why, "-", "not applicable", meaning)
+
+    def not_declared(self, subject: str, what: str) -> Finding:
+        """``what`` is the declaration that is missing."""
+        return not_declared(self.code, subject, what)
+
+    def unchecked(self, subject: str, error: Exception) -> Finding:
+        """The row of a check that raised."""
+        return unchecked(self.code, subject, error)
+
+    def refused(self, subject: str, error: Exception, what: str = "cannot be run") -> Finding:
+        """The row of an edit that the step refuses, as it may."""
+        return self.not_applicable(subject, f"{what} ({type(error).__name__})", str(error)[:120])
+
+
+def not_declared(code: str, subject: str, what: str) -> Finding:
+    return Finding(code, subject, "not checked", "-", "not declared", f"Declare {what} and it is checked.")

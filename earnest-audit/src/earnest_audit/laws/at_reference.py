@@ -1,0 +1,56 @@
+"""KL-ZERO: At the reference a KL penalty has value 0 and a zero gradient.
+
+lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is
+no loss)
+
+Needs: terms with a metric named kl; role reference with per-token log-probs; logprobs=fn
+How: The reference log-probs are set to the current policy's; the term's own gradient is the difference between two
+weights.
+Exceptions: k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.
+Detects: CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and not the one that is trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from earnest_audit.law import Law
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Finding
+
+SUBJECT = "a penalty at the reference"
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    named = {m: t for m, t in step.terms.items() if isinstance(t, str) and _about_the_reference(m)}
+    if not named or step.logprobs is None:
+        missing = LAW.not_declared(SUBJECT, "logprobs=lambda model, batch: …")
+        yield missing if named else LAW.not_applicable(SUBJECT, "no term has a metric named like a kl")
+        return
+    key, away = step.roles["reference"], probe.off_policy()
+    if probe.now().shape != away[key].shape:
+        yield LAW.not_applicable(SUBJECT, "other shapes than logprobs has")
+        return
+    at, room = probe.as_policy(away, ("reference",)), max(probe.tolerance, 1e-3)
+    for metric, knob in named.items():
+        weight = float(step.knobs[knob]) or 1.0
+        usual = probe.gradient(away, {knob: 2 * weight}).minus(probe.gradient(away, {knob: 0.0})).norm()
+        reading = probe.read(at, {knob: 2 * weight})
+        here = reading.gradient.minus(probe.gradient(at, {knob: 0.0})).norm() / max(usual, 1e-300)
+        value = reading.metrics.get(metric, 0.0)
+        yield LAW.finding(
+            f"term {metric} at the reference", f"value {value:.2g}, own gradient {here:.2g} of the usual", "0 and 0",
+            abs(value) <= room and here <= room,
+            f"Where the policy equals the reference, {metric} must be 0 and have a zero gradient. It does not: the "
+            "estimator's formula is off, or it is k1, whose gradient has no reference in it.",
+        )  # fmt: skip
+
+
+def _about_the_reference(metric: str) -> bool:
+    name = metric.lower()
+    return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
+
+
+LAW = Law.of("KL-ZERO", "at the reference", __doc__, check, quick=False, perturbed=True,
+             when=lambda step: "reference" in step.roles)  # fmt: skip

@@ -1,0 +1,54 @@
+"""DR: A step along minus a term's own gradient lowers the metric that the term is about.
+
+Needs: terms, and their metrics in what the step returns
+How: The term's gradient is the difference between two weights; after one small step along it the metric is measured
+again.
+Exceptions: An entropy bonus raises its metric: declare Raises(setting).
+Detects: sign errors, swapped chosen and rejected, a step that moves away as in torchft #233
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
+from earnest_audit.probe import Probe
+from earnest_audit.step import Raises
+from earnest_audit.verdict import Finding
+
+STEP = 3e-3  # of the parameters' norm
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step, batch = probe.step, probe.off_policy()
+    for metric, term in step.terms.items():
+        knob, wanted = step.weights[metric], +1 if isinstance(term, Raises) else -1
+        weight = float(step.knobs[knob]) or 1.0
+        own = probe.gradient(batch, {knob: 2 * weight}).minus(probe.gradient(batch, {knob: 0.0}))
+        if own.norm() == 0:
+            continue  # see KG
+
+        def after(length: float, own: Gradient = own, metric: str = metric) -> float | None:
+            with probe.along(own, probe.reach(length)):
+                return probe.look(dict(batch)).metrics.get(metric)
+
+        before, there = probe.look(batch).metrics.get(metric), after(-STEP)
+        if before is None or there is None:
+            why = f"Return {metric!r} as a metric."
+            yield LAW.finding(f"term {metric}", "its metric is not returned", "returned", False, why)
+            continue
+        change = there - before
+        if change * wanted <= 0:  # a set that the metric is taken over (a top-k) may jump on one side
+            change = (there - (after(STEP) or before)) / 2
+        yield LAW.finding(
+            f"term {metric}", f"descending it changed {metric} by {change:+.2g}",
+            "it rises" if wanted > 0 else "it falls", change * wanted > 0,
+            f"Minimising the loss moves {metric} the wrong way: a sign is flipped, or two roles are swapped.",
+        )  # fmt: skip
+
+
+LAW = Law.of(
+    "DR", "direction", __doc__, check, quick=False, perturbed=True,
+    asks=(("terms", "terms={metric: setting that weighs it}", lambda step: bool(step.terms)),),
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""DIV-ZERO: Identical distributions have the least cost and a zero gradient; different ones have a gradient.
+
+teacher = student   →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
+GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
+
+Needs: roles teacher and student=fn; terms, or pure={knob: value}, where another loss is mixed in
+How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.
+Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
+teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is searched
+and must then be declared.
+Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest_audit import edits
+from earnest_audit.law import Law
+from earnest_audit.laws.parts import Part, mixer, weakest
+from earnest_audit.laws.ratio import on_policy
+from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
+
+IDENTICAL = "identical distributions"
+ENDS = (1e-3, 0.5, 1 - 1e-3)
+# Swapped, the ends are (1-ε)·ln(1/ε)/ln 2 ≈ 10 times the middle; Amari's α-divergence, which is right, has 250.
+TURNED = (1.5, 40.0)
+
+
+def sampled(step: Step) -> bool:
+    """Teachers as advantages: the gradient is 0 only where the sampler is the policy."""
+    return step.ratio_role in step.roles
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    key = step.roles["teacher"]
+    base = on_policy(probe) if sampled(step) else step.batch
+    own: Tensor = probe.forward(step.student, graph=False).detach()
+    twin = own.to(step.batch[key].dtype).reshape(step.batch[key].shape)
+    same = probe.kept_batch("the student as its teacher", lambda: {**base, key: twin})
+    # A divergence is quadratic at its zero, so its gradient there is of the order of sqrt(eps) at worst.
+    room = max(probe.tolerance, torch.finfo(own.dtype).eps ** 0.5 if own.is_floating_point() else 1e-3)
+    pull = weakest(probe, base, same, room)
+    if pull is not None:
+        usual, loss = pull.part.loss(probe, base), pull.part.loss(probe, same)
+        scale = max(abs(usual), 1e-12)
+        least = -room * max(scale, 1.0) <= loss <= max(usual, 0.0) + room * max(scale, 1.0)
+        outcome = pull.size <= room and pull.finite and least
+        reads = not outcome and _reads_targets(probe, pull.part, same)
+        mixing = mixer(probe, pull.part, base, same, room) if reads else None
+        measured = f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull.size:.2g} of the usual"
+        if mixing is not None:
+            name, value = mixing
+            yield LAW.finding(
+                IDENTICAL, measured, "0 and 0", "not declared",
+                f"At {name} = {value:g} nothing is left: {name} mixes another loss in. Declare "
+                f'pure={{"{name}": {value}}} and the divergence alone is checked.',
+            )  # fmt: skip
+        else:
+            yield LAW.finding(
+                IDENTICAL, measured, "0 (or the teacher's entropy) and 0", outcome,
+                "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are "
+                "mixed in place of probabilities, supports differ, a temperature is applied to one side only, or "
+                "another term is in the loss: declare it in terms, or pure={…} where a weight mixes the two.",
+            )  # fmt: skip
+    size = pull.usual.norm() if pull is not None else 0.0
+    yield LAW.finding(
+        "different distributions", f"cost {probe.read(base).loss:.2g}, gradient {size:.2g}", "not 0", size > 0,
+        "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not "
+        "special-cased), or a softmax runs over an axis of length 1.",
+    )  # fmt: skip
+    if pull is not None:
+        yield from _weights_swapped(probe, pull.part, key, own)
+
+
+def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
+    """Whether labels, or the last id of every row, which nothing is predicted from, have a part in what is left: where
+    they have none, no likelihood is mixed in."""
+    step = probe.step
+    ids, shown = step.value("ids"), step.value("attention")
+    if "labels" in step.roles or ids is None or ids.ndim != 2:
+        return True
+    places = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+    real = places if shown is None or shown.shape != ids.shape else torch.where(shown != 0, places, -1)
+    other = edits.other_ids(step, ids, places == real.amax(-1, keepdim=True))
+    change = part.gradient(probe, same).distance(part.gradient(probe, {**same, step.roles["ids"]: other}))
+    return change > max(probe.tolerance, 4 * probe.noise())
+
+
+def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding]:
+    """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. If it is several times
+    larger near both ends than in the middle, its outer weights are swapped against its mixture's; other divergences
+    with a setting of that name rise or fall from one end to the other."""
+    step = probe.step
+    teacher: Tensor = step.batch[key]
+    found = [k for k, kind in step.kinds.items() if kind == "mixture" and 0 < step.knobs[k] < 1]
+    knob = next((k for k in found if k not in part.knobs), None)
+    if knob is None or part.less is not None or teacher.ndim < 3 or not teacher.is_floating_point():
+        return
+    far = {**step.batch, key: opposite_teacher(teacher, own.reshape(teacher.shape))}
+    try:
+        values = [probe.look(far, {**part.knobs, knob: at}).loss for at in ENDS]
+    except Exception:
+        return  # the step refuses such weights: it is no mixture's share
+    subject = f"a mixture's weight {knob}"
+    if min(values) < -1e-3 * max(map(abs, values)):
+        yield LAW.finding(
+            subject, f"{min(values):.2g} at one of {', '.join(f'{at:g}' for at in ENDS)}, for a teacher far away",
+            "never below 0", False,
+            "A divergence is not negative. This one is: one of its halves has a wrong sign, or another normaliser.",
+        )  # fmt: skip
+        return
+    ends = [value / max(abs(values[1]), 1e-300) for value in (values[0], values[2])]
+    yield LAW.finding(
+        subject, f"{ends[0]:.2g} and {ends[1]:.2g} times the value at ½, near 0 and near 1, for a teacher far away",
+        "not larger near both ends", not all(TURNED[0] < end < TURNED[1] for end in ends),
+        "A generalised Jensen–Shannon divergence is largest at ½ and fades towards both ends of its weight. This one "
+        "grows: the mixture's weights are swapped against the outer ones.",
+    )  # fmt: skip
+
+
+def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:
+    """A teacher whose probability is all on the token that the student finds least likely, in the teacher's form; so
+    far away that even the thousandth root of its other probabilities is next to 0."""
+    lowest = own.argmin(-1, keepdim=True)
+    if edits.probability_like(teacher):
+        low, high = 1e-12, 1.0
+    elif edits.log_like(teacher):
+        low, high = -4000.0, -1e-6
+    else:
+        low, high = -2000.0, 2000.0
+    return torch.full_like(teacher, low).scatter(-1, lowest, high)
+
+
+LAW = Law.of(
+    "DIV-ZERO", "identical", __doc__, check, quick=False, perturbed=True, when=lambda step: "teacher" in step.roles,
+    asks=(
+        (IDENTICAL, "student=lambda model, batch: …, in the teacher's form,", lambda step: step.student is not None),
+        (IDENTICAL, "logprobs=lambda model, batch: …", lambda step: step.logprobs is not None or not sampled(step)),
+    ),
+)  # fmt: skip

@@ -1,0 +1,244 @@
+"""IG: The gradient depends on every declared input; the reference is deterministic and does not move when the policy
+does.
+
+Needs: roles; reference=… for the reference policy
+How: Each input is changed where the loss is taken, from a perturbed, off-policy state; the gradient must change.
+Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
+states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
+weight of 1 and extreme values are tried before the law fails.
+Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from earnest_audit import edits
+from earnest_audit.law import Law
+from earnest_audit.probe import Change, Probe, seeded, settings_text
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
+
+CONTEXT = ("ids", "attention", "chosen", "rejected", "chosen_attention", "rejected_attention")
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    with probe.perturbed():
+        base = probe.off_policy()
+        if not probe.gradient(base).finite():
+            yield LAW.finding(
+                "every input", "not finite off-policy", "finite", False,
+                "The gradient is finite on the given batch, and NaN or infinite once the policy differs a little from "
+                "the behaviour and the reference, as it does in training: a root, a logarithm or a division by 0.",
+            )  # fmt: skip
+            return
+        for role, changes in _edits(probe, base):
+            key = step.roles[role]
+            yield probe.matters(
+                f"input {role} ({key})", changes,
+                f"The gradient does not depend on {key!r} at all: the value is ignored, overwritten, or "
+                "only used under a detach. What is trained is another objective than the one that reads it.",
+            )  # fmt: skip
+        if (other := _other_vocabulary(probe, base)) is not None:
+            change = probe.change(other, base)
+            yield LAW.finding(
+                "the teacher's tokens", f"its numbers at other tokens moved the gradient by {change:.2g}",
+                f"above {probe.tolerance:.1g}", True if change > probe.tolerance else "not declared",
+                "It does not matter which tokens the teacher finds likely: its values are sorted, or compared with the "
+                "student's by rank. Across two vocabularies that is intended (ULD), within one it is not.",
+            )  # fmt: skip
+    if step.reference is not None:
+        yield from _reference_stays(probe, step.reference)
+    elif {"reference", "reference_chosen"} & step.roles.keys():
+        yield LAW.not_declared("the reference policy", "reference=lambda: …, the reference's log-probs,")
+
+
+def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Change]]]:
+    """Every declared role, with the changes of the gradient by edits of it, from mild to strong."""
+    step = probe.step
+    for salt, role in enumerate(r for r in edits.INPUTS if r in step.roles):
+        yield role, _values(probe, base, role, 100 + salt)
+    if "correct" in step.roles:
+        yield "correct", _flips(probe, base)
+    for role in (r for r in ("mask", "chosen_mask", "rejected_mask") if r in step.roles):
+        yield role, _one(probe, base, _thinner(probe, base, role, 0))
+    if "labels" in step.roles:
+        yield "labels", _labels(probe, base)
+    if (other := _other_positions(probe, base)) is not None:
+        yield "positions", _one(probe, base, other)
+    for role in CONTEXT:
+        if (other := _other_context(probe, base, role)) is not None:
+            yield role, _one(probe, base, other)
+
+
+def _one(probe: Probe, base: edits.Batch, edited: edits.Batch, how: str = "") -> Iterator[Change]:
+    yield probe.change(edited, base), how
+
+
+def _values(probe: Probe, base: edits.Batch, role: str, salt: int) -> Iterator[Change]:
+    """Other values: usual ones (integers have few, and some have no effect: several tries), then with zero weights set
+    to 1 (a KL of weight 0 reads no reference), then extreme ones (a hinge depends on its reference only beyond its
+    corner)."""
+    step, change = probe.step, 0.0
+    for again in range(1 if base[step.roles[role]].is_floating_point() else 4):
+        other = edits.perturb(step, base, role, edits.generator(step, salt + 1000 * again))
+        change = max(change, probe.change(other, base))
+        yield change, ""
+    if on := {k: 1.0 for k in step.terms_off if not step.knobs[k]}:
+        other = edits.perturb(step, base, role, edits.generator(step, salt))
+        change = probe.change(other, base, on)
+        yield change, f", at {settings_text(on)} (it is 0)"
+    if role not in edits.LOGPROBS:
+        yield change, ""
+        return
+    # Much less likely rows and almost certain ones; then the same where all other references are extreme, too.
+    far_away = ", far away"
+    change = 0.0
+    for odd in (0, 1):
+        change = max(change, probe.change(far(step, base, [role], 30.0, odd), base))
+        yield change, far_away
+    if others := [r for r in edits.LOGPROBS if r in step.roles and r != role]:
+        away = probe.kept_batch(f"all but {role} far away", lambda: far(step, base, others, 300.0))
+        if probe.gradient(away).finite():
+            yield probe.change(far(step, away, [role], 1e4), away), far_away
+
+
+def far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd: int = 0) -> edits.Batch:
+    """Half of the rows almost certain, the least likely ones (``odd``: the likeliest), and the others ``factor`` times
+    as unlikely."""
+    batch = dict(base)
+    for key in (step.roles[r] for r in roles):
+        old: Tensor = base[key]
+        rank = old.float().reshape(len(old), -1).sum(-1).argsort(stable=True).argsort()
+        lift = (2 * rank < len(old)) if not odd else (2 * rank >= len(old))
+        there = torch.where(lift.reshape(-1, *[1] * (old.ndim - 1)), old / (100 * factor), old * factor).to(old.dtype)
+        where = edits.fit(edits.supervised(step, base), old)
+        batch[key] = there if where is None else torch.where(where, there, old)
+    return batch
+
+
+def _flips(probe: Probe, base: edits.Batch) -> Iterator[Change]:
+    """One row's value is flipped: p(1-p) may not change with a single flip, and a flip may leave nothing to train on,
+    which the step may refuse."""
+    key, change = probe.step.roles["correct"], 0.0
+    for row in range(min(probe.step.rows, 4)):
+        value = base[key].clone()
+        value[row] = 1 - value[row] if value.dtype != torch.bool else ~value[row]
+        try:
+            change = max(change, probe.change({**base, key: value}, base))
+        except Exception:
+            continue
+        yield change, ""
+
+
+def _thinner(probe: Probe, batch: edits.Batch, role: str, off: int) -> edits.Batch:
+    """Every second supervised token of a row is ``off``; of the batch, where no row has two. Never all of them."""
+    key = probe.step.roles[role]
+    return {**batch, key: torch.where(_every_second(batch[key] != off), torch.full_like(batch[key], off), batch[key])}
+
+
+def _every_second(on: Tensor) -> Tensor:
+    places = on.nonzero()
+    row = places[:, 0]
+    first = torch.searchsorted(row.contiguous(), row.contiguous())
+    within = places[(torch.arange(len(places), device=row.device) - first) % 2 == 1]
+    drop = within if len(within) else places[1::2] if len(places) > 1 else places
+    dropped = torch.zeros_like(on)
+    dropped[tuple(drop.T)] = True
+    return dropped
+
+
+def _labels(probe: Probe, base: edits.Batch) -> Iterator[Change]:
+    """Other targets; or fewer of them, where labels only mark positions and the ids are the targets."""
+    key = probe.step.roles["labels"]
+    labels = base[key]
+    rolled = labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1)
+    yield from _one(probe, base, {**base, key: torch.where((labels >= 0) & (rolled >= 0), rolled, labels)})
+    yield from _one(probe, base, _thinner(probe, base, "labels", -100), ", by their positions only")
+
+
+def _other_vocabulary(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
+    """The teacher's probabilities at other tokens: a comparison by rank does not change. Only where the vocabulary is
+    the student's; across two vocabularies only ranks can be compared (ULD)."""
+    value = probe.step.value("teacher")
+    if value is None or value.ndim < 3 or not value.is_floating_point() or value.shape[-1] < 3:
+        return None
+    if probe.coarse or not probe.afford(1):
+        return None
+    matrices = [p for p in probe.step.model.parameters() if p.ndim == 2]
+    if not any(value.shape[-1] in p.shape for p in matrices):
+        return None
+    return {**batch, probe.step.roles["teacher"]: value.roll(1, dims=-1)}
+
+
+def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
+    """Every row's positions in reverse: legal ones, and further apart from each other for no pair of tokens alike."""
+    value = probe.step.value("positions")
+    if value is None or value.ndim < 2 or torch.equal(value, value.flip(-1)):
+        return None
+    return {**batch, probe.step.roles["positions"]: value.flip(-1)}
+
+
+def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch | None:
+    """Other tokens, or fewer visible ones, where no loss is taken and some follows (anywhere if that is unknown)."""
+    step = probe.step
+    value = step.value(role)
+    if value is None or value.ndim != 2:
+        return None
+    if role.endswith("attention"):
+        seen = value != 0
+        hidden = seen & (seen.cumsum(-1) % 2 == 1) & (seen.cumsum(-1) < seen.sum(-1, keepdim=True))
+        fewer = torch.where(hidden, torch.zeros_like(value), value)
+        return {**batch, step.roles[role]: fewer} if bool(hidden.any()) else None
+    shown = step.value(f"{role}_attention" if role in edits.SIDES else "attention")
+    real = shown != 0 if shown is not None and shown.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
+    on = step.value(f"{role}_mask") if role in ("chosen", "rejected") else edits.supervised(step, batch)
+    if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
+        # Only the context: a token that is also a target would matter through the target alone.
+        target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
+        # Packed rows have prompts after answers too, so any token that some answer follows is one.
+        follows = target.flip(-1).cumsum(-1).flip(-1) > 0
+        context = real & (target == 0) & follows
+        real = context if bool(context.any()) else real
+    # Rows of one prompt share their context, so tokens are drawn from the whole batch.
+    order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
+    other = value.flatten()[order].reshape(value.shape)
+    return {**batch, step.roles[role]: torch.where(real, other, value)}
+
+
+def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Iterator[Finding]:
+    """The reference gives the same log-probs under another seed and after the policy has changed."""
+    seed = probe.step.seed
+
+    def logprobs(at: int) -> Tensor:
+        with torch.no_grad(), seeded(at):
+            return reference().detach().clone()
+
+    before, redrawn = logprobs(seed), logprobs(seed + 1)
+    with probe.perturbed(0.2):
+        after = logprobs(seed)
+    noise = _largest_difference(before, logprobs(seed))
+    drawn, change = _largest_difference(before, redrawn), _largest_difference(before, after)
+    if drawn > 4 * noise:
+        yield LAW.finding(
+            "the reference policy, drawn again", f"another seed changed it by {drawn:.2g}", "0", False,
+            "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every "
+            "KL and every margin. Call .eval() on it.",
+        )  # fmt: skip
+    yield LAW.finding(
+        "the reference policy", f"perturbing the policy changed it by {change:.2g}", "0", change <= 4 * noise,
+        "The reference changes with the policy: both are the same weights (an adapter that was injected in place, a "
+        "disable_adapter() that is not used as a context manager). Its KL is 0 whatever happens.",
+    )  # fmt: skip
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference; equal infinities do not differ."""
+    return float(torch.where(a == b, torch.zeros_like(a), a - b).abs().max()) if a.numel() else 0.0
+
+
+LAW = Law.of("IG", "inputs", __doc__, check)

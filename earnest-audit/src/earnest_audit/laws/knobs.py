@@ -1,0 +1,263 @@
+"""KG: The gradient depends on every setting and not on inert ones, every mode of an option differs from the others, and
+a weight scales its term linearly.
+
+Needs: knobs, options, terms; inert for settings that must not matter
+How: Gradients (never loss values) at other values of the setting, from a perturbed, off-policy state.
+Exceptions: A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not
+sufficient: a sign or swapped modes pass here and fail elsewhere.
+Detects: SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means of
+chunks), verl-recipe #151 (an end of β that is clamped)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from earnest_audit import edits
+from earnest_audit.law import Law
+from earnest_audit.laws import shadow
+from earnest_audit.laws.inputs import far
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Finding
+
+GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step, base = probe.step, probe.off_policy()
+    if not probe.gradient(base).finite():
+        yield LAW.not_applicable("knobs", "not finite off-policy", "see IG.")
+        return
+    weights = set(step.weights.values())
+    for knob, value in step.knobs.items():
+        if knob in step.inert:
+            yield _inert(probe, base, knob, value)
+        elif knob not in weights:  # a weight is checked for more below
+            yield from _setting(probe, base, knob, value)
+    for option, modes in step.options.items():
+        yield _modes(probe, base, option, list(modes))
+    for metric, knob in step.weights.items():
+        yield from _weight(probe, base, metric, knob)
+
+
+def candidates(value: Any) -> list[Any]:
+    """Other legal values of a setting, from mild to strong."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, max(1, value // 2), value * 4 + 3]
+    if isinstance(value, float):
+        # A threshold far from the present state matters only when it is crossed, so the last values are extreme.
+        return [0.1, 1.0, 100.0] if value == 0 else [value * f for f in (1.5, 0.5, 0.1, 10.0, 100.0, 1000.0)]
+    return []
+
+
+def _inert(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
+    """A chunk length must not matter; a short one is tried, which leaves a remainder."""
+    others = [3 if value != 3 else 2, value * 4 + 3] if type(value) is int else candidates(value)[:2]
+    changes = {other: change for other in others if (change := _moved(probe, base, {knob: other})) is not None}
+    if not changes:
+        return LAW.not_applicable(f"setting {knob}", f"no other legal value of {value!r} was found")
+    worst = max(changes, key=lambda k: changes[k])
+    return LAW.finding(
+        f"setting {knob}", f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
+        f"≤ {probe.tolerance:.1g}, declared inert", changes[worst] <= probe.tolerance,
+        f"{knob} is declared to change nothing, and it does: means of chunks are averaged although chunks differ in "
+        "size, or a remainder is dropped.",
+    )  # fmt: skip
+
+
+def _moved(
+    probe: Probe, batch: edits.Batch, other: dict[str, Any], beside: dict[str, Any] | None = None
+) -> float | None:
+    """The change of the gradient by other values of settings, with ``beside`` in both; None where the step refuses
+    them, as it may."""
+    try:
+        here, there = probe.gradient(batch, beside), probe.gradient(batch, {**(beside or {}), **other})
+    except Exception:
+        return None
+    return here.distance(there) if there.finite() else 0.0
+
+
+def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator[Finding]:
+    tried: list[Any] = []
+    subject, clip = f"setting {knob}", knob in probe.step.clips
+    at_one = clip and probe.step.ratio_role not in probe.step.roles
+    others = candidates(value)[: 2 if at_one else None]
+    tiny = clip and isinstance(value, float) and 0 < value < 0.1  # such as GSPO's: every ratio is beyond it
+    if tiny and value < 0.01:
+        others.reverse()  # the far end first
+    for other, batch in (*(_near_the_clip(probe, base, value) if tiny else ()), *_tries(probe, base, others)):
+        if tried and not probe.afford(1 if batch is base else 2):
+            break
+        if (change := _moved(probe, batch, {knob: other})) is None:
+            continue
+        tried.append(other)
+        if probe.is_change(change):
+            moved = f"{value:g} → {other:g} moved the gradient by {change:.2g}"
+            yield LAW.finding(subject, moved, "above 0", True)
+            if not (clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
+                here, there = (probe.gradient(batch, k).norm() for k in (None, {knob: other}))
+                yield from _vanished(knob, value, other, here, there)
+            return
+    if not tried:
+        none = f"no other legal value of {value!r} was found"
+        yield LAW.finding(subject, none, "-", "not declared", "Declare it in options, with its modes.")
+    elif at_one:
+        yield LAW.finding(
+            subject, "no change", "-", "not declared",
+            "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
+            f'step is on-policy by design, inert=("{knob}",).',
+        )  # fmt: skip
+    elif (mode := _in_other_modes(probe, base, knob, value)) is not None:
+        yield LAW.not_applicable(subject, f"it acts with {mode} only")
+    elif (elsewhere := _in_other_states(probe, base, knob, others)) is not None:
+        yield LAW.finding(subject, elsewhere, "above 0", True)
+    elif len(set(tried)) < min(3, len(candidates(value))):
+        spent = f"no change by {len(tried)} values, and the audit's budget is spent"
+        yield LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
+    else:
+        values = ", ".join(f"{t:g}" for t in dict.fromkeys(tried))
+        yield LAW.finding(
+            subject,
+            "no change above the noise" if probe.noise() else f"{value} → {values} left the gradient bit-equal",
+            "a change", False,
+            f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
+            f'without a gradient. Where it is intended to change nothing (a chunk length), declare inert=("{knob}",).',
+        )  # fmt: skip
+
+
+def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple[Any, edits.Batch]]:
+    """With both signs of the advantages, since one side of a clip acts on one sign; two values, then all others."""
+    opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(probe.step, base) or {})
+    for some in (others[:2], others[2:]):
+        for batch in (base, opposite) if opposite else (base,):
+            yield from ((other, batch) for other in some)
+
+
+def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
+    """What the setting moves at values far beyond the usual ones, with ratios of whole rows beside it (they leave every
+    clip at once), or where the references are far away (a hinge is inactive on its good side)."""
+    step, value = probe.step, probe.step.knobs[knob]
+    beyond = [1e6 * (value or 1.0)] if isinstance(value, float) else []  # a threshold that was set by another state
+    if step.kinds.get(knob) == "target":
+        beyond = [-value, -1e3]  # a hinge whose every pair is active
+    states: list[tuple[str, edits.Batch, list[Any]]] = [("as it is", base, beyond)]
+    if step.ratio_role in step.roles and step.logprobs is not None:
+        rows = [_ratios(probe, base, value, odd) for odd in (0, 1)]
+        states += [("with ratios of whole rows beside it", batch, others[:2]) for batch in rows]
+    if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
+        distant = [far(step, base, references, 30.0, odd) for odd in (0, 1)]
+        states += [("with far references", batch, others[:2]) for batch in distant]
+    for name, batch, values in states:
+        for other in values:
+            change = _moved(probe, batch, {knob: other})
+            if change is not None and probe.is_change(change):
+                return f"{name}, {other:g} moved the gradient by {change:.2g}"
+    return None
+
+
+def _near_the_clip(probe: Probe, base: edits.Batch, value: float) -> Iterator[tuple[float, edits.Batch]]:
+    """A somewhat larger clip, where every token's ratio is between the two."""
+    if probe.step.ratio_role in probe.step.roles and probe.step.logprobs is not None:
+        for odd in (0, 1):
+            make = functools.partial(_ratios, probe, base, value, odd, rows=False)
+            yield 1.5 * value, probe.kept_batch(f"ratios beside {value}, {odd}", make)
+
+
+def _ratios(probe: Probe, base: edits.Batch, value: Any, odd: int, rows: bool = True) -> edits.Batch:
+    """By turns, rows whose ratios (``rows``: their product) are a little above 1 + clip and below 1 - clip."""
+    step = probe.step
+    total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
+    now = probe.now()
+    on = edits.fit(edits.supervised(step, base), now)
+    count = (torch.ones_like(now) if on is None else on.to(now.dtype)).reshape(len(now), -1).sum(-1).clamp(min=1)
+    turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
+    moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
+    keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
+
+
+def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
+    """The mode of an option in which the setting does act, if there is one."""
+    for option, modes in probe.step.options.items():
+        for mode in list(modes)[1:]:
+            for other in candidates(value)[:2]:
+                if not probe.afford(2):
+                    return None
+                change = _moved(probe, base, {knob: other}, {option: mode, knob: value})
+                if change is not None and probe.is_change(change):
+                    return f"{option} = {mode!r}"
+    return None
+
+
+def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Iterator[Finding]:
+    """A setting whose present value leaves almost no gradient, while one within a factor of two does not."""
+    if here < GONE * there:
+        yield LAW.finding(
+            f"setting {knob}, its present value",
+            f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}", f"≥ {GONE:g}", False,
+            f"{knob} = {value:g} trains next to nothing: an end of its range is clamped instead of treated by itself.",
+        )  # fmt: skip
+
+
+def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Finding:
+    gradients = {modes[0]: probe.gradient(base)}
+    for mode in modes[1:]:
+        try:
+            gradients[mode] = probe.gradient(base, {option: mode})
+        except Exception:
+            continue  # this mode contradicts another setting
+    twins = probe.step.twins | {(b, a) for a, b in probe.step.twins}
+    pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
+    same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.differs(gradients[a], gradients[b])]
+    if not pairs:
+        return LAW.not_applicable(f"option {option}", "no other mode runs here")
+    return LAW.finding(
+        f"option {option}", f"{len(gradients)} modes, {len(same)} pairs with one gradient",
+        "every mode its own gradient", not same,
+        f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a "
+        "branch.",
+    )  # fmt: skip
+
+
+def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator[Finding]:
+    """The weight must enter linearly: g(2w) - g(w) = g(w) - g(0), and not vanish."""
+    declared = probe.step.knobs[knob]
+    value = float(declared) or 1.0
+    try:
+        at = probe.gradient(base, None if declared else {knob: value})
+        none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
+    except Exception as error:
+        yield LAW.unchecked(f"term {metric}", error)
+        return
+    once, second = at.minus(none), twice.minus(at)
+    share = once.norm() / max(at.norm(), none.norm(), 1e-300)
+    alive, aside, exact = probe.is_change(share), "", None
+    if alive and share <= 4 * probe.tolerance and not (probe.coarse or probe.random()) and probe.afford(2):
+        exact = shadow.exact(probe, base, ({knob: value}, {knob: 0.0}))
+    if exact is not None:
+        kept = exact[0].minus(exact[1]).norm() / once.norm()
+        alive, aside = kept > 0.1, f", in float64 {kept:.1g} of that"
+    yield LAW.finding(
+        f"term {metric}", f"its own gradient is {share:.2g} of the whole{aside}",
+        "above 0" if exact is None else "above 0, and not by rounding alone", alive,
+        f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not "
+        "at all; or it is a constant that rounding alone moves (the normaliser of what is normalised already).",
+    )  # fmt: skip
+    # The difference of two large gradients is only as exact as they are; below that linearity cannot be judged.
+    if alive and share > 4 * probe.tolerance:
+        why = f"{knob} does not weigh the term linearly: it enters twice, or clips something on the way."
+        room, what = max(probe.tolerance / share, 1e-3), f"doubling {knob} doubles it up to {{}}"
+        yield probe.same(f"term {metric}", once.distance(second), why, room=room, what=what)
+
+
+LAW = Law.of("KG", "settings", __doc__, check, perturbed=True, asks=(
+    ("knobs", "knobs={…} and options={…},", lambda step: bool(step.knobs or step.options)),
+))  # fmt: skip

@@ -1,0 +1,285 @@
+"""GL: Every trainable parameter and every term has a gradient; the parameters' bits change and most of each update is
+applied; the optimizer owns, and the clip bounds, exactly what is trainable; nothing else moves.
+
+Needs: model and loss; optimizer for what moves and what it owns; clipped for what is clipped; backward and update where
+the run has its own; weighed for the terms
+How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits the update is held against
+what the same optimizer does to fp32 copies: half of it has to arrive.
+Exceptions: LoRA's A has a zero gradient while B = 0: it may get one at step 2. Weight decay alone moves a parameter
+without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle. Running
+statistics change in the forward pass, so only buffers that an update changes count. Optimizers with master weights,
+Kahan summation or stochastic rounding may apply an update later; if little changed, the same gradient is applied again
+before judging. A term that is inactive by design where training begins is judged in the state that active declares.
+Detects: SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move,
+prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
+from earnest_audit.laws.arrival import SHARE, after_warmup, arrival, coarse
+from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
+
+STEPS = 2
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    with probe.active():
+        terms = list(_terms(probe))
+    first = probe.own_gradient()
+    if first.norm() > 0 or probe.step.active is None:
+        yield from _judged(probe, first, terms)
+    else:  # no term is active where training begins: parameters are judged where one is
+        with probe.active():
+            yield from _judged(probe, probe.own_gradient(), terms)
+
+
+def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Iterator[Finding]:
+    step, norm = probe.step, first.norm()
+    alone = "" if step.weighed or step.active is None else _inactive(step, step.name.removeprefix("term "))
+    yield LAW.finding(
+        step.name,
+        f"gradient norm {norm:.3g}{alone}",
+        "finite and above 0",
+        first.finite() and norm > 0,
+        "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero "
+        "mask.",
+    )
+    yield from terms
+    if not first.finite():
+        return
+    yield from _owned(probe)
+    yield _clipped(probe)
+    yield _unwritten(probe)
+    with probe.training():
+        yield from _train(probe, first)
+
+
+def _terms(probe: Probe) -> Iterator[Finding]:
+    """Every declared term by itself, with the weights of the others at 0."""
+    weighed = probe.step.weighed
+    norms = {
+        term: probe.own_gradient({k: 0.0 for k in weighed.values() if k != knob}).norm()
+        for term, knob in weighed.items()
+    }
+    total = sum(norms.values())
+    for term, norm in norms.items():
+        yield LAW.finding(
+            f"term {term}",
+            f"gradient norm {norm:.3g}, {norm / total if total else 0.0:.0%} of the sum{_inactive(probe.step, term)}",
+            "above 0",
+            norm > 0,
+            f"The term {term} adds nothing to the gradient: it trains nothing. Look at its signal (all advantages 0? a "
+            "mask?), at a detach, and at its threshold.",
+        )
+
+
+def _inactive(step: Step, term: str) -> str:
+    how = "" if step.active is None else step.active.terms.get(term, "")
+    return f" (inactive at first; measured {how})" if how else ""
+
+
+def _owned(probe: Probe) -> Iterator[Finding]:
+    optimizer = probe.step.optimizer
+    if optimizer is None:
+        yield LAW.not_declared("the optimizer's parameters", "optimizer=…")
+        return
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = {id(p) for p in owned}
+    orphans = [n for n, p in probe.parameters.items() if id(p) not in ids]
+    mine = {id(p) for p in probe.parameters.values()}
+    frozen = sum(not p.requires_grad for p in owned)
+    strangers = sum(id(p) not in mine for p in owned) - frozen
+    yield LAW.finding(
+        "the optimizer's parameters",
+        f"{len(orphans)} trainable ones missing, {strangers} that are not the model's, {len(owned) - len(ids)} twice",
+        "exactly the trainable parameters, once each",
+        not orphans and strangers <= 0 and len(owned) == len(ids),
+        f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was "
+        "built before an adapter was attached or a layer replaced, or a group was forgotten. Several optimizers "
+        "are given as a list.",
+    )
+
+
+def _unwritten(probe: Probe) -> Finding:
+    moved = probe.written()
+    if moved and not probe.written_again():  # a norm that is held in place (an embedding's max_norm) settles at once
+        moved = []
+    return LAW.finding(
+        "the weights, after one call of the loss",
+        f"{len(moved)} tensors changed",
+        "none: only the optimizer moves them",
+        not moved,
+        f"The loss writes into the weights themselves: {some(moved)}. Noise that is added in place, a clamp or a "
+        "renormalisation adds up from call to call, at evaluations too.",
+    )
+
+
+def _clipped(probe: Probe) -> Finding:
+    clipped = probe.step.clipped
+    if clipped is None:
+        return LAW.not_declared("the clipped parameters", "clipped=[…], what clip_grad_norm_ is given,")
+    ids = {id(p) for p in clipped}
+    free = [n for n, p in probe.parameters.items() if id(p) not in ids]
+    mine = {id(p) for p in probe.step.model.parameters()}
+    strangers = len(ids - mine)
+    return LAW.finding(
+        "the clipped parameters",
+        f"{len(free)} trainable ones missing, {strangers} that are not the model's",
+        "every trainable parameter, and the model's only",
+        not free and not strangers,
+        f"The gradient's norm is taken and bounded over another set than what is trained: "
+        f"{some(free) or 'see the counts'}. What is left out is updated at its full length, whatever max_grad_norm is.",
+    )
+
+
+def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
+    """A few real steps from the real state. A parameter that starts at 0 · 0 stays there; a perturbation would hide
+    it."""
+    step, names = probe.step, list(probe.parameters)
+    before = {n: bits(p) for n, p in probe.parameters.items()}
+    others = {n: bits(p) for n, p in step.model.named_parameters() if n not in before and not p.requires_grad}
+    born = {n: bits(t) for n, t in step.model.named_buffers()}
+    pushed: set[str] = set()
+    alive = dict.fromkeys(names, False)
+    for number in range(STEPS):
+        gradient = first if number == 0 else probe.own_gradient()
+        for name, g in gradient.parts.items():
+            alive[name] |= g is not None and bool((g != 0).any())
+        # A running statistic moves in the forward pass, legitimately; a buffer that an update moves is a frozen weight.
+        buffers = {n: bits(t) for n, t in step.model.named_buffers()}
+        _update(probe, gradient.parts)
+        pushed |= {n for n, t in step.model.named_buffers() if buffers.get(n) != bits(t)}
+    rate = _rate(step)
+    if rate == 0:
+        yield LAW.finding(
+            "learning rate",
+            "0",
+            "above 0",
+            False,
+            "The learning rate is 0: no parameter moves, and one that waits for another to move gets no gradient.",
+        )
+    # What is added to both answers of a pair (a bias after the last non-linearity) cancels: reached, and exactly 0.
+    offset = [
+        n for n, p in probe.parameters.items()
+        if not alive[n] and step.kind == "preference" and p.ndim <= 1 and first.parts[n] is not None
+    ]  # fmt: skip
+    dead = [n for n in names if not alive[n] and n not in offset and not idles(n, step.may_idle)]
+    idle = sum(not a for a in alive.values()) - len(dead) - len(offset)
+    yield LAW.finding(
+        f"{len(names)} trainable parameters",
+        f"{len(names) - len(dead) - idle - len(offset)} got a gradient within {STEPS} steps"
+        + (f", {idle} idle by declaration" if idle else "")
+        + (f"; {some(offset)} cancels in every pair and trains nothing" if offset else ""),
+        "all" if not step.may_idle else "all but those that may idle",
+        not dead,
+        f"No gradient reaches {some(dead)}. The learning rate is 0."
+        if rate == 0
+        else f"No gradient reaches {some(dead)}. They are detached or bypassed, checkpointing cuts the graph, "
+        'or two factors are both 0. Experts that get no token from one batch are declared: may_idle=("*.experts.*",).',
+    )
+    if step.optimizer is None:
+        yield LAW.not_declared("the parameters' bits", "optimizer=…")
+        return
+    live = sum(alive.values())
+    still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and alive[n]]
+    found = arrival(probe, first, still)
+    if found is not None:  # what could not be written yet may be kept for later, or rounded at random
+        still = [n for n in still if n not in found.moved and not (found.random and coarse(probe.parameters[n]))]
+    yield LAW.finding(
+        f"{len(names)} trainable parameters",
+        f"{live - len(still)} changed their bits",
+        f"all that got a gradient ({live})",
+        not still,
+        f"{some(still)} get a gradient and do not move: "
+        + (
+            "the learning rate is 0."
+            if rate == 0
+            else "the optimizer does not own them, or the update is lost when it is rounded to their dtype (keep "
+            "trainable parameters in fp32, or raise the learning rate)."
+        ),
+    )
+    if found is not None and found.share is not None:
+        yield LAW.finding(
+            "updates in 16 bits",
+            f"{found.share:.0%} of an fp32 update in {found.steps} steps of one gradient"
+            + (f" ({len(found.masters)} have a master copy)" if found.masters else "")
+            + (" (the update rounds at random)" if found.random else ""),
+            f"≥ {SHARE:.0%}",
+            found.arrives,
+            "Most of every update is lost when it is rounded to the parameters' 16 bits, at this learning rate, for "
+            "ever: keep trainable parameters in fp32 (or a master copy of them in the optimizer), round at random, or "
+            "raise the learning rate.",
+        )
+    moved = [n for n, p in step.model.named_parameters() if n in others and others[n] != bits(p)] + sorted(pushed)
+    running = sum(born.get(n) != bits(t) for n, t in step.model.named_buffers() if n not in pushed)
+    yield LAW.finding(
+        f"{len(others)} frozen parameters, {len(born)} buffers",
+        f"{len(moved)} moved"
+        + (f"; {running} buffers did in the forward pass, as running statistics do" * bool(running)),
+        "none",
+        not moved,
+        f"{some(moved)} moved although frozen: the optimizer or a hook reaches further than declared.",
+    )
+
+
+def _rate(step: Step) -> float | None:
+    """The largest learning rate of the optimizer's groups; None where it is not known."""
+    groups = [] if step.optimizer is None else step.optimizer.param_groups
+    return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
+
+
+def idles(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter is declared to get no gradient from some batches, as an expert without a token."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _update(probe: Probe, gradient: object) -> None:
+    step = probe.step
+    assert isinstance(gradient, dict)
+    for name, p in probe.parameters.items():
+        g = gradient[name]
+        p.grad = None if g is None else g.clone()
+    owned = [p for p in probe.parameters.values() if p.grad is not None]
+    bounded = owned if step.clipped is None else [p for p in step.clipped if p.grad is not None]
+    if step.optimizer is not None:
+        after_warmup(step.optimizer)
+    if step.update is not None:
+        step.update()
+        return
+    if step.max_grad_norm is not None and bounded:
+        torch.nn.utils.clip_grad_norm_(bounded, step.max_grad_norm)
+    if step.optimizer is not None:
+        step.optimizer.step()
+        step.optimizer.zero_grad(set_to_none=True)
+        return
+    with torch.no_grad():  # without an optimizer: a small step of our own, only to leave the initial state
+        for p in owned:
+            assert p.grad is not None
+            size = float(p.grad.float().norm())
+            reach = 1e-3 * max(float(p.float().norm()), 1e-3 * p.numel() ** 0.5)
+            p.sub_(p.grad * (reach / size if size > 0 else 0.0))
+            p.grad = None
+
+
+def bits(t: Tensor) -> bytes:
+    """A hash of a tensor's bits: equal for equal bits, 16 bytes long."""
+    raw = t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+LAW = Law.of("GL", "liveness", __doc__, check, from_start=True)

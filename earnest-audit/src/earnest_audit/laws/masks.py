@@ -1,0 +1,169 @@
+"""MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
+matter.
+
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest
+How: Each is changed or added; the gradient must stay the same within the step's own resolution.
+Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
+factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
+accident (prompts beside completions) must not be padded with them, so other readings are tried. Per-token rewards that
+are 0 wherever they are masked may be summed without the mask.
+Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from earnest_audit import edits
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Finding
+
+MASKED = "a fully masked row"
+TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
+    if edits.supervised(step) is None and not paired:
+        what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
+        yield LAW.not_declared("masks", f"roles={what}")
+        return
+    base = probe.off_policy()
+    if not probe.gradient(base).finite():
+        yield LAW.not_applicable("masks", "not finite off-policy", "see IG.")
+        return
+    both = None if paired else _both(probe)
+    parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe, both)}
+    yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe, both)})
+
+
+def _signals(probe: Probe, base: edits.Batch) -> Iterator[Finding]:
+    step = probe.step
+    changes: dict[str, edits.Batch] = {}
+    for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
+        bounds = edits.bounds(step, role)
+        if bounds is None or bool(bounds[1].all()):
+            continue
+        where = ~bounds[1].expand_as(step.batch[step.roles[role]])
+        if role == "rewards":  # may be summed without a mask if they are 0 where masked
+            where = where & (step.batch[step.roles[role]] != 0)
+        changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
+        if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
+            changes[role] = changed
+    for role, mask in TEXTS:  # another id wherever the attention mask is 0
+        attention, ids = step.value(mask), step.value(role)
+        if attention is not None and ids is not None and attention.shape == ids.shape and bool((attention == 0).any()):
+            hidden = edits.other_ids(step, ids.clamp_min(0), attention == 0)
+            changes[role] = {**base, step.roles[role]: hidden}
+    if not changes:
+        yield LAW.not_applicable("signals where masked", "no declared signal is masked")
+        return
+    yield from probe.same_by_one(
+        base, changes, "where masked",
+        lambda role: f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach "
+        "the model, is shifted by one, or another tensor is used in its place.",
+    )  # fmt: skip
+
+
+def _both(probe: Probe) -> Gradient | None:
+    """The gradient with three more columns and one more row, all masked; None where that cannot be run."""
+    step = probe.step
+    if _coupled(probe) or step.value("ids") is None:
+        return None
+    try:
+        found = probe.gradient(edits.add_masked_row(replace(step, batch=edits.pad(step))))
+    except Exception:
+        return None
+    return found if found.finite() else None
+
+
+def _coupled(probe: Probe) -> bool:
+    return probe.step.rows_interact or bool({"group", "rewards"} & probe.step.roles.keys())
+
+
+def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
+    step = probe.step
+    paired = all(s in step.roles for s in edits.SIDES)
+    sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
+    if not (edits.supervised(step) is not None or sides) or (step.value("ids") is None and not paired):
+        what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
+        yield LAW.not_declared("more padding", what)
+        return
+    for side in ("right", "left"):
+        subject = f"3 more columns of padding on the {side}"
+        if side == "left" and not _pads_left(probe):
+            # A step whose batches have no left padding need not support it: absolute positions may begin at 0.
+            yield LAW.not_applicable(subject, "no row of this batch begins with padding")
+            return
+        # Both changes at once; a mean over rows counts the added row, so then the padding alone.
+        change = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
+        try:
+            change = change if change <= probe.tolerance else _padded(probe, side)
+        except Exception as error:
+            yield LAW.refused(subject, error)
+            return
+        yield probe.same(
+            subject, change,
+            "The gradient depends on how far the batch is padded: a mean over positions counts "
+            "padding, padded positions are supervised, or positions are counted from the first padded one.", rows=True,
+        )  # fmt: skip
+
+
+def _padded(probe: Probe, side: str) -> float:
+    """The smallest change by padding, over the possible sets of tensors that are padded together."""
+    found: list[float] = []
+    first: Exception = ValueError("no tensor has the rows' width")
+    for number, batch in enumerate(edits.paddings(probe.step, side)):
+        try:
+            found.append(probe.change(batch))
+        except Exception as error:
+            first = error if number == 0 else first
+            continue
+        if found[-1] <= probe.tolerance:
+            break
+    if not found:
+        raise first
+    return min(found)
+
+
+def _pads_left(probe: Probe) -> bool:
+    """Whether a row begins with padding, by the attention mask of the ids."""
+    pairs = [(probe.step.value(mask), probe.step.value(role)) for role, mask in TEXTS]
+    return any(
+        shown is not None and ids is not None and shown.shape == ids.shape and bool((shown[:, 0] == 0).any())
+        for shown, ids in pairs
+    )
+
+
+def _masked_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
+    step, whole = probe.step, probe.gradient()
+    if _coupled(probe):
+        yield LAW.not_applicable(MASKED, "rows interact by declaration")
+        return
+    least = step.rows / (step.rows + 1)
+    counts = both is not None and any(whole.times(c).distance(both) <= probe.tolerance for c in (1.0, least))
+    try:
+        masked = both if both is not None and counts else probe.gradient(edits.add_masked_row(step))
+    except Exception as error:
+        yield LAW.refused(MASKED, error, "one more row cannot be run")
+        return
+    if not masked.finite():
+        why = "A row without a single supervised token gives 0/0; divide by max(count, 1)."
+        yield LAW.finding(MASKED, "the gradient is not finite", "finite", False, why)
+        return
+    factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
+    yield probe.fair(LAW.finding(
+        MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
+        f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1", holds,
+        "A row in which no loss is taken changes the gradient's direction: some part of the loss ignores the mask.",
+    ))  # fmt: skip
+
+
+LAW = Law.of("MI", "masks", __doc__, check, perturbed=True)

@@ -1,0 +1,205 @@
+"""MR: A metric equals the quantity that it names, stays in its range, varies, and is neutral for an unchanged policy.
+
+Needs: a step that returns (loss, metrics); metrics={name: (low, high)} and terms
+How: Metrics on the batch, in distant states, and with behaviour = current policy.
+Exceptions: Counts and settings are constant by nature; only declared metrics must vary, and those in still need not.
+Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest_audit import edits
+from earnest_audit.law import Law
+from earnest_audit.laws.clipping import clip_range
+from earnest_audit.laws.ratio import on_policy
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Finding
+
+# Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
+# are one.
+UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
+             "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
+
+
+SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies"}  # between 0 and 1, declared or not
+SAMPLERS = ("behaviour", "proximal")
+# Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
+REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step, reading = probe.step, probe.read()
+    found = dict(reading.metrics)
+    if not found:
+        yield LAW.not_declared("metrics", "metrics by returning (loss, {name: value})")
+        return
+    if "loss" in found:
+        off = abs(found["loss"] - reading.loss) / max(abs(reading.loss), 1e-9)
+        yield LAW.finding(
+            "metric loss", f"{found['loss']:.6g}, the loss is {reading.loss:.6g}", "the same",
+            off <= max(1e-3, probe.tolerance), "What is logged as the loss is another number than what is minimised.",
+        )  # fmt: skip
+    wild = [n for n, v in found.items() if not math.isfinite(v)]
+    why = f"{', '.join(wild)} is NaN or infinite on a good batch."
+    yield LAW.finding(f"{len(found)} metrics", f"{len(wild)} not finite", "all finite", not wild, why)
+    states = [found]
+    for size in (0.05, 1.0):
+        with probe.perturbed(size):
+            states.append(dict(probe.look(probe.off_policy()).metrics))
+    # The opposite policy: what a threshold metric needs to move.
+    with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
+        states.append(dict(probe.look(probe.off_policy()).metrics))
+    yield from _ranges(probe, states)
+    yield from _moves(probe, states)
+    if step.logprobs is not None and step.ratio_role in step.roles:
+        with probe.perturbed():
+            yield from _unchanged(probe)
+
+
+def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Undeclared metrics whose names make them shares."""
+    return {name: (0.0, 1.0) for name in found if name not in probe.step.metrics
+            and set(re.split(r"[^a-z]+", name.lower())) & SHARES}  # fmt: skip
+
+
+def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
+    for name, (low, high) in {**probe.step.metrics, **_shares(probe, states[0])}.items():
+        seen = [s[name] for s in states if name in s]
+        if not seen:
+            yield _never_returned(name)
+            continue
+        room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
+        inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
+        yield LAW.finding(
+            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{low}, {high}]", inside,
+            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
+            "denominator).",
+        )  # fmt: skip
+
+
+def _never_returned(name: str) -> Finding:
+    why = f"{name} is declared and the step does not return it."
+    return LAW.finding(f"metric {name}", "never returned", "returned", False, why)
+
+
+def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
+    for name in [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]:
+        seen = [s[name] for s in states if name in s]
+        if not seen:
+            yield _never_returned(name)
+            continue
+        for size in (0.3, 3.0, 10.0):
+            if len(set(seen)) == 1:
+                with probe.perturbed(size):
+                    seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
+        yield LAW.finding(
+            f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
+            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
+            "sets, or 0 by construction.",
+        )  # fmt: skip
+
+
+def _unchanged(probe: Probe) -> Iterator[Finding]:
+    yield from _recomputed(probe)
+    batch = on_policy(probe)
+    found = probe.look(batch).metrics
+    stored = [batch[probe.step.roles[r]] for r in SAMPLERS if r in probe.step.roles]
+    rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
+    for name, value in found.items():
+        expected = probe.step.neutral.get(name, UNCHANGED.get(name.lower().rsplit("/", 1)[-1]))
+        if expected is None:
+            continue
+        room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
+        yield LAW.finding(
+            f"metric {name}, policy unchanged", f"{value:.4g}", f"{expected:g}", abs(value - expected) <= room,
+            f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are "
+            "recomputed differently (temperature, shift), or the metric is another quantity under this name.",
+        )  # fmt: skip
+
+
+def _recomputed(probe: Probe) -> Iterator[Finding]:
+    """A KL or ratio between the two policies has few definitions; the logged number must be one of them."""
+    step = probe.step
+    batch = probe.off_policy()
+    now = probe.now().double()
+    on = edits.fit(edits.supervised(step, batch), now)
+    mask = torch.ones_like(now) if on is None else on.double()
+    forms: dict[str, list[Tensor]] = {"kl": [], "ratio": [], "clip": []}
+    for role in (r for r in SAMPLERS if r in step.roles):
+        gap = now - batch[step.roles[role]].double().reshape(now.shape)
+        forms["kl"] += [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap]
+        forms["ratio"] += [gap.exp()]
+        forms["clip"] += _clipped(probe, gap, batch)
+    forms["reference"] = _to_reference(probe, now, batch, forms["ratio"])
+    for name, value in probe.look(batch).metrics.items():
+        short = name.lower().rsplit("/", 1)[-1]
+        kind = "ratio" if UNCHANGED.get(short) == 1.0 else "kl" if short.endswith("_kl") else "clip"
+        kind = "reference" if short in REFERENCE else kind
+        unknown = kind != "reference" and short not in UNCHANGED
+        if unknown or not forms[kind] or step.drops_tokens:  # over which tokens it is a mean is the loss's own affair
+            continue
+        known = [m for form in forms[kind] for m in _means(form, mask)]
+        if kind == "ratio":  # of whole sequences: the ratio of their products, or its geometric mean
+            known += [float(f.mean()) for form in forms[kind] for f in _sequences(form, mask)]
+        near = min(known, key=lambda k: abs(k - value))
+        # Of a KL to the reference there are many definitions, and a wide room would find one for any number.
+        room = max(1e-3 if kind == "reference" else 2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2)
+        yield LAW.finding(
+            f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
+            abs(value - near) <= room,
+            f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
+            "normaliser is off.",
+        )  # fmt: skip
+
+
+def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Tensor]) -> list[Tensor]:
+    """Estimates of the KL to the reference on the sampled tokens, plain or weighed by the ratio; also times the term's
+    own weight."""
+    step = probe.step
+    given = step.value("reference")
+    if given is None or given.shape != step.batch[step.roles[step.ratio_role]].shape:
+        return []
+    there = batch[step.roles["reference"]].double().reshape(now.shape)
+    plain = []
+    # Of the policy as it is, or (in the reward) as it sampled.
+    for here in (now, *(batch[step.roles[r]].double().reshape(now.shape) for r in SAMPLERS if r in step.roles)):
+        gap = here - there
+        plain += [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
+    found = plain + [r * f for r in ratios for f in plain]
+    weights = {float(step.knobs[knob]) for metric, knob in step.weights.items() if "kl" in metric.lower()}
+    return found + [w * f for w in weights if w for f in found]
+
+
+def _sequences(ratio: Tensor, mask: Tensor) -> list[Tensor]:
+    rows = mask.sum(-1) > 0
+    logs = (ratio.log() * mask).sum(-1)[rows]
+    return [logs.exp(), (logs / mask.sum(-1)[rows]).exp()]
+
+
+def _clipped(probe: Probe, gap: Tensor, batch: edits.Batch) -> list[Tensor]:
+    """Tokens outside the clip range, on either side, or only where the clip acts on their advantage."""
+    low, high = clip_range(probe)
+    if low is None or high is None or "advantages" not in probe.step.roles:
+        return []
+    a = batch[probe.step.roles["advantages"]].double()
+    a = a[..., None] if a.ndim < gap.ndim else a
+    above, below = gap.exp() > 1 + high, gap.exp() < 1 - low
+    acting = (above & (a > 0)) | (below & (a < 0))
+    return [t.double() for t in (above | below, acting, above, below)]
+
+
+def _means(values: Tensor, mask: Tensor) -> list[float]:
+    rows = mask.sum(-1) > 0
+    by_row = (values * mask).sum(-1)[rows] / mask.sum(-1)[rows]
+    whole = (values * mask).sum()
+    return [float(whole / mask.sum()), float(by_row.mean()), float(whole), float(whole / rows.sum())]
+
+
+LAW = Law.of("MR", "metrics", __doc__, check)

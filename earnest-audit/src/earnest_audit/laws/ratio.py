@@ -1,0 +1,267 @@
+"""PG-RATIO: A token's gradient is proportional to the first power of its importance weight (or independent of it, where
+there is none).
+
+behaviour (and proximal) = now - log ρ    ∇L → ρᵏ·∇L, k = 1;  k = 0 without a weight;  k in between where it is tempered
+behaviour alone = now - log ρ             the same for the correction proximal / behaviour: k = 1, or 0 where the
+                                          weights are divided by their own mean
+k = 2: the weight is applied twice;  k = -1: it is inverted
+
+Needs: roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)
+How: From the on-policy state all ratios are set to ρ, inside every clip, and the power of ρ is measured from the
+gradient; then the same for the sampler correction alone. The first needs no evaluation of its own: it is that of the
+linearity check.
+Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
+gradient as a whole: neither is judged.
+Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest_audit import edits
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
+from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
+
+ROOM = 0.05  # how far from proportional two gradients may be and still have one exponent
+SLACK = 0.3  # soft clips bend the exponent by less; a weight too many or inverted moves it by 1 or 2
+
+
+def has_ratio(step: Step) -> bool:
+    ready = step.kind == "policy gradient" and step.ratio_role in step.roles and step.logprobs is not None
+    return ready and bool({"advantages", "rewards"} & step.roles.keys())
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    yield _power(
+        probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
+        "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "
+        "current over rollout beside current over old), or inverted",
+    )  # fmt: skip
+    if "proximal" in probe.step.roles and "rewards" not in probe.step.roles:
+        yield _power(
+            probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
+            "the correction for the sampler (trainer's over sampler's log-probs) is inverted, or the ratio is "
+            "already relative to the sampler and is corrected again",
+        )  # fmt: skip
+
+
+def doubles(probe: Probe) -> bool:
+    """Whether advantages are doubled in the same evaluation, as the on-policy law does."""
+    return "advantages" in probe.step.roles and whitening(probe) is None
+
+
+def whitening(probe: Probe) -> str | None:
+    """Whether the step centres or scales its advantages over the batch, where rows interact by declaration: then a
+    constant, or a factor, has no effect. None: they are used as given."""
+    if not probe.step.rows_interact:
+        return None
+    found: str | None = probe.kept_batch("whitening", lambda: {"how": _whitening(probe)})["how"]
+    return found
+
+
+def _whitening(probe: Probe) -> str | None:
+    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], probe.step.terms_off
+    a, once = batch[key], policy(probe).gradient
+    constant = a.float().abs().mean().to(a.dtype)
+    if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= ROOM:
+        return "the step centres its advantages, rows interact by declaration"
+    if once.distance(alone(probe, probe.gradient({**batch, key: 2 * a}, quiet))) <= ROOM:
+        return "the step scales its advantages, rows interact by declaration"
+    return None
+
+
+def reach(probe: Probe) -> float:
+    """ρ: inside half of every declared clip, and as far from 1 as the dtype needs."""
+    sizes = [float(probe.step.knobs[k]) for k in probe.step.clips]
+    inside = min([v if v < 1 else v - 1 for v in sizes if v > 0 and v != 1], default=1.0)
+    return 1 + min(0.15 if probe.coarse else 0.04, 0.5 * inside)
+
+
+def wider(probe: Probe) -> dict[str, Any]:
+    """Every clip a quarter wider: inert at ratio 1, and at ρ."""
+    return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in probe.step.clips}
+
+
+def on_policy(probe: Probe) -> edits.Batch:
+    """Behaviour log-probs = the current policy's; advantages of both signs."""
+    step = probe.step
+
+    def make() -> edits.Batch:
+        batch = probe.as_policy(edits.off_policy(step))
+        if "importance" in step.roles:
+            batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
+        return batch
+
+    return probe.kept_batch("on-policy", make)
+
+
+def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doubled: bool = False) -> edits.Batch:
+    """On-policy, and then log-probs lower by log ρ, which is always legal. A KL to the reference inside the rewards
+    is kept constant by shifting the reference too."""
+    step = probe.step
+    if "rewards" in step.roles:
+        roles = (*roles, "reference")
+
+    def make() -> edits.Batch:
+        batch = dict(on_policy(probe))
+        for key in {step.roles[r] for r in roles if r in step.roles}:
+            batch[key] = batch[key] - math.log(reach(probe))
+        if doubled:
+            batch[step.roles["advantages"]] = 2 * batch[step.roles["advantages"]]
+        return batch
+
+    return probe.kept_batch(f"shifted {roles} {doubled}", make)
+
+
+def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
+    knobs = {**probe.step.terms_off, **wider(probe)}
+    once, there = policy(probe).gradient, probe.gradient(batch, knobs)
+    if others(probe) is not None:  # other terms have another power
+        there = there.minus(probe.gradient(without_advantages(probe, batch), knobs))
+    if once.norm() == 0 or not once.finite():
+        return LAW.not_applicable(subject, "no gradient on-policy")
+    k, error, rest = exponent(once.times(factor), there, reach(probe))
+    why = ""
+    if rest > max(ROOM, probe.tolerance):
+        why = "Weights of whole sequences, caps and masks do not scale the gradient as a whole: there is no power."
+    elif error > 0.5:
+        why = "This dtype is too coarse to measure it."
+    elif _of_rows(probe, k, error, rest):
+        why = "A product over a row has the row's length as its power: a weight of whole sequences."
+    if why:
+        return LAW.not_applicable(subject, f"k = {k:.2g} ± {error:.2g}", why)
+    return LAW.finding(
+        subject, f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
+        f"a power from 0 to 1, up to {SLACK + error:.2g}", -SLACK - error <= k <= 1 + SLACK + error,
+        f"The gradient is proportional to the power {k:.1f} of the weight, which must be 1 (0 without a weight): "
+        f"{fault}.",
+    )  # fmt: skip
+
+
+def exponent(once: Gradient, there: Gradient, rho: float) -> tuple[float, float, float]:
+    """k of ``there`` ≈ ρᵏ·``once``, its uncertainty, and how far from proportional the two are."""
+    scale = there.best_scale(once)
+    if not scale > 0 or not there.finite():
+        return math.inf, math.inf, math.inf
+    rest = there.distance(once.times(scale))
+    return math.log(scale) / math.log(rho), rest / math.log(rho), rest
+
+
+def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
+    """Whether k may be a row's number of supervised tokens. Rows of unequal length then have unequal powers, and are
+    not scaled as one."""
+    on = edits.fit(edits.supervised(probe.step), probe.now())
+    counts = set((torch.ones_like(probe.now()) if on is None else on).flatten(1).sum(-1).long().tolist()) - {0, 1}
+    if not counts or (len(counts) > 1 and rest <= 4 * probe.tolerance):
+        return False
+    return min(counts) - SLACK - error <= k <= max(counts) + SLACK + error
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """One evaluation: the loss, ∂loss/∂θ, and ∂loss/∂input for declared inputs (None where it does not reach)."""
+
+    loss: float
+    gradient: Gradient
+    inputs: Mapping[str, Tensor | None]
+
+
+def slopes(probe: Probe, roles: Sequence[str], batch: Mapping[str, Any], knobs: Mapping[str, Any]) -> Slopes:
+    step = probe.step
+    keys = {step.roles[r]: r for r in roles if r in step.roles and batch[step.roles[r]].is_floating_point()}
+    leaves = {key: batch[key].detach().clone().requires_grad_() for key in keys}
+    probe.cost += 1
+    value, _ = probe.run({**batch, **leaves}, knobs)
+    found = probe.differentiate(value, [*leaves.values(), *probe.parameters.values()])
+    own = dict(zip(probe.parameters, found[len(leaves) :], strict=True))
+    return Slopes(float(value.detach()), Gradient(own), dict(zip(keys.values(), found[: len(leaves)], strict=True)))
+
+
+def at_one(probe: Probe) -> Slopes:
+    """The on-policy batch with all other terms off, evaluated once for all laws that start there."""
+    return _kept_slopes(probe, "slopes at ratio 1", lambda: on_policy(probe))
+
+
+def at_zero(probe: Probe) -> Slopes:
+    """The same with all advantages 0."""
+    return _kept_slopes(probe, "slopes at advantages 0", lambda: without_advantages(probe, on_policy(probe)))
+
+
+def _kept_slopes(probe: Probe, name: str, batch: Callable[[], edits.Batch]) -> Slopes:
+    roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
+
+    def make() -> dict[str, Any]:
+        return {"slopes": slopes(probe, roles, batch(), probe.step.terms_off)}
+
+    found: Slopes = probe.kept_batch(name, make)["slopes"]
+    return found
+
+
+def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
+    key = probe.step.roles["advantages"]
+    return {**batch, key: torch.zeros_like(batch[key])}
+
+
+def others(probe: Probe) -> Slopes | None:
+    """What remains with all advantages 0, if anything: a term that is not declared, or a baseline.
+
+    Where twice the advantages give twice the gradient, nothing remains and no evaluation is needed."""
+    if "advantages" not in probe.step.roles:
+        return None
+    if not probe.step.rows_interact and proportion(probe) <= probe.tolerance:
+        return None
+    rest, usual = at_zero(probe), at_one(probe).gradient.norm()
+    some = rest.gradient.finite() and rest.gradient.norm() > probe.tolerance * usual
+    return rest if some else None
+
+
+def proportion(probe: Probe) -> float:
+    """How far the gradient at twice the advantages, wider clips and ratios of ρ is from twice the gradient, up to a
+    factor ρ (or 1, without a ratio)."""
+    there = probe.gradient(shifted(probe, doubled=True), {**probe.step.terms_off, **wider(probe)})
+    once = at_one(probe).gradient
+    return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
+
+
+def alone(probe: Probe, gradient: Gradient) -> Gradient:
+    """An on-policy gradient minus what remains of it at advantages 0."""
+    rest = others(probe)
+    return gradient if rest is None else gradient.minus(rest.gradient)
+
+
+def policy(probe: Probe) -> Slopes:
+    """``at_one`` minus what remains at advantages 0: the advantages' part."""
+    here, rest = at_one(probe), others(probe)
+    if rest is None:
+        return here
+    inputs = dict(here.inputs)
+    for role, slope in rest.inputs.items():
+        mine = inputs[role]
+        if role != "advantages" and mine is not None and slope is not None:
+            inputs[role] = mine - slope
+    return Slopes(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs)
+
+
+def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
+    """-∂L/∂lp per token: lp enters the loss only as a difference to behaviour and proximal log-probs, so the
+    derivatives by these two sum to it. One of the two alone contains a correction's part."""
+    parts = [g for role in ("behaviour", "proximal") if (g := found.get(role)) is not None]
+    if not parts:
+        return None
+    total = torch.stack([p.double() for p in parts]).sum(0)
+    largest = max(float(p.abs().max()) for p in parts)
+    eps = max(torch.finfo(p.dtype).eps for p in parts)
+    return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
+
+
+LAW = Law.of("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib", when=has_ratio, perturbed=True)

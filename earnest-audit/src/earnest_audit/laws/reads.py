@@ -1,0 +1,98 @@
+"""IG-READS: Lists batch tensors that have no declared role and are never read by the loss. Informational; never a
+failure.
+
+Needs: a batch with tensors that have no role
+How: One evaluation on a batch that records which keys are read.
+Exceptions: Passing the whole batch on (**batch) reads everything.
+Detects: masks and positions that are collated and never reach the loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from earnest_audit.law import Law
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Finding
+
+
+class RecordingBatch(dict[str, Any]):
+    """A batch that records which keys are read. Iterating over it, or copying it, reads all of them."""
+
+    def __init__(self, values: Any = ()) -> None:
+        super().__init__(values)
+        self.accessed: set[str] = set()
+
+    def _all(self) -> None:
+        self.accessed |= set(dict.keys(self))
+
+    def __getitem__(self, key: str) -> Any:
+        self.accessed.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.accessed.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self.accessed.add(key)
+        return super().pop(key, *default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._all()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._all()
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        self._all()
+        return super().copy()
+
+    def __or__(self, other: Any) -> Any:
+        self._all()
+        return super().__or__(other)
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    others = [k for k, v in step.batch.items() if isinstance(v, Tensor) and k not in step.roles.values()]
+    if not others:
+        return
+    unread = _unread(probe, step.batch, others)
+    if unread:
+        yield LAW.not_applicable(
+            f"not read: {', '.join(unread)}",
+            "the loss never reads it",
+            "This tensor has no declared role and the loss does not read it. Where it should, declare its "
+            "role, and law IG checks that the gradient depends on it.",
+        )
+
+
+def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str]:
+    recording = RecordingBatch()
+
+    def loss(model: nn.Module, copied: Mapping[str, Any]) -> Any:
+        recording.update(copied)
+        return probe.step.loss(model, recording, **probe.settings())
+
+    try:
+        probe.forward(loss, batch, graph=False)
+    except Exception:
+        return []  # some code takes plain dicts only
+    return [k for k in keys if k not in recording.accessed]
+
+
+LAW = Law.of("IG-READS", "unread inputs", __doc__, check, quick=False, tier="contrib")

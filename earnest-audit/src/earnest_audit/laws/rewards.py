@@ -1,0 +1,180 @@
+"""PG-REWARD: A better reward makes its row more likely, rewards that are equal within a group give a zero gradient, and
+a KL in the reward is a cost.
+
+one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
+rewards that are equal within every group     have a zero gradient, however the groups differ
+a row at the reference, not above it          is raised (a KL in the reward is a cost)
+
+Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference for the
+KL
+How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
+compared with that row's ∇Σlp.
+Exceptions: Only reward values that occur are used, since some estimators divide by a mean. With a critic's values, or a
+baseline over the batch (rows_interact=True), equal groups may legitimately have a gradient.
+Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from earnest_audit import edits
+from earnest_audit.gradient import Gradient, span
+from earnest_audit.law import Law
+from earnest_audit.laws.ratio import at_one, on_policy
+from earnest_audit.probe import Probe
+from earnest_audit.verdict import Finding
+
+ROOM = 0.05  # rounding of a mean over the group, against the usual gradient
+BETTER, EQUAL = "a better reward raises its row", "rewards that are equal within every group"
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    rewards = step.batch[step.roles["rewards"]]
+    if rewards.ndim not in (1, 2) or len(rewards) < 2:
+        yield LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row")
+        return
+    if step.logprobs is None:
+        yield LAW.not_declared(BETTER, "logprobs=lambda model, batch: …")
+        return
+    row, scores = _scores(probe)
+    yield _better(probe, row, scores)
+    if "reference" in step.roles:
+        yield from _reference(probe, row, scores)
+    if "group" not in step.roles:
+        yield LAW.not_declared(EQUAL, 'roles={"group": …}')
+    elif not step.rows_interact and "values" not in step.roles:
+        yield _equal(probe)
+
+
+def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
+    """The worst row gets the best reward of the batch: a value that occurs, so that no estimator leaves its range."""
+    base = on_policy(probe)
+    totals = _totals(probe, base[probe.step.roles["rewards"]])
+    best, worst = totals.max(), totals[row]
+    better = best if bool(best > worst) else worst + 1
+    there = probe.gradient(_rewarded(probe, base, row, better - worst), probe.step.terms_off)
+    return _raised(
+        probe, BETTER, at_one(probe).gradient, there, scores,
+        f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
+        "sign of the advantage is reversed, or rewards are paired with other rows.",
+    )  # fmt: skip
+
+
+def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Iterator[Finding]:
+    """A KL in the reward is a cost: a row above the reference is worth less than one at the reference."""
+    step, quiet = probe.step, probe.step.terms_off
+    key, base = step.roles["reference"], on_policy(probe)
+    if base[key].shape != probe.now().shape:
+        return
+    base = probe.as_policy(base, ("reference",))
+    above = base[key].clone()
+    above[row] -= 1.0
+    there, here = probe.gradient({**base, key: above}, quiet), probe.gradient(base, quiet)
+    if not probe.differs(here, there):
+        return  # the reference is in a declared term, which has its own laws
+    yield _raised(
+        probe, "a row at the reference, not above it", there, here, scores,
+        f"Row {row} is worth more where the policy has left the reference than where it is at it: the KL in the reward "
+        "has the wrong sign.",
+    )  # fmt: skip
+
+
+def _raised(
+    probe: Probe, subject: str, worse: Gradient, better: Gradient, scores: tuple[Gradient, Gradient], meaning: str
+) -> Finding:
+    """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. Rows may be alike, so a failure needs the plain
+    cosine below 0 as well."""
+    change = worse.minus(better)
+    size = change.norm()
+    if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
+        return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
+    cosine, share = change.cosine(scores[0]), span(change, *scores)
+    weight = share.alpha * share.lengths[0]
+    measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2f}"
+    return LAW.finding(subject, measured, "above 0", not (weight < 0 and cosine < 0), meaning)
+
+
+def _equal(probe: Probe) -> Finding:
+    """Every row of a group gets one value, a power of 2, so that a mean of them is exact."""
+    step, quiet = probe.step, probe.step.terms_off
+    base, key = on_policy(probe), step.roles["rewards"]
+    usual = at_one(probe).gradient.norm()
+    _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
+    totals = _totals(probe, base[key])
+    low, high = _exact(float(totals.min())), _exact(float(totals.max()))
+    high = high if high != low else 2 * low if low > 0 else low + 1
+    values = torch.where(group % 2 == 0, high, low).to(totals)
+    left = probe.gradient({**base, key: _spread(probe, base[key], values)}, quiet)
+    off = left.norm() / max(usual, 1e-300)
+    room = max(ROOM, probe.tolerance)
+    if off > room:  # a shaping by length or the like is in both
+        same = probe.gradient({**base, key: _spread(probe, base[key], torch.full_like(values, high))}, quiet)
+        off = left.minus(same).norm() / max(usual, 1e-300)
+    return probe.vanishes(
+        EQUAL, off,
+        "All answers to each prompt have the same reward, and there is a gradient: the baseline is another "
+        "group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against "
+        "interleaved).", room,
+    )  # fmt: skip
+
+
+def _exact(value: float) -> float:
+    return math.copysign(2.0 ** round(math.log2(abs(value))), value) if value else 0.0
+
+
+def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
+    """The row of the least reward that has supervised tokens, and ∇Σlp of it and of all others."""
+    step, batch = probe.step, on_policy(probe)
+    now = probe.forward(step.logprobs, batch)
+    on = edits.fit(edits.supervised(step, batch), now)
+    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
+    totals = _totals(probe, batch[step.roles["rewards"]]).float()
+    row = int(torch.where(mask.flatten(1).any(-1), totals, torch.full_like(totals, torch.inf)).argmin())
+    mine = torch.zeros_like(mask)
+    mine[row] = mask[row]
+    return row, (probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum()))
+
+
+def _totals(probe: Probe, rewards: Tensor) -> Tensor:
+    """One number per row: what it was given where its loss is taken."""
+    on = edits.fit(edits.supervised(probe.step), rewards)
+    rewards = rewards if rewards.is_floating_point() else rewards.long()
+    return rewards if rewards.ndim == 1 else (rewards if on is None else rewards * on).sum(-1)
+
+
+def _last(probe: Probe, rewards: Tensor) -> Tensor:
+    """Where a row's last supervised token is; its last column without a mask that fits."""
+    on = edits.fit(edits.supervised(probe.step), rewards)
+    places = torch.arange(rewards.shape[1], device=rewards.device)
+    return places[-1].expand(len(rewards)) if on is None else (places * on).argmax(-1)
+
+
+def _rewarded(probe: Probe, base: edits.Batch, row: int, more: Tensor) -> edits.Batch:
+    key = probe.step.roles["rewards"]
+    rewards: Tensor = base[key].clone() if base[key].is_floating_point() else base[key].long()
+    if rewards.ndim == 1:
+        rewards[row] += more
+    else:
+        rewards[row, _last(probe, rewards)[row]] += more
+    return {**base, key: rewards.to(base[key].dtype)}
+
+
+def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
+    """These values, one per row: at the last token where rewards are by token."""
+    if rewards.ndim == 1:
+        return values.to(rewards.dtype)
+    out = torch.zeros_like(rewards)
+    out[torch.arange(len(out)), _last(probe, rewards)] = values.to(rewards.dtype)
+    return out
+
+
+LAW = Law.of(
+    "PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib", perturbed=True,
+    when=lambda step: step.kind == "policy gradient" and "rewards" in step.roles,
+)  # fmt: skip

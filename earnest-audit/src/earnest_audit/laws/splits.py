@@ -1,0 +1,247 @@
+"""SE: Permuting, repeating or cutting the rows (unevenly) does not change the gradient, up to the normaliser.
+
+permuted rows     the same gradient
+every row twice   the same gradient, twice it (a sum), or something in between (a root of the count)
+whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
+
+Needs: a batch of at least two rows
+How: Gradients of the permuted, the doubled and the unevenly cut batch.
+Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
+parts: then every row gets equally many tokens. A loss that couples rows by definition declares rows_interact=True.
+Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from earnest_audit import edits
+from earnest_audit.gradient import Gradient, Span, span
+from earnest_audit.law import Law
+from earnest_audit.laws.parts import parts
+from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
+
+PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
+# 1 for a mean, 2 for a sum; in between for a root of the count, or for a sum over rows beside a constant.
+COUNTED = (0.99, 2.02)
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.rows < 2:
+        yield LAW.not_applicable("rows", f"{step.rows} row", "A batch of one row has no order.")
+        return
+    whole = probe.gradient()
+    if not whole.finite():
+        yield LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG.")
+        return
+    order = torch.randperm(step.rows, generator=edits.generator(step, 3))
+    if torch.equal(order, torch.arange(step.rows)):
+        order = order.roll(1)
+    try:
+        both = probe.gradient(edits.take_rows(step, torch.cat([order, order])))
+    except Exception:  # twice the rows may be refused where another order is not
+        both = whole.times(0.0)
+    factor, rest, holds = probe.scales(both, whole, *COUNTED)
+    if holds:
+        yield LAW.finding("permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× to 2×", True)
+    elif probe.random():
+        yield probe.redrawn("permuted, repeated or cut rows")
+        return
+    else:  # one at a time, to find which
+        yield from probe.tried({PERMUTED: _order(probe, order), TWICE: _twice(probe, whole)})
+    yield from map(probe.fair, _parts(probe))
+
+
+def _order(probe: Probe, order: Tensor) -> Iterator[Finding]:
+    step = probe.step
+    shuffled = probe.change(edits.take_rows(step, order))
+    if shuffled > probe.tolerance and step.rows_interact:
+        # Rows that are paired with their neighbours by definition (KTO's mismatched answers) form a ring.
+        for how, turn in _block_orders(step.rows):
+            if probe.change(edits.take_rows(step, turn)) <= probe.tolerance:
+                why = f"moved the gradient by {shuffled:.2g}, {how} does not"
+                yield LAW.not_applicable(PERMUTED, why, "Rows interact by declaration.")
+                return
+    yield probe.same(
+        PERMUTED, shuffled,
+        "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
+        "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
+        "that are stacked, groups one after the other), declare rows_interact=True.",
+    )  # fmt: skip
+
+
+def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Orders that keep rows together that belong together by position."""
+    places = torch.arange(rows)
+    yield "a turn of the ring", places.roll(1)
+    for size in (s for s in range(2, rows // 2 + 1) if rows % s == 0):
+        yield f"another order of {size} rows each", places.reshape(-1, size).roll(1, 0).flatten()
+        yield f"another order in each of {size} parts", places.reshape(size, -1).roll(1, 1).flatten()
+
+
+def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
+    factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(probe.step)), whole, *COUNTED)
+    # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
+    # see that there are twice as many rows.
+    coupled = not outcome and (probe.step.rows_interact or _grouped(probe.step))
+    yield LAW.finding(
+        TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
+        "-" if coupled else "1× to 2×", "not applicable" if coupled else outcome,
+        "Doubling the batch changes the gradient's direction, makes it shorter or more than doubles it: the normaliser "
+        "is not a count of what is summed, or is applied twice.",
+    )  # fmt: skip
+
+
+def _grouped(step: Step) -> bool:
+    return bool({"group", "rewards"} & step.roles.keys())
+
+
+def _parts(probe: Probe) -> Iterator[Finding]:
+    step = probe.step
+    if step.rows_interact:
+        yield LAW.not_applicable(WHOLE, "rows interact by declaration")
+        return
+    far = _either_side(step)
+    apart = None if far is None else _pulling(probe, far)
+    if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
+        yield LAW.finding(f"{WHOLE} (uneven, pairs on either side)", *_span_text(probe, apart), True)
+        return
+    try:
+        found = _cut(probe, step)
+    except Exception as error:
+        yield LAW.refused(WHOLE, error, "a part of the rows cannot be run alone")
+        return
+    if found is None:
+        yield LAW.not_applicable(WHOLE, "a part has no finite gradient alone")
+        return
+    outcome = found.within(probe.tolerance)
+    if outcome and far is not None and not (apart is None and not _one_pulls(probe, far)):
+        same = apart is not None and apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance)
+        measured = "no gradient, and the first pair alone has one" if apart is None else _span_text(probe, apart)[0]
+        yield LAW.finding(
+            "pairs on either side", measured, f"as before, {found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂", same,
+            "A pair's gradient depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
+            "mean margin instead of each pair's own.",
+        )  # fmt: skip
+    if not outcome and _grouped(step):
+        yield LAW.not_applicable(WHOLE, f"off by {found.rest:.2g}", "Rows of a group are coupled by their rewards.")
+        return
+    aside = ""
+    if found.rest > probe.tolerance and (even := _evenly(probe)) is not None:
+        # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
+        # row has as many tokens, all these means are the same.
+        outcome = even.within(probe.tolerance)
+        if outcome:
+            aside = f"; with equally many tokens in every row by {even.rest:.2g}: terms have normalisers of their own"
+    if not outcome and step.terms_off and _term_by_term(probe):
+        outcome, aside = True, "; every term by itself is a sum of its parts: terms have normalisers of their own"
+    measured, expected = _span_text(probe, found)
+    yield LAW.finding(
+        f"{WHOLE} (uneven)", measured + aside, expected, outcome,
+        "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
+        "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
+        "Where rows are coupled on purpose, or terms divide by counts that no role declares, declare "
+        "rows_interact=True.",
+    )  # fmt: skip
+
+
+def _term_by_term(probe: Probe) -> bool:
+    """Whether each declared term, and what is left without them, is a sum of its parts."""
+    step, asked = probe.step, 0
+    for part in parts(probe):
+        try:
+            whole = part.gradient(probe, None)
+            room = probe.tolerance * max(1.0, part.scale(probe, None) / max(whole.norm(), 1e-300))
+            pieces = [part.gradient(probe, edits.take_rows(step, rows)) for rows in _uneven(step)]
+        except Exception:
+            return False
+        if room >= 0.5:
+            continue  # nothing remains of the loss here, or too little to judge
+        if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
+            return False
+        asked += 1
+    return asked > 1
+
+
+def _either_side(step: Step) -> Step | None:
+    """Half of the pairs far on the wrong side of the reference, half farther on the right one: a hinge that is
+    taken per pair still has a gradient on the wrong ones, one of their mean on none."""
+    if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
+        return None
+    key = step.roles["reference_chosen"]
+    old: Tensor = step.batch[key]
+    side = torch.where(torch.arange(len(old), device=old.device) < (len(old) + 1) // 2, 1.0, -3.0)
+    far = old + (3 * old.float().abs().mean() * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
+    return replace(step, batch={**step.batch, key: far})
+
+
+def _pulling(probe: Probe, step: Step) -> Span | None:
+    """The cut of rows that have a gradient together."""
+    try:
+        whole = probe.gradient(step.batch)
+        return None if whole.norm() == 0 else _cut(probe, step, whole)
+    except Exception:  # the cut of the original rows reports what the loss refuses
+        return None
+
+
+def _by_count(probe: Probe, found: Span) -> bool:
+    """Whether the parts have the weights of a mean or of a sum over rows."""
+    share = len(_uneven(probe.step)[0]) / probe.step.rows
+    room = found.room(probe.tolerance)
+    return any(
+        abs(found.alpha - a) <= room[0] and abs(found.beta - b) <= room[1] for a, b in ((share, 1 - share), (1.0, 1.0))
+    )
+
+
+def _alike(a: Span, b: Span, error: float) -> bool:
+    """Whether two batches are combinations of their parts with the same weights."""
+    rooms = zip(a.room(error), b.room(error), strict=True)
+    first, second = (sum(pair) for pair in rooms)
+    return abs(a.alpha - b.alpha) <= first and abs(a.beta - b.beta) <= second
+
+
+def _one_pulls(probe: Probe, step: Step) -> bool:
+    """Whether all rows have no gradient together, and the first one alone does. (A loss may let go of a pair that is
+    far on either side.)"""
+    alone = probe.gradient(edits.take_rows(step, torch.tensor([0])))
+    return probe.gradient(step.batch).norm() == 0 and alone.finite() and alone.norm() > 0
+
+
+def _span_text(probe: Probe, found: Span) -> tuple[str, str]:
+    return (
+        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
+        f"≤ {probe.tolerance:.1g}, no weight below 0",
+    )
+
+
+def _cut(probe: Probe, step: Step, whole: Gradient | None = None) -> Span | None:
+    """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
+    pieces = [probe.gradient(edits.take_rows(step, rows)) for rows in _uneven(step)]
+    if not all(p.finite() for p in pieces):
+        return None
+    return span(whole or probe.gradient(step.batch), *pieces)
+
+
+def _uneven(step: Step) -> tuple[Tensor, Tensor]:
+    """A third of the rows, and the others."""
+    cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
+    return rows[:cut], rows[cut:]
+
+
+def _evenly(probe: Probe) -> Span | None:
+    """The same of the rows with equally many supervised tokens in each."""
+    try:
+        batch = edits.even(probe.step)
+        return None if batch is None else _cut(probe, replace(probe.step, batch=batch))
+    except Exception:  # a loss may refuse fewer rows, or masks that end before the row does
+        return None
+
+
+LAW = Law.of("SE", "splits", __doc__, check, quick=False, perturbed=True)

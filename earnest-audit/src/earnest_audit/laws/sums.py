@@ -1,0 +1,45 @@
+"""MR-SUM: Terms that are declared to be the whole loss add up to it.
+
+L = Σ weight·term + Σ fixed terms
+
+Needs: fixed=(metrics of weight 1,), and terms for the others
+How: Loss and metrics of the perturbed step, which are known already: no further evaluation.
+Exceptions: A metric with another normaliser than its term does not add up; then leave fixed undeclared.
+Detects: mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from earnest_audit.law import Law
+from earnest_audit.probe import Probe
+from earnest_audit.step import Raises
+from earnest_audit.verdict import Finding
+
+ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the loss; a lost term exceeds it
+
+
+def check(probe: Probe) -> Iterator[Finding]:
+    step, reading, subject = probe.step, probe.read(), "the sum of the terms"
+    weights = dict.fromkeys(step.fixed, 1.0)
+    for metric, term in step.terms.items():
+        weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
+    missing = [m for m in weights if m not in reading.metrics]
+    if missing:
+        what = f"{missing[0]!r} is not returned"
+        yield LAW.finding(subject, what, "returned", False, f"Return {missing[0]!r} as a metric.")
+        return
+    parts = {m: w * reading.metrics[m] for m, w in weights.items()}
+    total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
+    room = max(ROOM, probe.coarsest) * scale
+    sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
+    yield LAW.finding(
+        subject, f"{sums} = {total:.4g}, the loss is {reading.loss:.4g}", f"equal, up to {room:.1g}",
+        abs(total - reading.loss) <= room,
+        "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
+        "is in the loss.",
+    )  # fmt: skip
+
+
+LAW = Law.of("MR-SUM", "sums", __doc__, check, when=lambda step: bool(step.fixed), perturbed=True)

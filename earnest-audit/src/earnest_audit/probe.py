@@ -1,0 +1,170 @@
+"""The executor of a law: it perturbs, measures with a known resolution, keeps the budget, names the culprit, reports.
+
+A law is a table of relations (subject, edit, expectation, exception, meaning); its ``check`` yields one row for each.
+The expectations are methods of ``Probe``, and every law uses these six and nothing else to judge:
+
+    matters    the gradient changes: any bit of it, or more than the noise of a step that is not deterministic
+    same       it stays, within the step's own tolerance
+    scales     it is a multiple c of what it was, low ≤ c ≤ high
+    vanishes   it is 0, against its usual size
+    descends   a number has the right sign
+    agrees     two computations give the same, within a stated room (``Law.agrees``)
+
+While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model's
+parameters, buffers, gradients, modes and hooks, its dropout rates, the optimizer and all random generators are bit for
+bit what they were. What a loss keeps in a closure of its own cannot be seen, and so cannot be restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
+from earnest_audit.measure import Batch, buffers
+from earnest_audit.measure import Reading as Reading
+from earnest_audit.measure import fresh as fresh
+from earnest_audit.measure import result_of as result_of
+from earnest_audit.restore import restored as restored
+from earnest_audit.restore import seeded as seeded
+from earnest_audit.restore import without_dropout
+from earnest_audit.states import States
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
+
+Change = tuple[float, str]
+"""A relative change of the gradient, and how it was made."""
+
+
+class Probe(States):
+    """A step under audit. ``law`` is the one that is being checked; the executor sets it."""
+
+    law: Law
+
+    def __init__(self, step: Step, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(step)
+        self.say = say or (lambda _: None)
+
+    # --- the expectations ---------------------------------------------------------------------------------------------
+
+    def matters(self, subject: str, changes: Iterable[Change], meaning: str) -> Finding:
+        """Edits from mild to strong: the first one that changes the gradient is enough, and the last one is reported
+        where none does."""
+        found: Change = (0.0, "")
+        for found in changes:
+            if self.is_change(found[0]):
+                break
+        expected = "above the step's noise" if self.noise() else "above 0"
+        measured = f"changing it moved the gradient by {found[0]:.2g}{found[1]}"
+        return self.law.finding(subject, measured, expected, self.is_change(found[0]), meaning)
+
+    def is_change(self, change: float) -> bool:
+        return change > 4 * self.noise()
+
+    def same(self, subject: str, change: float, meaning: str, *, rows: bool = False, room: float | None = None,
+             what: str = "moved the gradient by {}") -> Finding:  # fmt: skip
+        """``rows``: the edit reorders or resizes rows, so a random step is not judged."""
+        found = self.law.agrees(subject, change, self.tolerance if room is None else room, meaning, what)
+        return self.fair(found) if rows else found
+
+    def same_by_one(
+        self, base: Batch, edited: Mapping[str, Batch], subject: str, meaning: Callable[[str], str]
+    ) -> Iterator[Finding]:
+        """All edits at once; if the gradient changes, one at a time, to name the culprit. ``edited``: role -> the batch
+        in which its tensor is changed."""
+        step = self.step
+        whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in edited.items()}}
+        together = self.change(whole, base)
+        if together <= self.tolerance:
+            yield self.same(f"{', '.join(edited)} {subject}", together, "")
+            return
+        for role, batch in edited.items():
+            yield self.same(f"{role} {subject}", self.change(batch, base), meaning(role))
+
+    def scales(self, found: Gradient, whole: Gradient, low: float, high: float) -> tuple[float, float, bool]:
+        """The factor c, what is left of ``found`` - c·``whole``, and whether both are as expected."""
+        factor = found.best_scale(whole)
+        rest = found.distance(whole.times(factor))
+        return factor, rest, rest <= self.tolerance and low <= factor <= high
+
+    def vanishes(self, subject: str, left: float, meaning: str, room: float | None = None) -> Finding:
+        """``left`` of the usual gradient."""
+        near = self.tolerance if room is None else room
+        expected = "0" if room is None else f"0, up to {near:.1g}"
+        return self.law.finding(subject, f"gradient {left:.2g} of the usual", expected, left <= near, meaning)
+
+    def descends(self, subject: str, measured: str, value: float, meaning: str, above: float = 0.0) -> Finding:
+        return self.law.finding(subject, measured, "above 0", value > above, meaning)
+
+    def tried(self, parts: Mapping[str, Iterable[Finding]]) -> Iterator[Finding]:
+        """The rows of each part; where one raises, a row for the error, and the next part."""
+        for subject, part in parts.items():
+            try:
+                yield from part
+            except Exception as error:
+                yield self.law.unchecked(subject, error)
+
+    def fair(self, finding: Finding) -> Finding:
+        """For edits that reorder or resize rows: a failure of a random step is not judged."""
+        fails = finding.outcome == "fails" and self.random()
+        return self.redrawn(finding.subject) if fails else finding
+
+    def redrawn(self, subject: str) -> Finding:
+        why = "The loss differs between two seeds: other rows, or another number of them, get other draws."
+        return self.law.not_applicable(subject, "the step is random", why)
+
+    # --- what it may cost ---------------------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> float:
+        """The most that a full audit costs, in step times: 20 + 2 × (inputs + settings + modes + terms)."""
+        step = self.step
+        return 20 + 2 * (len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.terms))
+
+    def afford(self, more: float, keep: float = 4.0) -> bool:
+        """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
+        return self.cost + more + keep <= self.budget
+
+    # --- the whole audit ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def open(self) -> Iterator[Probe]:
+        """The whole audit runs inside; on the way out everything is restored."""
+        own_update = self.step.update is not None
+        with (
+            restored(self.step.model, self.step.optimizer, own_update=own_update),
+            without_dropout(self.step.model) as rates,
+        ):
+            if rates:
+                self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
+            self._buffers = list(buffers(self.step.model))
+            self._sums = self._sum()
+            if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less
+                self.find_precision()
+            try:
+                yield self
+            finally:
+                for buffer in self._buffers:
+                    buffer.put_back()
+
+    def written(self) -> list[str]:
+        """The trainable parameters that are not what they were when the audit began."""
+        return [name for name, total in self._sum().items() if total != self._sums[name]]
+
+    def written_again(self) -> list[str]:
+        """The trainable parameters that one more call of the loss changes by more than rounding."""
+        before = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.look(dict(self.step.batch))
+        return [n for n, p in self.parameters.items()
+                if not torch.allclose(p.detach(), before[n], rtol=4 * torch.finfo(p.dtype).eps, atol=0)]  # fmt: skip
+
+    def _sum(self) -> dict[str, float]:
+        return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    return " and ".join(f"{k} = {v:g}" for k, v in settings.items())

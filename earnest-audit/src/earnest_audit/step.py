@@ -1,0 +1,296 @@
+"""``Step``: a training step as a black box with declared inputs and settings; what is declared is checked.
+
+step = Step(model=model, loss=loss_fn,                 # loss_fn(model, batch, **settings) -> loss or (loss, metrics)
+            batch=batch,                               # a dict of tensors
+            roles={"mask": "completion_mask", "behaviour": "old_logprobs", "advantages": "advantages"},
+            settings={"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"),
+                      "loss_type": Setting("grpo", modes=("dapo",))},
+            metrics={"kl": Metric(low=0.0, weight="beta")},
+            optimizer=optimizer, max_grad_norm=1.0, reference=lambda: ref_logprobs(model, batch))
+print(audit(step))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.errors import EarnestError, nearest
+from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
+from earnest_audit.together import Together
+
+Role = Literal[
+    "ids",  # token ids [B, T]
+    "labels",  # target ids [B, T]; -100 (or mask 0) is not supervised
+    "attention",  # 1 real token, 0 padding [B, T]
+    "positions",  # position ids [B, T]
+    "documents",  # which document of a packed row a token belongs to [B, T]
+    "mask",  # 1 where the loss is taken [B, T]
+    "advantages",  # [B] or [B, T]
+    "behaviour",  # log-probs under the policy that sampled [B, T]
+    "proximal",  # the trainer's own at sampling time, where the ratio is to them and behaviour only corrects [B, T]
+    "reference",  # log-probs (or logits) under the reference policy; of pairs, both answers' [P, 2]
+    "reference_distribution",  # the reference's logits or hidden states
+    "teacher",  # log-probs, probabilities or logits of a teacher
+    "importance",  # a ratio that corrects for the sampler
+    "weights",  # per-token or per-row weights
+    "rewards",  # rewards, where the loss makes its own advantages
+    "values",  # old values of a critic
+    "returns",  # targets of a critic
+    "chosen",  # token ids of the preferred answers
+    "rejected",  # token ids of the others
+    "chosen_mask",  # 1 where the preferred answer's tokens are [P, T]
+    "rejected_mask",  # … and the other's
+    "chosen_attention",  # 1 real token, 0 padding, of the preferred answers [P, T]
+    "rejected_attention",  # … and of the others
+    "reference_chosen",  # reference log-probs of the preferred answers
+    "reference_rejected",  # … and of the others
+    "margin",  # by how much the preferred answers have to win [P]
+    "group",  # which prompt a row belongs to [B]
+    "correct",  # whether a row's answer is right, where the loss sorts rows by that [B], true or false
+]
+ROLES: tuple[str, ...] = get_args(Role)
+Family = Literal["policy gradient", "sft", "divergence", "preference"]
+Loss = Callable[..., Any]
+
+
+class StepError(EarnestError):
+    """A declaration of a step does not fit the step."""
+
+
+@dataclass(frozen=True)
+class Raises:
+    """In ``terms``: minimising the term raises its metric (an entropy bonus), instead of lowering it."""
+
+    knob: str
+
+
+@dataclass(frozen=True)
+class Backward:
+    """In ``paths``: a backward pass like ``Step.backward`` instead of a loss, on the step's own batch."""
+
+    fn: Callable[[Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Active:
+    """A state in which terms that are inactive by design have a gradient: a KL away from its reference, a barrier whose
+    threshold is within reach.
+
+    ``settings``  settings that differ from the step's own
+    ``perturb``   how far every parameter is perturbed, in units of its own (or a typical) rms; 0: not at all
+    ``terms``     term -> what activates it, in words, for every term that is inactive where training begins
+    """
+
+    settings: Mapping[str, Any]
+    perturb: float
+    terms: Mapping[str, str]
+
+
+@dataclass
+class Step:
+    """A training step and its declarations. Everything beyond model, loss and batch is optional.
+
+    ``logprobs``   fn(model, batch) -> log-probs like ``behaviour``: switches on the on-policy laws; for preferences
+                   a pair of tensors [P]: the sequence log-probs (or averages) that are compared
+    ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form
+    ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does
+    ``settings``   name -> ``Setting(value, kind, …)``, or a plain value whose kind is guessed from its name
+    ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises)``, or (low, high) alone
+    ``paths``      other functions with the loss's signature, or ``Backward(fn)``, that claim the same gradient
+    ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
+    ``may_idle``   patterns of parameters that may legitimately get no gradient from a batch: ("*.experts.*",)
+    ``clipped``    the parameters that are passed to clip_grad_norm_
+    ``backward``   fn(settings): the run's own backward pass on this batch, which leaves gradients in ``.grad`` (micro-
+                   batches, a fused kernel); law GL judges these gradients, law DF compares them with the loss's own
+    ``update``     fn(): the run's own update from ``.grad`` (clip, guard, optimizer); hooks of the optimizer run in it,
+                   and what it changes beside the trainable parameters and the optimizer is the caller's to restore
+    ``weighed``    term -> the knob that weighs it, for every term of the loss: each has a gradient by itself
+    ``active``     where terms are inactive by design when training begins: the state in which they are judged
+    ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
+                      design)
+    ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
+    ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
+    ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
+    ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
+    ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
+
+    The parallel fields of the first edition work as well: ``knobs`` (values), ``options`` (name -> modes), ``terms``
+    (metric -> weight, or ``Raises(weight)``), ``switches`` (weights of terms without a metric), ``pure``, ``inert``,
+    ``twins``, ``still`` (metrics that may stay constant), ``neutral``, ``fixed`` (metrics that are terms of weight 1;
+    once declared, terms and fixed are the whole loss).
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Mapping[str, Any]
+    roles: Mapping[str, str] = field(default_factory=dict)
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    terms: Mapping[str, str | Raises] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+    max_grad_norm: float | None = None
+    clipped: Sequence[nn.Parameter] | None = None
+    backward: Callable[[Mapping[str, Any]], Any] | None = None
+    update: Callable[[], Any] | None = None
+    weighed: Mapping[str, str] = field(default_factory=dict)
+    active: Active | None = None
+    may_idle: Sequence[str] = ()
+    reference: Callable[[], Tensor] | None = None
+    logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
+    student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
+    paths: Mapping[str, Loss | Backward] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # (low, high) or Metric; (low, high) once it is made
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    still: frozenset[str] = frozenset()
+    neutral: Mapping[str, float] = field(default_factory=dict)
+    family: Family | None = None
+    value_is_loss: bool | None = None
+    switches: Sequence[str] = ()
+    rows_interact: bool = False
+    drops_tokens: bool = False
+    pairwise: bool = True
+    pure: Mapping[str, Any] = field(default_factory=dict)
+    inert: Sequence[str] = ()
+    fixed: Sequence[str] = ()
+    all_supervised: bool | None = False
+    precision: torch.dtype | None = None
+    twins: frozenset[tuple[Any, Any]] = frozenset()
+    tokenizer: Any = None
+    name: str = "the step"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        given: Any = self.optimizer
+        if isinstance(given, list | tuple):
+            self.optimizer = Together(*given) if given else None
+        if isinstance(self.may_idle, str):
+            raise StepError(
+                f"may_idle={self.may_idle!r} is one text: give a sequence of patterns, ({self.may_idle!r},)."
+            )
+        self._expand()
+        if not self.batch:
+            raise StepError("the batch is empty; give the dict of tensors that the loss reads.")
+        for role, key in self.roles.items():
+            if role not in ROLES:
+                raise StepError(f"unknown role {role!r}: {nearest(role, ROLES)}")
+            if key not in self.batch:
+                raise StepError(
+                    f"role {role!r} names {key!r}, which the batch does not have: {nearest(key, self.batch)}"
+                )
+            if not isinstance(self.batch[key], Tensor):
+                raise StepError(f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}.")
+        for metric, knob in self.weights.items():
+            if knob not in self.knobs:
+                raise StepError(
+                    f"term {metric!r} is weighed by {knob!r}, which is no setting: {nearest(knob, self.knobs)}"
+                )
+        for what, named in (("switch", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
+            if isinstance(named, str):
+                raise StepError(f"the {what} {named!r} is one text: give a sequence of names, ({named!r},).")
+            for knob in named:
+                if knob not in self.knobs and not (what == "pure setting" and knob in self.options):
+                    raise StepError(f"the {what} {knob!r} is no setting: {nearest(knob, self.knobs)}")
+        for option, modes in self.options.items():
+            if len(set(map(repr, modes))) < 2:
+                raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
+        if self.family is not None and self.family not in get_args(Family):
+            raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
+        if not self.trainable():
+            raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
+
+    def _expand(self) -> None:
+        """Facts about settings and metrics, into the fields that the laws read. What stands there already stays."""
+        given = {n: s if isinstance(s, Setting) else Setting(s) for n, s in self.settings.items()}
+        for name, s in given.items():
+            if s.kind not in KINDS:
+                raise StepError(f"setting {name!r} is of an unknown kind {s.kind!r}: {nearest(s.kind, KINDS)}")
+        self.knobs = {**{n: s.value for n, s in given.items() if not s.modes}, **self.knobs}
+        self.options = {**{n: (s.value, *s.modes) for n, s in given.items() if s.modes}, **self.options}
+        self.twins = self.twins.union(*(s.twins for s in given.values()))
+        self.pure = {**{n: s.pure for n, s in given.items() if s.pure is not None}, **self.pure}
+        facts = {n: m for n, m in self.metrics.items() if isinstance(m, Metric)}
+        self.metrics = {n: (m.low, m.high) if isinstance(m, Metric) else m for n, m in self.metrics.items()}
+        self.still = self.still | {n for n, m in facts.items() if not m.moves}
+        self.neutral = {**{n: m.neutral for n, m in facts.items() if m.neutral is not None}, **self.neutral}
+        terms = {n: Raises(m.weight) if m.raises else m.weight for n, m in facts.items() if isinstance(m.weight, str)}
+        self.terms = {**terms, **self.terms}
+        whole = [n for n, m in facts.items() if isinstance(m.weight, float) and n not in self.fixed]
+        self.fixed = (*self.fixed, *whole)
+        if not isinstance(self.inert, str) and not isinstance(self.switches, str):
+            alone = {n for n, s in given.items() if s.kind == "weight"} - set(self.weights.values())
+            self.switches = (*self.switches, *(n for n in given if n in alone and n not in self.switches))
+            inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
+            self.inert = (*self.inert, *inert)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """setting -> its kind: as declared, or else guessed from its name."""
+        declared = {n: s.kind for n, s in self.settings.items() if isinstance(s, Setting)}
+        return {**guessed({n: v for n, v in self.knobs.items() if n not in declared}), **declared}
+
+    @property
+    def guesses(self) -> dict[str, Kind]:
+        """The kinds that are guessed and that laws of this family read."""
+        declared = {n for n, s in self.settings.items() if isinstance(s, Setting)} | set(self.terms_off)
+        return {n: k for n, k in self.kinds.items() if n not in declared and READ_BY.get(k) == self.kind}
+
+    @property
+    def clips(self) -> list[str]:
+        """The settings that bound the ratio, and have no effect at ratio 1."""
+        return [n for n, kind in self.kinds.items() if kind in CLIPS]
+
+    def first(self, kind: Kind) -> str | None:
+        """The first setting of this kind that is a float."""
+        return next((n for n, k in self.kinds.items() if k == kind and isinstance(self.knobs.get(n), float)), None)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Metric of a term -> the setting that weighs it, whichever way the term moves its metric."""
+        return {metric: term.knob if isinstance(term, Raises) else term for metric, term in self.terms.items()}
+
+    @property
+    def terms_off(self) -> dict[str, Any]:
+        """Every declared term's weight at 0, so that what is left stands alone."""
+        return dict.fromkeys([*self.weights.values(), *self.switches], 0.0)
+
+    def value(self, role: str) -> Tensor | None:
+        key = self.roles.get(role)
+        return None if key is None else self.batch[key]
+
+    @property
+    def kind(self) -> Family | None:
+        """The declared family, or the one that the roles give away."""
+        if self.family is not None:
+            return self.family
+        if "advantages" in self.roles:
+            return "policy gradient"
+        if {"chosen", "rejected"} <= self.roles.keys():
+            return "preference"
+        if "teacher" in self.roles:
+            return "divergence"
+        if "rewards" in self.roles:
+            return "policy gradient"
+        return "sft" if "labels" in self.roles else None
+
+    @property
+    def ratio_role(self) -> str:
+        """Whose log-probs the ratio is to."""
+        return "proximal" if "proximal" in self.roles else "behaviour"
+
+    @property
+    def rows(self) -> int:
+        """B: the leading size that the roles (or else most tensors) share."""
+        named = [self.batch[k] for k in self.roles.values()]
+        tensors = [t for t in (named or list(self.batch.values())) if isinstance(t, Tensor) and t.ndim > 0]
+        if not tensors:
+            return 1
+        sizes = [t.shape[0] for t in tensors]
+        return max(set(sizes), key=sizes.count)

@@ -1,0 +1,94 @@
+"""A subject is something that is not a loss, declared like one, with a law of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
+from earnest_audit.precision import COARSE
+from earnest_audit.verdict import Finding
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """``check`` yields findings and restores what it changed itself. What the caller's own functions change (a
+    perturbation, a run), only they can restore."""
+
+    def check(self) -> Iterator[Finding]: ...
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| entry by entry; 0 where they are equal, which two infinities of one sign are."""
+    a, b = a.detach(), b.detach()
+    return torch.where(a == b, torch.zeros_like(a - b), (a - b).abs())
+
+
+def largest(t: Tensor) -> float:
+    """The largest entry; 0 where there is none, NaN where one is NaN."""
+    return float(t.max()) if t.numel() else 0.0
+
+
+def untouched(law: Law, call: Callable[..., Any], inputs: Mapping[str, Tensor], more: str) -> tuple[Any, Finding]:
+    """What ``call`` returns for copies of these inputs, and whether it wrote into them."""
+    handed = {name: t.clone() for name, t in inputs.items()}
+    given = call(*handed.values())
+    written = [name for name, t in inputs.items() if not handed[name].equal(t)]
+    measured = f"{' and '.join(written) or 'nothing'} changed"
+    meant = f"{more} (Where that is intended, declare in_place=True.)"
+    return given, law.finding("the inputs afterwards", measured, "nothing changed", not written, meant)
+
+
+def nudged(model: nn.Module, seed: int, precision: torch.dtype | None) -> float:
+    """Moves every trainable parameter by one unit in the last place of what the step computes in; returns the largest
+    such unit."""
+    floating = [p for p in model.parameters() if p.requires_grad]
+    rng = torch.Generator().manual_seed(seed)
+    units = [max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype)) for p in floating]
+    with torch.no_grad():
+        for p, unit in zip(floating, units, strict=True):
+            side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+            p.add_(p.abs() * unit * side)
+    return max(units, default=0.0)
+
+
+def room_of(floor: float, unit: float) -> float:
+    """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one unit
+    in the last place of every parameter does."""
+    return min(0.5, 8 * max(floor, unit) if unit > COARSE else 16 * max(floor, 4 * unit))
+
+
+def left_in(model: nn.Module) -> Gradient:
+    """A copy of what stands in ``.grad``."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named})
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
+    return max(set(sizes), key=sizes.count)
+
+
+def uneven(rows: int) -> list[int]:
+    first = max(1, rows // 4)
+    return [first, rows - first] if rows > 1 else [1]
+
+
+def cut(batch: Mapping[str, Any], rows: int, split: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Parts of N rows; what has no rows (a number, a text) goes with every part."""
+    start = 0
+    for size in split:
+        part = slice(start, start + size)
+        yield {k: v[part] if _has_rows(v, rows) else v for k, v in batch.items()}
+        start += size
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0 and value.shape[0] == rows
+    return isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields")

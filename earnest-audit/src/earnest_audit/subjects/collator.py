@@ -1,0 +1,100 @@
+"""DATA: A collator, or a data stage, treats each example by itself, in order, and leaves its inputs alone.
+
+order        permuted examples give permuted rows
+purity       a row does not depend on the other examples, up to the padding
+alignment    all columns of a row come from the same example
+inputs       are not written into
+again        the same examples give the same batch
+
+Needs: fn(examples) -> a dict of tensors [B, …]; examples; pads: the padding value of each column, where rows are padded
+How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
+Exceptions: Packing and sampling stages mix examples by design: rows=False leaves only the inputs and the repetition.
+Detects: labels of the neighbouring row, a column that is sorted by length alone, a collator that appends an end token
+to the caller's own list, truncation that depends on the batch
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest_audit.law import Law
+from earnest_audit.restore import seeded
+from earnest_audit.verdict import Finding
+
+
+@dataclass
+class Collator:
+    """``fn(examples)`` makes a batch; ``pads`` is column -> padding value: trailing and leading entries of that value
+    are not compared. ``rows=False`` where rows are not examples (packing)."""
+
+    fn: Callable[[list[Any]], Mapping[str, Any]]
+    examples: Sequence[Any]
+    pads: Mapping[str, float] = field(default_factory=dict)
+    rows: bool = True
+    seed: int = 0
+
+    def check(self) -> Iterator[Finding]:
+        given = copy.deepcopy(list(self.examples))
+        with seeded(self.seed):
+            batch = _tensors(self.fn(given))
+        same = _equal(given, list(self.examples))
+        why = "The stage writes into its examples: the next epoch, and every other stage, gets other data."
+        yield LAW.finding("the examples afterwards", "unchanged" if same else "changed", "unchanged", same, why)
+        again = self._run(self.examples)
+        differ = [k for k in batch if k not in again or not torch.equal(batch[k], again[k])]
+        more = ": the same examples and seed give another batch: a state from the last call is still there."
+        yield LAW.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
+        count = len(self.examples)
+        columns = {k: v for k, v in batch.items() if v.ndim > 0 and v.shape[0] == count}
+        if not self.rows or count < 2 or not columns:
+            yield LAW.not_applicable("rows", "rows are not examples" if columns else "no column has a row per example")
+            return
+        order = list(range(count))[::-1]  # not a rotation, which a shift by one row would survive
+        turned = self._run([self.examples[i] for i in order])
+        alone = [self._run([example]) for example in self.examples]
+        moved = [k for k in columns if any(not self._same(k, turned, r, batch, i) for r, i in enumerate(order))]
+        more = ": permuted examples do not give permuted rows, so columns of one row come from different examples."
+        yield LAW.none("permuted examples", moved, f"{len(moved)} of {len(columns)} columns differ", more)
+        mixed = [k for k in columns if any(not self._same(k, one, 0, batch, i) for i, one in enumerate(alone))]
+        more = (
+            ": a row differs from the same example collated alone, padding aside: a statistic of the batch, a "
+            "truncation to the shortest, or another example is in it."
+        )
+        yield LAW.none("each example alone", mixed, f"{len(mixed)} of {len(columns)} columns differ", more)
+
+    def _run(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        with seeded(self.seed):
+            return _tensors(self.fn(copy.deepcopy(list(examples))))
+
+    def _same(self, key: str, a: Mapping[str, Tensor], i: int, b: Mapping[str, Tensor], j: int) -> bool:
+        return key in a and torch.equal(self._real(key, a[key][i]), self._real(key, b[key][j]))
+
+    def _real(self, key: str, row: Tensor) -> Tensor:
+        """A row without its padding in front and at the end."""
+        if key not in self.pads or row.ndim == 0:
+            return row
+        places = (row != self.pads[key]).reshape(len(row), -1).any(-1).nonzero()[:, 0]
+        return row[int(places[0]) : int(places[-1]) + 1] if len(places) else row[:0]
+
+
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in batch.items() if isinstance(v, Tensor)}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+LAW = Law.of("DATA", "collator (Collator)", __doc__, Collator.check)

@@ -1,0 +1,198 @@
+"""OUTER: At outer learning rate 1 and momentum 0 one replica ends on its own weights and two on their mean, also after
+small moves; every setting matters, and momentum carries over to the next round.
+
+outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
+settings                 matter; a momentum carries over from the round before
+
+Needs: step(start, locals, **settings); precision where replicas send 16 bits
+How: Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate are
+set to 0 and 1, others are tried at 0, 1 and a large number where replicas do not end on their mean; settings are tried
+over two rounds. The tolerance is rounding of the largest weight.
+Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on. Global
+weights in 16 bits are declared by precision.
+Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha)
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from earnest_audit.law import Law
+from earnest_audit.precision import rounding
+from earnest_audit.verdict import Finding
+
+RATES = ("lr", "learning_rate", "step_size", "eta")
+SMALL = 2.0**-10  # of a weight: nothing in bf16, and 8000 units in the last place of fp32
+STILL = 1e-30  # a momentum of nothing, for optimizers that refuse 0 (Nesterov's)
+NEUTRAL = (0.0, 1.0, 1e6)  # where a setting of another name may do nothing: a mixing, a factor, a bound
+MOST = 64  # ways to set such settings
+
+LANDS = (
+    "It does not: the pseudo-gradient has the wrong sign, or mixing is off. A momentum or a learning rate that the "
+    "step has inside is to be a setting (momentum=…, lr=…)."
+)
+
+
+@dataclass
+class OuterStep:
+    """``step(start, locals, **settings)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are
+    those of the run: where replicas have to land on their mean, momentum is set to 0 and a learning rate to 1, by name.
+    ``precision`` is what replicas send or the step gives back, where that is coarser than the weights, which are fp32.
+    A ``step`` with a memory (momentum) is an object that can be deep-copied: every round of the audit begins from a
+    copy."""
+
+    step: Callable[..., Tensor]
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    size: int = 7
+    precision: torch.dtype | None = None
+
+    def check(self) -> Iterator[Finding]:
+        rng = torch.Generator().manual_seed(0)
+        start, one, two = (torch.randn(self.size, generator=rng) for _ in range(3))
+        self._rounds(start, [[one]], self.knobs)  # as it is: what this raises is the user's to see
+        yield from self._means(start, one, two)
+        for knob, value in self.knobs.items():
+            yield self._knob(knob, value, (start, one, two))
+            if _is_momentum(knob) and value > 0:
+                yield from self._remembers(knob, (start, one, two))
+
+    def _means(self, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
+        """At the first setting of the settings at which the step is a plain mean; else at the plainest one."""
+        size = max(float(t.abs().max()) for t in (start, one, two))
+        plain = [k for k in self.knobs if not (_is_momentum(k) or _is_rate(k))]
+        found: list[tuple[list[Finding], Mapping[str, float]]] = []
+        for knobs in self._settings(plain):
+            try:
+                rows = self._landings(start, one, two, knobs, size)
+            except Exception as error:
+                refused = error
+                continue
+            found.append((rows, knobs))
+            if all(r.outcome == "holds" for r in rows):
+                break
+        if not found:
+            why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
+            yield LAW.not_applicable("replicas, outer lr 1", f"raises {type(refused).__name__}", why)
+            return
+        rows, _ = found[-1]
+        lands = all(r.outcome == "holds" for r in rows)
+        if lands or not any(self.knobs[k] for k in plain):
+            yield from rows if lands else found[0][0]
+            return
+        yield LAW.not_applicable(
+            "replicas, outer lr 1", "no setting of the settings that was tried lands on their mean",
+            f"Declare {', '.join(plain)} at the value at which the step is a plain mean, and it is checked.",
+        )  # fmt: skip
+
+    def _settings(self, plain: Sequence[str]) -> Iterator[Mapping[str, float]]:
+        """Momentum 0 (or nothing), learning rate 1; the others as they are, then at what does nothing."""
+        rates = {k: 1.0 for k in self.knobs if _is_rate(k)}
+        momenta = [k for k in self.knobs if _is_momentum(k)]
+        tried: list[tuple[float, ...]] = []
+        others = NEUTRAL if any(self.knobs[k] for k in plain) else ()  # at 0 they are declared to do nothing
+        for values in itertools.islice(itertools.product(*([self.knobs[k], *others] for k in plain)), MOST):
+            if values not in tried:
+                tried.append(values)
+                for still in (0.0, STILL) if momenta else (0.0,):
+                    chosen = dict(zip(plain, values, strict=True))
+                    yield {**self.knobs, **rates, **dict.fromkeys(momenta, still), **chosen}
+
+    def _landings(
+        self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float], size: float
+    ) -> list[Finding]:
+        room = rounding(start, precision=self.precision) * size
+        rows = []
+        for subject, locals_, whose, meaning in (
+            ("one replica, outer lr 1", [one], "the local weights", f"A replica must end on its own weights. {LANDS}"),
+            ("two replicas, outer lr 1", [one, two], "their mean", "Two replicas do not end on their mean: one is left "
+             "out, or the average is not over members."),
+        ):  # fmt: skip
+            landed = self._rounds(start, [locals_], knobs)[-1]
+            off = float((landed - torch.stack(locals_).mean(0)).abs().max())
+            rows.append(LAW.agrees(subject, off, room, meaning, f"lands {{}} from {whose}"))
+        if self.precision is None:
+            rows.append(self._small(start, one, knobs))
+        return rows
+
+    def _small(self, start: Tensor, one: Tensor, knobs: Mapping[str, float]) -> Finding:
+        """A move of a thousandth of every weight, which is more than most outer steps are."""
+        start = start.abs().clamp_min(2**-6)
+        moved = start * (1 + SMALL * one.sign())
+        landed = self._rounds(start, [[moved]], knobs)[-1]
+        room = rounding(start) / SMALL
+        off = float(((landed - moved) / (SMALL * start)).abs().max())
+        return LAW.agrees(
+            "a small move", off, room,
+            "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
+            "bits, where it is rounded away. (Where that is intended, declare precision=…)",
+            "off by {} of it",
+        )  # fmt: skip
+
+    def _knob(self, knob: str, value: float, weights: tuple[Tensor, Tensor, Tensor]) -> Finding:
+        start, one, two = weights
+        # Plain momentum acts from the second round on; mixing shows where replicas differ.
+        ways = ([[one], [two]], [[one, two], [two, start]])
+        others = [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]
+        for other in others:
+            try:
+                same = all(
+                    all(map(torch.equal, self._rounds(start, way, self.knobs), self._rounds(start, way, changed)))
+                    for changed in ({**self.knobs, knob: other},)
+                    for way in ways
+                )
+            except Exception as error:  # a value that is not allowed
+                refused = error
+                continue
+            why = f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round."
+            measured = "no change in two rounds" if same else "it matters"
+            return LAW.finding(f"setting {knob}", measured, "it matters", not same, why)
+        why = f"No other value of {knob} is taken."
+        return LAW.not_applicable(f"setting {knob}", f"raises {type(refused).__name__}", why)
+
+    def _remembers(self, knob: str, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Finding]:
+        """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
+        steps may be an average of weights, which has none."""
+        start, one, two = weights
+        try:
+            first = self._rounds(start, [[one]], {**self.knobs, knob: STILL})[-1]
+        except Exception:
+            return
+        landed, second = self._rounds(start, [[one], [two]], self.knobs)
+        if float((landed - start).norm()) <= float((first - start).norm()) * (1 + rounding(start)):
+            return
+        forgot = torch.equal(second, self._rounds(landed, [[two]], self.knobs)[-1])
+        yield LAW.finding(
+            f"{knob} remembers", "the second round is a first one" if forgot else "the second is none",
+            "the first round is in the second", not forgot,
+            f"{knob} takes a step further and keeps nothing of it: its memory is made anew every round.",
+        )  # fmt: skip
+
+    def _rounds(self, start: Tensor, ends: Sequence[Sequence[Tensor]], knobs: Mapping[str, float]) -> list[Tensor]:
+        """The global weights after each round, by a step without a past."""
+        try:
+            step = copy.deepcopy(self.step)
+        except Exception:  # what cannot be copied is taken to have no memory
+            step = self.step
+        found: list[Tensor] = []
+        for locals_ in ends:
+            start = step(start.clone(), [t.clone() for t in locals_], **knobs).detach().clone()
+            found.append(start)
+        return found
+
+
+def _is_momentum(knob: str) -> bool:
+    return "momentum" in knob.lower() and "nesterov" not in knob.lower()
+
+
+def _is_rate(knob: str) -> bool:
+    name = knob.lower()
+    return "inner" not in name and any(name == r or name.endswith(f"_{r}") for r in RATES)
+
+
+LAW = Law.of("OUTER", "outer step (OuterStep)", __doc__, OuterStep.check)

@@ -1,0 +1,108 @@
+"""SCHEDULE: A schedule has as many steps as there are updates and reaches its peak and its final rate, for one rank and
+for many and for every group; a declared warm-up happens once.
+
+lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its end
+at k = total, not before; each parameter group has its own peak and end
+
+Needs: rates(total, ranks), peak, final; warmup; restarts=True where it rises again; a rate per group, where there are
+groups
+How: The learning rates of a whole run, for 1 rank and for 4.
+Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a quarter
+of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change.
+Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all groups), a
+decay to 0 where a floor is declared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from earnest_audit.law import Law
+from earnest_audit.verdict import Finding
+
+ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
+
+
+@dataclass
+class Schedule:
+    """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
+    takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
+    the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design."""
+
+    rates: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]]
+    peak: float | Sequence[float]
+    final: float | Sequence[float]
+    total: int = 40
+    warmup: int | None = None
+    restarts: bool = False
+
+    def check(self) -> Iterator[Finding]:
+        one, many = list(self.rates(self.total, 1)), list(self.rates(self.total, 4))
+        why = "The schedule is stepped another number of times than there are updates."
+        yield LAW.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
+        groups = [list(g) for g in zip(*(_row(r) for r in one), strict=True)]
+        peaks, finals = (_spread(v, len(groups)) for v in (self.peak, self.final))
+        for number, (rates, peak, final) in enumerate(zip(groups, peaks, finals, strict=True)):
+            of = f" (group {number})" if len(groups) > 1 else ""
+            for subject, measured, expected, holds, meaning in self._group(rates, peak, final):
+                yield LAW.finding(f"{subject}{of}", measured, expected, holds, meaning)
+        if self.warmup is None:
+            yield LAW.not_declared("warm-up", "warmup=…, in optimizer steps,")
+        equal = "equal" if one == many else "different"
+        why = "The schedule depends on the number of ranks."
+        yield LAW.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
+
+    def _group(self, one: list[float], peak: float, final: float) -> Iterator[tuple[str, str, str, bool, str]]:
+        top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
+        yield (
+            "peak", f"{top:.3g}", f"{peak:.3g}", abs(top - peak) <= 0.1 * peak,
+            "The peak is never reached, or it is another group's: one rate is written over every group.",
+        )  # fmt: skip
+        yield (
+            "half way", f"{middle:.3g}", "between the peak and the end", low < middle <= high or peak == final,
+            "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
+        )  # fmt: skip
+        # A linear decay is one step above its end in its last step, and that is much in a short run.
+        last, near = abs(one[-1] - one[-2]) if len(one) > 1 else 0.0, 0.25 * final if final else 0.1 * peak
+        yield (
+            "end", f"{one[-1]:.3g}", f"{final:.3g}", abs(one[-1] - final) <= max(near, 1.5 * last),
+            "The run ends before the schedule does, or long after; or the schedule has another floor than the declared "
+            "one.",
+        )  # fmt: skip
+        if self.warmup is None:
+            return
+        # The top comes at the end of the warm-up; a step early or late is how steps are counted.
+        at = one.index(top)
+        rising = all(a <= b for a, b in pairwise(one[: at + 1]))
+        yield (
+            "warm-up", f"the top is at step {at}" + ("" if rising else ", and the rate falls before it"),
+            f"at step {self.warmup}, and a rise to it",
+            rising and abs(at - self.warmup) <= 1 + self.warmup // 4 and (self.warmup < 2 or one[0] < top),
+            "The warm-up is not the one that was declared: it is read as 0, or counted in epochs, ranks or "
+            "micro-batches.",
+        )  # fmt: skip
+        if not self.restarts:
+            rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
+            yield (
+                "after the warm-up", f"it rises again at step {rises[0]}" if rises else "it never rises again",
+                "it never rises again", not rises,
+                "The rate rises again after its top: a cycle longer or shorter than the run, or a warm-up that begins "
+                "anew (on a resume, for example). Intended restarts declare restarts=True.",
+            )  # fmt: skip
+
+
+def _row(rates: Any) -> tuple[float, ...]:
+    return tuple(map(float, rates)) if isinstance(rates, Sequence) else (float(rates),)
+
+
+def _spread(value: float | Sequence[float], groups: int) -> list[float]:
+    found = list(value) if isinstance(value, Sequence) else [value] * groups
+    if len(found) != groups:
+        raise ValueError(f"{len(found)} peaks or ends for {groups} groups: give one number, or one per group.")
+    return found
+
+
+LAW = Law.of("SCHEDULE", "schedule (Schedule)", __doc__, Schedule.check)

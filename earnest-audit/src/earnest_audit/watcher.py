@@ -1,0 +1,442 @@
+"""``watch``: the cheap laws, all through a run. An audit looks hard at one step; what goes wrong later is seen here.
+
+    with watch(model, optimizer) as w:
+        for batch in loader:
+            loss, metrics = ...
+            w.terms({"policy": policy_loss, "kl": beta * kl})     # optional, before backward
+            loss.backward()
+            w.step(loss, metrics, mask=batch["mask"])             # before optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(w.verdict())
+
+Every ``every``-th update is looked at. A finding is a ``WatchWarning`` when it is made, once, and a row of the verdict
+at the end. What is not passed is "not declared", and never a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.activity import Between, Mode, StepCounter, at_gradients, hooked, unproved
+from earnest_audit.law import not_declared
+from earnest_audit.laws.liveness import idles, some
+from earnest_audit.measure import is_number, number
+from earnest_audit.signals import Signals
+from earnest_audit.together import Together
+from earnest_audit.updates import Cleared, Norm, Rates
+from earnest_audit.verdict import Finding, Verdict
+
+SAMPLE = 4096  # entries of a parameter that are compared across an update
+PATIENCE = 4  # looks before something that never happened is called dead
+STILL = 20  # equal values of a metric, or looks in a row without a gradient or a moved bit, before that is reported
+MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
+TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
+
+
+WATCHED: list[list[Watch]] = []
+"""Each receives every watch that begins; `earnest audit SCRIPT.py` collects them here."""
+
+
+class WatchWarning(UserWarning):
+    """The watch found a broken law during a run."""
+
+
+def _reentrant(loss: Tensor) -> bool:
+    """Whether its graph has a reentrant checkpoint, which passes `autograd.grad` by without a word."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        todo += [parent for parent, _ in node.next_functions]
+    return False
+
+
+@dataclass
+class _Parameter:
+    """What was seen of one parameter."""
+
+    looks: int = 0
+    gradients: int = 0  # looks with a gradient that is not all 0
+    updates: int = 0  # looks at an update that had a gradient and a learning rate
+    moved: int = 0  # … after which a bit had changed
+    without: int = 0  # looks in a row, up to now, without a gradient
+    stuck: int = 0  # updates in a row, up to now, that had a gradient and moved no bit
+    before: Tensor | None = None
+    stray: int = 0  # looks in a row with a gradient, not the optimizer's, and not moved by anybody else since the last
+    last: Tensor | None = None
+
+
+@dataclass
+class Watch:
+    """A run under watch; made by ``watch``. ``moves`` names further metrics that have to move, ``may_idle`` patterns of
+    parameters that may go without a gradient (experts)."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    every: int = 10
+    moves: Sequence[str] = ()
+    may_idle: Sequence[str] = ()
+    signals: Signals = field(default_factory=Signals)
+    mode: Mode = field(default_factory=Mode)
+    updates: int = 0
+    looks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: look at every n-th update, n ≥ 1.")
+        self._seen = {n: _Parameter() for n, p in self.model.named_parameters() if p.requires_grad}
+        self._metrics: dict[str, tuple[float, int, int]] = {}  # the last value, how often in a row, how often at all
+        self._shares: dict[str, list[float]] = {}
+        self._terms_at = 0
+        self._broken: dict[tuple[str, str], Finding] = {}
+        self._warned: set[tuple[str, str, bool]] = set()
+        self._handles: list[Any] = []
+        self._cleared, self._norm, self._rates = Cleared(), Norm(), Rates()
+        self._steps, self._between = StepCounter(), Between()
+
+    # --- the user's three calls ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        for seen in WATCHED:
+            seen.append(self)
+        self._steps.began, self._steps.ended = True, False
+        if self.optimizer is not None:
+            self._handles = [
+                self.optimizer.register_step_pre_hook(lambda _, *call: at_gradients(self.before_update, *call)),
+                self.optimizer.register_step_post_hook(lambda *_: self.after_update()),
+            ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._cleared.stop()
+        self._steps.ended = kind is None
+        if kind is None:
+            self._warn_steps()
+
+    def terms(self, losses: Mapping[str, Tensor]) -> None:
+        """Each term's share of the gradient, now and then: one more backward per term, so ⅔ % of the run at most."""
+        if not self.due or self.looks < PATIENCE - 1 or self.updates < self._terms_at:
+            return
+        if any(_reentrant(loss) for loss in losses.values()):
+            text = "terms: reentrant checkpointing hides a term's own gradient, so their shares are not watched; "
+            warnings.warn(WatchWarning(text + "use_reentrant=False shows it."), stacklevel=2)
+            self._terms_at = sys.maxsize
+            return
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        norms: dict[str, float] = {}
+        for name, loss in losses.items():
+            norms[name] = 0.0
+            if loss.requires_grad:
+                found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                norms[name] = math.sqrt(sum(float(g.float().square().sum()) for g in found if g is not None))
+        total = sum(norms.values())
+        for name, norm in norms.items():
+            self._shares.setdefault(name, []).append(norm / total if total else 0.0)
+            self._warn(self._term(name))
+        again = any(len(s) == 1 and not s[0] for s in self._shares.values())  # one 0 is weak evidence: look again soon
+        self._terms_at = self.updates + (self.every if again else TERMS_EVERY * len(losses))
+
+    def step(
+        self, loss: Tensor | float | None = None, metrics: Mapping[str, Any] | None = None, **signals: Any
+    ) -> None:
+        """What this update logged and was made from; ``Signals.look`` lists the signals."""
+        values = {k: number(v) for k, v in (metrics or {}).items() if is_number(v)}
+        if loss is not None:
+            values["loss"] = number(loss)
+        self._norm.logged = next((v for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm"), None)
+        self.logged(values)
+        if self.due:
+            for finding in self.signals.look(**signals):
+                self._warn(finding)
+        else:
+            self.signals.check_names(signals)
+        self.mode.see(self.model)
+        if self.optimizer is None:
+            self.before_update()
+            self._end_update()
+            return
+        self._steps.call(self.model, self.optimizer, self.due)
+        if not self._steps.steps and self._steps.calls % STILL == 0:
+            self._warn_steps()
+
+    def logged(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics that come when their update has been made."""
+        values = {k: number(v) for k, v in metrics.items() if is_number(v)}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self._break(
+                    "GL", f"metric {name}", f"{value} at update {self.updates + 1}", "finite",
+                    f"{name} is not a number any more; what was learned since may be lost.",
+                )  # fmt: skip
+            last, run, count = self._metrics.get(name, (math.nan, 0, 0))
+            self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
+            if run + 1 >= STILL and value == last and self._has_to_move(name):
+                self._warn(self._moving(name))
+
+    # --- around an update ---------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        return self.updates < PATIENCE or self.updates % self.every == 0
+
+    def before_update(self) -> None:
+        """Gradients are there and the parameters are still the old ones."""
+        self._steps.begin()
+        self._cleared.end()
+        self._between.end()
+        self.mode.see(self.model)
+        if not self.due:
+            return
+        self.looks += 1
+        if self.optimizer is not None:
+            self._rates.look(self.optimizer)
+            self._norm.look(self.optimizer)
+        gradients = found = False
+        for name, p in self.model.named_parameters():
+            if not p.requires_grad:
+                if name in self._seen:  # frozen on purpose, for now
+                    self._seen[name].without = self._seen[name].stuck = self._seen[name].stray = 0
+                continue
+            seen = self._seen.setdefault(name, _Parameter())
+            seen.looks += 1
+            seen.without += 1
+            seen.before = None
+            if p.grad is None:
+                continue
+            size = float(p.grad.detach().abs().max()) if p.grad.numel() else 0.0
+            found = found or size != 0
+            if not math.isfinite(size):
+                self._break(
+                    "GL", f"gradient of {name}", f"{size} at update {self.updates + 1}", "finite",
+                    "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits.",
+                )  # fmt: skip
+            elif size > 0:
+                gradients = True
+                seen.gradients += 1
+                seen.without = 0
+                self._sampled(p, seen)
+        self._rates.count(gradients)
+        self._steps.look(found)
+        if self.looks == PATIENCE or self.looks > STILL:
+            self._warn(self._alive(), apart=self._late(self._dead()))
+        for finding in self._updating():
+            self._warn(finding)
+
+    def _sampled(self, p: Tensor, seen: _Parameter) -> None:
+        """Keep what the update has to change; of what the optimizer does not own, what somebody else has to."""
+        if self._rates.full(p):
+            seen.before = _sample(p).clone()
+        if self.optimizer is None or id(p) in self._rates.now:
+            seen.stray, seen.last = 0, None
+            return
+        now = _sample(p)
+        seen.stray = seen.stray + 1 if seen.last is None or torch.equal(now, seen.last) else 0
+        seen.last = now.clone()
+
+    def after_update(self) -> None:
+        """The optimizer has stepped."""
+        if self.due:
+            for name, p in self.model.named_parameters():
+                seen = self._seen.get(name)
+                if seen is not None and seen.before is not None:
+                    seen.updates += 1
+                    moved = not torch.equal(_sample(p), seen.before)
+                    seen.moved += moved
+                    seen.stuck = 0 if moved else seen.stuck + 1
+                    seen.before = None
+            if self.looks == PATIENCE or self.looks > STILL:
+                self._warn(self._bits(), apart=self._late(self._still()))
+            assert self.optimizer is not None
+            self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
+            self._between.begin(self.model, self.optimizer)
+        self._end_update()
+
+    def _end_update(self) -> None:
+        self.mode.see(self.model)
+        self.mode.update()
+        self.updates += 1
+        if self.mode.off >= STILL:
+            for finding in self.mode.findings():
+                self._warn(finding)
+
+    def _warn_steps(self) -> None:
+        for finding in self._steps.findings(self.updates, self.looks):
+            self._warn(finding)
+
+    def _dead(self) -> list[str]:
+        """Without a gradient from the beginning, or in the last STILL looks; what comes back is alive again."""
+        found = [n for n, s in self._seen.items() if s.without >= (STILL if s.gradients else PATIENCE)]
+        return [n for n in found if not idles(n, self.may_idle)]
+
+    def _still(self) -> list[str]:
+        return [n for n, s in self._seen.items() if s.stuck >= (STILL if s.moved else PATIENCE)]
+
+    def _strays(self) -> list[str]:
+        """With a gradient, not the optimizer's, and moved by nobody; where it owns none of the model, that is soon
+        sure."""
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        none = not any(id(p) in self._rates.now for p in named.values())
+        return [n for n in named if n in self._seen and self._seen[n].stray >= (PATIENCE if none else STILL)]
+
+    def _late(self, names: list[str]) -> bool:
+        """Whether one of them had a gradient, or moved, before."""
+        return any(self._seen[n].gradients and (self._seen[n].without or self._seen[n].moved) for n in names)
+
+    def _has_to_move(self, name: str) -> bool:
+        return name.rsplit("/", 1)[-1] in MOVES or name in self.moves
+
+    # --- the verdict --------------------------------------------------------------------------------------------------
+
+    def verdict(self) -> Verdict:
+        """Everything that was watched, up to now."""
+        trained = self._steps.gradients and self.updates
+        rows = self._findings() if trained else unproved(self._findings())
+        return Verdict((*self._steps.findings(self.updates, self.looks), *rows))
+
+    def _findings(self) -> Iterator[Finding]:
+        yield from self._broken.values()
+        if self.looks and not self._broken:
+            yield Finding("GL", "gradients and metrics", f"finite in {self.looks} looks", "finite", "holds")
+        if self.looks >= PATIENCE:
+            yield self._alive()
+        else:
+            yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {PATIENCE}", "not applicable", "")
+        if self.optimizer is None:
+            yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
+        elif any(s.updates >= PATIENCE for s in self._seen.values()):
+            yield self._bits()
+        yield from self._updating()
+        yield from map(self._term, self._shares)
+        if not self._shares:
+            yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
+        yield from self._standing()
+        yield from self.mode.findings()
+        yield from self._between.findings()
+        yield from self.signals.findings()
+
+    def _standing(self) -> Iterator[Finding]:
+        """Metrics that have to move."""
+        for name in sorted({n for n in self._metrics if self._has_to_move(n)} | set(self.moves)):
+            count = self._metrics.get(name, (math.nan, 0, 0))[2]
+            if count < STILL:
+                yield Finding("MR", f"metric {name}", f"{count} values", f"≥ {STILL}", "not applicable", "")
+            else:
+                yield self._moving(name)
+
+    def _moving(self, name: str) -> Finding:
+        value, run, count = self._metrics[name]
+        return _judged(
+            "MR", f"metric {name}", f"the last {run} of {count} values are equal", f"fewer than {STILL}", run < STILL,
+            f"{name} {'was' if run == count else 'became'} {value:.4g} and stays there while the policy is updated: "
+            "a constant, a default that nothing sets, or the policy compared with itself.",
+        )  # fmt: skip
+
+    def _term(self, name: str) -> Finding:
+        shares = self._shares[name]
+        measured = f"{min(shares):.0%} … {max(shares):.0%} of the gradient in {len(shares)} looks"
+        if len(shares) < 2 and not max(shares):  # a penalty has no gradient at its reference, where runs begin
+            return Finding("GL", f"term {name}", measured, "≥ 2 looks", "not applicable", "")
+        return _judged(
+            "GL", f"term {name}", measured, "above 0", max(shares) > 0,
+            f"The term {name} adds nothing to the gradient: it is detached, masked away or weighs 0.",
+        )  # fmt: skip
+
+    def _alive(self) -> Finding:
+        dead = self._dead()
+        never = [n for n in dead if not self._seen[n].gradients]
+        text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
+        lost = [n for n in dead if n not in set(never)]
+        text += f"{some(lost)} had a gradient once, and none in the last {STILL} looks or more. " if lost else ""
+        return _judged(
+            "GL", f"{len(self._seen)} trainable parameters",
+            f"{len(self._seen) - len(dead)} got a gradient" + (f", {len(lost)} no longer do" if lost else ""),
+            "all", not dead,
+            f"{text}Detached, bypassed, 0 · 0, or an expert that no token is sent to (declare it in may_idle).",
+        )  # fmt: skip
+
+    def _bits(self) -> Finding:
+        still = self._still()
+        late = sum(self._seen[n].moved > 0 for n in still)
+        return _judged(
+            "GL", "the parameters' bits",
+            f"{len(still) - late} parameters with a gradient never moved" + (f", {late} no longer do" if late else ""),
+            "0", not still,
+            f"{some(still)} get a gradient and do not move: the update is rounded away in their dtype (keep trainable "
+            "parameters in fp32, or raise the learning rate), or another tensor is updated.",
+        )  # fmt: skip
+
+    def _updating(self) -> Iterator[Finding]:
+        """Of the updates themselves: see ``earnest_audit.updates``."""
+        if self.optimizer is None or self.looks < PATIENCE:
+            return
+        strays = self._strays()
+        yield _judged(
+            "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stay constant", "0",
+            not strays,
+            f"{some(strays)} get a gradient and nobody moves them: they were unfrozen, or put in another's place, "
+            "after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
+            "list.",
+        )  # fmt: skip
+        yield from self._rates.finding()
+        yield from self._cleared.finding()
+        yield from self._norm.finding()
+
+    def _break(self, law: str, subject: str, measured: str, expected: str, meaning: str) -> None:
+        """What cannot be made good by later looks."""
+        finding = Finding(law, subject, measured, expected, "fails", meaning)
+        self._broken.setdefault((law, subject), finding)
+        self._warn(finding)
+
+    def _warn(self, finding: Finding, apart: bool = False) -> None:
+        """Warn once per finding; "no longer" and "never" (``apart``) count as two."""
+        key = (finding.law, finding.subject, apart)
+        if finding.outcome != "fails" or key in self._warned:
+            return
+        self._warned.add(key)
+        text = f"{finding.law} on {finding.subject}: {finding.measured}, expected {finding.expected}. {finding.meaning}"
+        warnings.warn(text, WatchWarning, stacklevel=4)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    every: int = 10,
+    moves: Sequence[str] = (),
+    may_idle: Sequence[str] = (),
+    all_supervised: bool = False,
+    may_eval: bool = False,
+) -> Watch:
+    """Watch a bare training loop; see the module's example. Several optimizers: a list, in the order of their
+    steps. ``all_supervised`` where prompts are meant to be supervised too (pre-training), ``may_eval`` where the model
+    is meant to leave its training mode on the way."""
+    optimizer = Together(*map(hooked, optimizer)) if isinstance(optimizer, Sequence) else hooked(optimizer)
+    signals, mode = Signals(all_supervised=all_supervised), Mode(may_leave=may_eval)
+    return Watch(model, optimizer, every, moves, may_idle, signals, mode)
+
+
+def _sample(p: Tensor) -> Tensor:
+    """Up to SAMPLE entries, evenly spread."""
+    flat = p.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def _judged(law: str, subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
+    return Finding(law, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)

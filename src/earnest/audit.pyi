@@ -1,0 +1,1 @@
+from earnest_audit import *  # noqa: F403
