@@ -239,7 +239,7 @@ def test_modals_function_has_exactly_these_arguments(monkeypatch: pytest.MonkeyP
     }
     assert arguments == executor.dry_run(JOB)[0]["function"], "what is shown is what is submitted"
     modules, options = seen["source"]
-    assert modules == ("earnest",) and options["ignore"] == ["**/__pycache__/**", "**/*.pyc"]
+    assert modules == ("earnest", "earnest_audit") and options["ignore"] == ["**/__pycache__/**", "**/*.pyc"]
     assert any(p.startswith("torch") for p in seen["packages"]) and any(
         p.startswith("obstore") for p in seen["packages"]
     )
