@@ -341,7 +341,7 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
         (["replicas=2", "sync.delay=2"], r"below every / fragments"),
         (["replicas=2", "updates_per_batch=4"], r"multiple of updates_per_batch"),
         (["replicas=2", "sync.quorum=3"], "3 is more than the 2 replicas"),
-        (["replicas=2", "sync.density=0.1"], "only wire topk has a density"),
+        (["replicas=2", "sync.density=0.1"], "only the wires topk and sparseloco have a density"),
         (["replicas=2", "sync.algorithm=local_sgd", "sync.wire=int8"], "averages weights"),
         (["replicas=2", "sync.algorithm=local_sgd", "sync.lr=0.5"], "no meaning with algorithm: local_sgd"),
         (["replicas=2", "sync.lighthouse=http://x:1", "sync.grace=1"], "no meaning with lighthouse"),

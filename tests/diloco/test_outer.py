@@ -178,7 +178,7 @@ def test_the_tokens_matter() -> None:
     assert not torch.allclose(even[0].flat(), odd[0].flat())
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4", "topk", "pulse"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4", "topk", "sparseloco", "pulse"])
 def test_every_wire_ends_in_the_same_weights_everywhere(wire: str) -> None:
     engines = train(Memory(), 3, wire=wire)
     assert all(torch.equal(engines[0].flat(), e.flat()) for e in engines)

@@ -10,20 +10,27 @@ import pytest
 import torch
 from hypothesis import given
 
-from earnest.diloco.protocol import average
+from earnest.diloco.globals import Globals, OuterSGD
+from earnest.diloco.ledger import Ledger
+from earnest.diloco.manager import BucketManager
+from earnest.diloco.protocol import Rules, average
 from earnest.diloco.wire import (
+    CHUNK,
     KINDS,
     Wire,
     decode,
     pack_gaps,
     pack_nibbles,
+    pack_quarters,
     quantize,
     unpack_gaps,
     unpack_nibbles,
+    unpack_quarters,
     visible,
 )
 from earnest.errors import ConfigError
-from earnest.store import Damaged
+from earnest.store import Bucket, Damaged
+from tests.diloco.test_store import Memory
 
 numbers = st.floats(-1e3, 1e3, width=32)
 vectors = st.lists(numbers, min_size=1, max_size=700).map(lambda x: torch.tensor(x, dtype=torch.float32))
@@ -124,7 +131,7 @@ def test_what_is_not_sent_is_sent_later(kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8.125), ("int4", 4.25), ("topk", 16 / 64)]
+    ("kind", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8.125), ("int4", 4.25), ("topk", 16 / 64), ("sparseloco", 11 / 64)]
 )
 def test_the_sizes_are_those_of_the_table(kind: Any, bits: float) -> None:
     n = 256_000
@@ -150,17 +157,76 @@ def test_numbers_that_are_none_are_refused() -> None:
 
 
 def test_zero_blocks_and_tiny_numbers() -> None:
-    for kind in ("int8", "int4", "topk"):
+    for kind in ("int8", "int4", "topk", "sparseloco"):
         assert not bool(send(kind, torch.zeros(300)).any())
         tiny = torch.full((300,), 1e-38)
         assert torch.isfinite(send(kind, tiny)).all()
 
 
 def test_settings_without_meaning_are_refused() -> None:
-    with pytest.raises(ConfigError, match="only topk has a density"):
+    with pytest.raises(ConfigError, match="only topk and sparseloco have a density"):
         Wire("int8", 0.1)
+    with pytest.raises(ConfigError, match="fp32 sends everything"):
+        Wire("fp32", feedback=0.5)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        Wire("sparseloco", feedback=1.5)
     with pytest.raises(ConfigError, match="unknown"):
         Wire("int3")  # type: ignore[arg-type]
+
+
+# --- SparseLoCo -------------------------------------------------------------------------------------------------------
+
+
+def test_sparseloco_by_hand() -> None:
+    """Half of eight: 8, −6, 2 and −2. Their mean magnitude is 4.5, so 2 and −2 share one level and 8 and −6 the other,
+    the mean 7."""
+    v = torch.tensor([1.0, 8.0, 0.5, -6.0, 2.0, 1.5, -2.0, 0.0])
+    assert send("sparseloco", v, density=0.5).tolist() == [0.0, 7.0, 0.0, -7.0, 2.0, 0.0, -2.0, 0.0]
+
+
+@given(st.integers(1, 9000), st.floats(0.001, 0.2), st.integers(0, 2**32 - 1))
+def test_sparseloco_sends_a_share_of_every_chunk(n: int, density: float, seed: int) -> None:
+    """Also where one chunk is a thousand times larger than the others, which a top-k of the whole would send alone. The
+    sent numbers have the right signs, and sending the result again changes nothing."""
+    chance = torch.Generator().manual_seed(seed)
+    v = torch.randn(n, generator=chance) * torch.where(torch.arange(n) < CHUNK, 1e3, 1.0)
+    got = send("sparseloco", v, density=density)
+    for begin in range(0, n, CHUNK):
+        part, wanted = got[begin : begin + CHUNK], v[begin : begin + CHUNK]
+        at = part.nonzero()[:, 0]
+        assert len(at) == max(1, round(density * part.numel()))
+        assert torch.equal(part[at].sign(), wanted[at].sign()) and len(part[at].abs().unique()) <= 2
+        rest = wanted.clone()
+        rest[at] = 0
+        assert float(rest.abs().max()) <= float(wanted[at].abs().min())
+    assert torch.equal(send("sparseloco", got, density=density), got)
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_quarters_come_back(codes: list[int]) -> None:
+    packed = pack_quarters(torch.tensor(codes, dtype=torch.uint8))
+    assert packed.numel() == -(-len(codes) // 4)
+    assert unpack_quarters(packed, len(codes)).tolist() == codes
+
+
+@pytest.mark.parametrize(
+    ("wire", "share"), [(Wire("sparseloco"), 0.95), (Wire("topk", feedback=0.5), 0.5), (Wire("int4"), 1.0)]
+)
+def test_the_feedback_conserves_the_difference(wire: Wire, share: float) -> None:
+    """In every round sent + residual = difference + share · last residual: bit for bit in fp32."""
+    agreed = Globals([[torch.zeros(300)]], OuterSGD())
+    ledger = Ledger(Bucket(Memory()))
+    ledger.put_state(0, b"", agreed.fingerprint())
+    manager = BucketManager(ledger, Rules(1, 1), 0, agreed, wire, tokens=1)
+    chance, residual = torch.Generator().manual_seed(0), torch.zeros(300)
+    for _ in range(3):
+        delta = torch.randn(300, generator=chance)
+        vector, average_ = delta + share * residual, delta.clone()
+        manager.start_quorum()
+        manager.allreduce(average_).wait()  # of one replica: what it sent
+        manager.should_commit()
+        residual = manager.residual[0]
+        assert torch.equal(residual, vector - average_) and float(residual.norm()) > 0
 
 
 # --- the average ------------------------------------------------------------------------------------------------------

@@ -38,10 +38,19 @@ class SyncConfig(Strict):
         description="public keys by replica number: a difference without its signature is left out",
     )
     nesterov: bool = Field(True, description="look ahead along the outer momentum")
-    wire: Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"] | None = Field(
+    wire: Literal["fp32", "bf16", "int8", "int4", "topk", "sparseloco", "pulse"] | None = Field(
         None, description="how differences are encoded; none: bf16, and fp32 for local_sgd"
     )
-    density: float | None = Field(None, gt=0, le=1, description="the share of weights that topk sends; none: 1/64")
+    density: float | None = Field(
+        None, gt=0, le=1, description="the share of weights that topk and sparseloco send; none: 1/64"
+    )
+    feedback: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="the share of what a lossy wire did not send that is added to the next difference; none: 0.95 for "
+        "sparseloco, 1 for others",
+    )
     quorum: int | None = Field(None, ge=1, description="replicas that a round needs; none: half of them, rounded up")
     grace: float = Field(30.0, ge=0, description="seconds that a round waits for late replicas once it has its quorum")
     timeout: float = Field(3600.0, gt=0, description="seconds after which a round without quorum is an error")
@@ -57,8 +66,8 @@ class SyncConfig(Strict):
     def _agree(self) -> SyncConfig:
         plain_ = SyncConfig.model_construct()
         unread = {
-            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm"),
-            "lighthouse": ("wire", "density", "grace", "max_norm", "signers"),
+            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm", "feedback"),
+            "lighthouse": ("wire", "density", "feedback", "grace", "max_norm", "signers"),
         }
         for why, keys in unread.items():
             if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
@@ -107,8 +116,12 @@ def plan(config: RunConfig) -> ReplicaPlan:
             f"steps: the last round ends the run, so steps × updates_per_batch must be a multiple of {interval} "
             f"(sync.every / sync.fragments), got {config.steps * updates}"
         )
-    if sync.density is not None and sync.wire != "topk":
-        raise ConfigError(f"sync.density: only wire topk has a density, not {sync.wire or 'bf16'}; leave it out")
+    if sync.density is not None and sync.wire not in ("topk", "sparseloco"):
+        raise ConfigError(
+            f"sync.density: only the wires topk and sparseloco have a density, not {sync.wire or 'bf16'}; leave it out"
+        )
+    if sync.feedback is not None and sync.wire == "fp32":
+        raise ConfigError("sync.feedback: fp32 sends everything, so nothing is fed back; leave it out")
     quorum = sync.quorum or -(-config.replicas // 2)
     if quorum > config.replicas:
         raise ConfigError(f"sync.quorum: {quorum} is more than the {config.replicas} replicas; lower it")

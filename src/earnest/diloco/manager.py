@@ -156,7 +156,7 @@ class BucketManager:
         fragment = self.globals.round % len(self.globals.fragments)
         vector = torch.cat([t.detach().reshape(-1).float().cpu() for t in self._gathered])
         if fragment in self.residual:
-            vector = vector + self.residual[fragment]
+            vector = vector + self.wire.kept * self.residual[fragment]
         if not bool(torch.isfinite(vector).all()):
             self.residual.pop(fragment, None)  # the residual itself may be the cause, and would be in every later round
             raise DivergedState("the weights are not finite")

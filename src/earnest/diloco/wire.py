@@ -1,16 +1,21 @@
 """How a difference of weights is encoded: one flat vector, one safetensors buffer.
 
-    kind    what is sent                                                 bits per weight      paper
-    fp32    the vector                                                   32
-    bf16    the vector, rounded                                          16
-    int8    blocks of 256: round(127 v / max|v|), and max|v|             8.125
-    int4    blocks of 128: round(7 v / max|v|), and max|v|               4.25                 2501.18512
-    topk    the k largest |v|: gaps between them, int8 values            about 16 · density   2508.15706
-    pulse   the fp32 values where the weight changes in bf16             about 40 · density   2602.03839
+    kind        what is sent                                             bits per weight      paper
+    fp32        the vector                                               32
+    bf16        the vector, rounded                                      16
+    int8        blocks of 256: round(127 v / max|v|), and max|v|         8.125
+    int4        blocks of 128: round(7 v / max|v|), and max|v|           4.25                 2501.18512
+    topk        the k largest |v|: gaps between them, int8 values        about 16 · density
+    sparseloco  the k largest |v| of each 4096: gaps, sign and one of    about 11 · density   2508.15706
+                two magnitudes (2 bits), and the magnitudes
+    pulse       the fp32 values where the weight changes in bf16         about 40 · density   2602.03839
 
-Every lossy kind feeds its error back: what was not sent is added to the next round's difference, so
+Every lossy kind feeds its error back: what was not sent, times ``feedback``, is added to the next round's difference.
+With a feedback of 1
 
     Σ sent + residual  =  Σ differences           (exactly, up to fp32 rounding of the sums).
+
+SparseLoCo uses 0.95 and no outer momentum: the residual, a decaying sum of past differences, takes its place.
 """
 
 from __future__ import annotations
@@ -28,26 +33,42 @@ from torch import Tensor
 from earnest.errors import ConfigError
 from earnest.store import Damaged
 
-Kind = Literal["fp32", "bf16", "int8", "int4", "topk", "pulse"]
-KINDS: tuple[Kind, ...] = ("fp32", "bf16", "int8", "int4", "topk", "pulse")
-INT8_BLOCK, INT4_BLOCK = 256, 128
+Kind = Literal["fp32", "bf16", "int8", "int4", "topk", "sparseloco", "pulse"]
+KINDS: tuple[Kind, ...] = ("fp32", "bf16", "int8", "int4", "topk", "sparseloco", "pulse")
+SPARSE: tuple[Kind, ...] = ("topk", "sparseloco")
+"""The kinds with a density."""
+INT8_BLOCK, INT4_BLOCK, CHUNK = 256, 128, 4096
 FlatVector = Float[Tensor, " n"]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """``density``: the share of weights that ``topk`` sends; others ignore it, so another value is refused there."""
+    """``density``: the share of weights that ``topk`` and ``sparseloco`` send, None: 1/64; other kinds refuse it.
+    ``feedback``: the share of what was not sent that is added to the next difference, None: 0.95 for ``sparseloco``,
+    1 for other kinds; ``fp32`` sends everything and refuses it."""
 
     kind: Kind = "bf16"
     density: float | None = None
+    feedback: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"wire kind {self.kind!r} is unknown; known: {', '.join(KINDS)}.")
-        if self.density is not None and self.kind != "topk":
-            raise ConfigError(f"sync.density: only topk has a density, not {self.kind}; leave it out.")
+        if self.density is not None and self.kind not in SPARSE:
+            raise ConfigError(f"sync.density: only {' and '.join(SPARSE)} have a density, not {self.kind}; leave it out.")
         if self.density is not None and not 0 < self.density <= 1:
             raise ConfigError(f"sync.density is {self.density}; give a share above 0 and at most 1.")
+        if self.feedback is not None and not self.lossy:
+            raise ConfigError(f"sync.feedback: {self.kind} sends everything, so nothing is fed back; leave it out.")
+        if self.feedback is not None and not 0 <= self.feedback <= 1:
+            raise ConfigError(f"sync.feedback is {self.feedback}; give a share from 0 to 1.")
+
+    @property
+    def kept(self) -> float:
+        """The share of the residual that is added to the next difference."""
+        if self.feedback is not None:
+            return self.feedback
+        return 0.95 if self.kind == "sparseloco" else 1.0
 
     @property
     def lossy(self) -> bool:
@@ -72,10 +93,13 @@ class Wire:
             levels, scale = quantize(v, 7, INT4_BLOCK)
             return {"values": pack_nibbles(levels), "scale": scale}
         if self.kind == "topk":
-            k = max(1, round((self.density or DENSITY) * v.numel())) if v.numel() else 0
-            at = v.abs().topk(k, sorted=False).indices.sort().values
+            at = largest(v, self.density or DENSITY, v.numel())
             levels, scale = quantize(v[at], 127, INT8_BLOCK)
             return {"gaps": pack_gaps(at), "values": levels, "scale": scale}
+        if self.kind == "sparseloco":
+            at = largest(v, self.density or DENSITY, CHUNK)
+            codes, magnitudes = two_bits(v[at], at // CHUNK, -(-v.numel() // CHUNK))
+            return {"gaps": pack_gaps(at), "values": pack_quarters(codes), "magnitudes": magnitudes}
         at = visible(start, v).nonzero()[:, 0]
         return {"gaps": pack_gaps(at), "values": v[at]}
 
@@ -111,9 +135,12 @@ def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> FlatVector:
         return dequantize(values, parts["scale"], 127, INT8_BLOCK)
     if kind == "int4":
         return dequantize(unpack_nibbles(values, n), parts["scale"], 7, INT4_BLOCK)
-    sent = dequantize(values, parts["scale"], 127, INT8_BLOCK) if kind == "topk" else values
-    vector = torch.zeros(n)
-    vector[unpack_gaps(parts["gaps"])] = sent
+    vector, at = torch.zeros(n), unpack_gaps(parts["gaps"])
+    if kind == "topk":
+        values = dequantize(values, parts["scale"], 127, INT8_BLOCK)
+    elif kind == "sparseloco":
+        values = from_two_bits(unpack_quarters(values, at.numel()), parts["magnitudes"], at // CHUNK)
+    vector[at] = values
     return vector
 
 
@@ -135,6 +162,46 @@ def dequantize(levels: Int[Tensor, " n"], scale: Float[Tensor, " b"], top: int, 
         raise ValueError(f"{scale.numel()} scales for {n} levels")
     padded = torch.nn.functional.pad(levels.float(), (0, -n % block)).view(-1, block)
     return (padded / top * scale[:, None]).reshape(-1)[:n]
+
+
+def largest(v: FlatVector, density: float, chunk: int) -> Int[Tensor, " k"]:
+    """The rising indices of the largest magnitudes: of each ``chunk`` numbers this share, and at least one."""
+    found = [torch.zeros(0, dtype=torch.int64)]
+    for begin in range(0, v.numel(), max(chunk, 1)):
+        part = v[begin : begin + chunk].abs()
+        found.append(begin + part.topk(max(1, round(density * part.numel())), sorted=False).indices.sort().values)
+    return torch.cat(found)
+
+
+def two_bits(v: FlatVector, chunk: Int[Tensor, " n"], chunks: int) -> tuple[UInt8[Tensor, " n"], Float[Tensor, " m"]]:
+    """A code 0 … 3 per number (2: negative; 1: larger than its chunk's mean magnitude), and for each chunk the mean
+    magnitudes of its smaller and of its larger numbers, in bf16."""
+    size = v.abs()
+
+    def mean(of: Int[Tensor, " n"], groups: int) -> Float[Tensor, " g"]:
+        count = torch.zeros(groups).index_add_(0, of, torch.ones_like(size))
+        return torch.zeros(groups).index_add_(0, of, size) / count.clamp(min=1)
+
+    large = (size > mean(chunk, chunks)[chunk]).long()
+    codes = (2 * (v < 0).long() + large).to(torch.uint8)
+    return codes, mean(2 * chunk + large, 2 * chunks).bfloat16()
+
+
+def from_two_bits(codes: UInt8[Tensor, " n"], magnitudes: Float[Tensor, " m"], chunk: Int[Tensor, " n"]) -> FlatVector:
+    sizes = magnitudes.float()[2 * chunk + (codes & 1).long()]
+    return torch.where(codes >= 2, -sizes, sizes)
+
+
+def pack_quarters(codes: UInt8[Tensor, " n"]) -> UInt8[Tensor, " m"]:
+    """Four codes (0 … 3) per byte."""
+    four = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
+    return four[:, 0] | (four[:, 1] << 2) | (four[:, 2] << 4) | (four[:, 3] << 6)
+
+
+def unpack_quarters(packed: UInt8[Tensor, " m"], n: int) -> UInt8[Tensor, " n"]:
+    if packed.numel() != -(-n // 4):
+        raise ValueError(f"{packed.numel()} bytes for {n} codes")
+    return torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 1).reshape(-1)[:n]
 
 
 def pack_nibbles(levels: Int[Tensor, " n"]) -> UInt8[Tensor, " m"]:
