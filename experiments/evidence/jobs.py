@@ -85,6 +85,18 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
+def plots(columns: int, width: float = 6.5, height: float = 4.5) -> tuple[Any, list[Any]]:
+    """A figure and its axes, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (width * columns, height)
+    made, axes = pyplot.subplots(1, columns, figsize=size, dpi=110, layout="constrained", squeeze=False)
+    return made, list(axes[0])
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.evidence import runs
-from experiments.evidence.jobs import Jobs, Record, by, main, spread, table
+from experiments.evidence.jobs import Jobs, Record, by, main, plots, spread, table
 
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
@@ -94,7 +94,8 @@ def theirs(task: str, seed: int, out: Path) -> Record:
         ]
 
     class Times(TrainerCallback):  # type: ignore[misc]
-        seconds: list[float] = []
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
@@ -116,7 +117,9 @@ def theirs(task: str, seed: int, out: Path) -> Record:
         args=settings,
         train_dataset=Dataset.from_list([{"prompt": [dict(m) for m in p.messages]} for p in prompts.values()]),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, lora_dropout=0.0, task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, lora_dropout=0.0, task_type="CAUSAL_LM"
+        ),
         reward_funcs=reward,
         callbacks=[times],
     )
@@ -200,15 +203,10 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def figure(records: Sequence[Record], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tasks = by(records, "task")
-    made, axes = plt.subplots(1, len(tasks), figsize=(6.5 * len(tasks), 4.4), dpi=110, layout="constrained", squeeze=False)
+    made, axes = plots(len(tasks))
     colours = {"earnest": "#0072b2", "TRL": "#d55e00"}
-    for axis, (task, own) in zip(axes[0], tasks.items(), strict=True):
+    for axis, (task, own) in zip(axes, tasks.items(), strict=True):
         for trainer, found in by(own, "trainer").items():
             if "reward" not in found[0]:
                 axis.axhline(found[0]["heldout"][0][1], color="#888888", linestyle=":", label=trainer)

@@ -33,7 +33,7 @@ from earnest.seeds import derive
 from earnest.signals import Batch
 from earnest.store import Bucket
 from earnest.tasks import Prompt, PromptStream, get_task
-from experiments.evidence.jobs import Jobs, Record, by, main, spread, table
+from experiments.evidence.jobs import Jobs, Record, by, main, plots, spread, table
 
 MEAN, MOMENTUM = OuterSGD(1.0, 0.0), OuterSGD(0.7, 0.6)
 
@@ -179,8 +179,8 @@ def jobs(out: Path) -> Jobs:
 
 
 HEADER = (
-    "arm", "seeds", "loss after a third", "after two thirds", "at the end", "minus data-parallel", "kB sent per replica",
-    "kB received", "times fewer bytes sent",
+    "arm", "seeds", "loss after a third", "after two thirds", "at the end", "minus data-parallel",
+    "kB sent per replica", "kB received", "times fewer bytes sent",
 )  # fmt: skip
 
 
@@ -191,16 +191,15 @@ def tables(records: Sequence[Record]) -> list[str]:
         rows: list[list[object]] = []
         for arm, own in by(runs, "arm").items():
             curves = [dict(map(tuple, r["curve"])) for r in own]
-            losses = [
-                spread([c[at] for c in curves], 4) for at in (u * own[0]["updates"] // 3 for u in (1, 2, 3))
-            ]
+            losses = [spread([c[at] for c in curves], 4) for at in (u * own[0]["updates"] // 3 for u in (1, 2, 3))]
             beside = [(r, whole[r["seed"]]) for r in own if r["seed"] in whole and r["received"] is not None]
             apart = [r["curve"][-1][1] - d["curve"][-1][1] for r, d in beside]
             received = [r["received"] / 1e3 for r in own if r["received"] is not None]
             fewer = [d["sent"] / r["sent"] for r, d in beside]
             rows.append(
                 [arm, len(own), *losses, spread(apart, 4), f"{statistics.mean(r['sent'] for r in own) / 1e3:.1f}",
-                 f"{statistics.mean(received):.1f}" if received else "–", f"{statistics.mean(fewer):.0f}" if fewer else 1]
+                 f"{statistics.mean(received):.1f}" if received else "–",
+                 f"{statistics.mean(fewer):.0f}" if fewer else 1]
             )  # fmt: skip
         before = spread([r["curve"][0][1] for r in whole.values()], 4)
         head = [f"{model}: {HEADER[0]}", *HEADER[1:]]
@@ -209,21 +208,18 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def figure(records: Sequence[Record], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     models = by(records, "model")
-    made, axes = plt.subplots(1, len(models), figsize=(6.5 * len(models), 4.6), dpi=110, layout="constrained", squeeze=False)
-    for axis, (model, runs) in zip(axes[0], models.items(), strict=True):
+    made, axes = plots(len(models), 7.5)
+    for axis, (model, runs) in zip(axes, models.items(), strict=True):
         for arm, own in by(runs, "arm").items():
             ends = [r["curve"][-1][1] for r in own]
             marker = {"d": "D", "i": "s", "t": "^", "s": "o"}[arm[0]]
             x, y = statistics.mean(r["sent"] for r in own) / 1e3, statistics.mean(ends)
             axis.errorbar(x, y, yerr=statistics.stdev(ends) if len(ends) > 1 else None, fmt=marker, capsize=3)
             axis.annotate(arm, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
-        axis.set(xscale="log", yscale="log", xlabel="kB sent per replica", ylabel="held-out loss at the end, nats per token")
+        axis.set(
+            xscale="log", yscale="log", xlabel="kB sent per replica", ylabel="held-out loss at the end, nats per token"
+        )
         axis.set_title(f"{model}: {runs[0]['updates']} updates, four replicas")
         axis.margins(x=0.25)
     made.savefig(path)

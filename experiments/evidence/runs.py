@@ -31,15 +31,15 @@ def finish(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def read(folder: Path) -> Record:
-    """Held-out rewards and standard errors by step, the reward and the seconds of every step, and the watch's warnings."""
+    """Held-out rewards with their standard errors and solved rates by step, and numbers of every step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evals = [line for line in lines if line["kind"] == "eval"]
     steps = [line for line in lines if line["kind"] == "step"]
     return {
         "heldout": [(e["step"], e["reward"], e["se"], e["correct"]) for e in evals],
-        "reward": [s.get("reward") for s in steps],
-        "entropy": [s.get("entropy") for s in steps],
-        "step_seconds": [s.get("seconds") for s in steps],
+        "reward": [s["reward"]["mean"] for s in steps],
+        "entropy": [s["metrics"].get("entropy") for s in steps],
+        "step_seconds": [sum(s["seconds"].values()) for s in steps],
     }
 
 

@@ -131,7 +131,8 @@ def test_what_is_not_sent_is_sent_later(kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8.125), ("int4", 4.25), ("topk", 16 / 64), ("sparseloco", 11 / 64)]
+    ("kind", "bits"),
+    [("fp32", 32), ("bf16", 16), ("int8", 8.125), ("int4", 4.25), ("topk", 16 / 64), ("sparseloco", 11 / 64)],
 )
 def test_the_sizes_are_those_of_the_table(kind: Any, bits: float) -> None:
     n = 256_000

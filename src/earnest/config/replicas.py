@@ -66,7 +66,16 @@ class SyncConfig(Strict):
     def _agree(self) -> SyncConfig:
         plain_ = SyncConfig.model_construct()
         unread = {
-            "algorithm: local_sgd": ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm", "feedback"),
+            "algorithm: local_sgd": (
+                "fragments",
+                "delay",
+                "alpha",
+                "lr",
+                "momentum",
+                "nesterov",
+                "max_norm",
+                "feedback",
+            ),
             "lighthouse": ("wire", "density", "feedback", "grace", "max_norm", "signers"),
         }
         for why, keys in unread.items():

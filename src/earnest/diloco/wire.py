@@ -55,7 +55,9 @@ class Wire:
         if self.kind not in KINDS:
             raise ConfigError(f"wire kind {self.kind!r} is unknown; known: {', '.join(KINDS)}.")
         if self.density is not None and self.kind not in SPARSE:
-            raise ConfigError(f"sync.density: only {' and '.join(SPARSE)} have a density, not {self.kind}; leave it out.")
+            raise ConfigError(
+                f"sync.density: only {' and '.join(SPARSE)} have a density, not {self.kind}; leave it out."
+            )
         if self.density is not None and not 0 < self.density <= 1:
             raise ConfigError(f"sync.density is {self.density}; give a share above 0 and at most 1.")
         if self.feedback is not None and not self.lossy:
