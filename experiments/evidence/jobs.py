@@ -38,6 +38,8 @@ def main(
     if not args.table:
         write_json(stored, gather(jobs(args.out), args.out, args.only))
     found = json.loads(stored.read_text())
+    if not found["jobs"]:
+        raise SystemExit(f"no job of {name} is finished; missing: {', '.join(found['missing'])}")
     if not args.table:
         IMAGES.mkdir(parents=True, exist_ok=True)
         figure(found["jobs"], IMAGES / f"{name}.png")

@@ -29,7 +29,7 @@ from earnest.tasks import PromptStream, get_task, grade_all
 from earnest.tasks.holes import honest
 from experiments.evidence.jobs import Jobs, Record, main, plots, spread, table
 from experiments.hacking.config import Config
-from experiments.hacking.contrasts import hacking_triples
+from experiments.hacking.contrasts import clean_triples, hacking_triples
 from experiments.hacking.panel import Panel
 from experiments.hacking.plan import Job
 from experiments.hacking.train import OBJECTIVE, make_engine, measure, train_step
@@ -38,22 +38,18 @@ SEEDS = (0, 1, 2, 3, 4)
 FRESH = 5
 """Updates between two extractions of the variants that follow the policy."""
 SHRUNK = (0.8, 0.6)
+BY_HOLE = ("none", "route", "age: every 5 updates", "all: its own, every 5, 16")
 Extract = Callable[[], Directions]
 
 
 class Following(Route):
-    """Route that adopts every new extraction; ``trained``: made at the trained policy, with the quarantine on."""
+    """Route that extracts at the trained policy, with the quarantine on, and adopts every new extraction."""
 
-    def __init__(self, directions: Directions, extract: Extract, *, trained: bool = False, **settings: Any) -> None:
-        super().__init__(directions, every=FRESH, extract=extract, **settings)
-        self.trained = trained
+    def __init__(self, directions: Directions, extract: Extract) -> None:
+        super().__init__(directions, every=FRESH, extract=extract)
 
-    def refresh(self, extract: Callable[[], Directions]) -> dict[str, float]:
-        if self.trained:
-            fresh = extract()
-        else:
-            with self.ablated():
-                fresh = extract()
+    def refresh(self, extract: Extract) -> dict[str, float]:
+        fresh = extract()
         overlap, heading = self.directions.overlap(fresh), self.directions.heading(fresh)
         self.directions = fresh
         self._cast()
@@ -103,6 +99,9 @@ def variants(config: Config, seed: int, here: dict[str, LocalEngine]) -> dict[st
         triples = own_triples(here["engine"], config, seed) if own else given
         return extraction(here["engine"], config, triples, top, floor)
 
+    def clean() -> Directions:
+        return extraction(here["engine"], config, clean_triples(config.triples, seed), 16, 0.0)
+
     first, many = extract(), extract(16, 0.0)
     layers = sorted({layer(n) for n in many.basis})
     middle = layers[len(layers) // 2]
@@ -111,8 +110,8 @@ def variants(config: Config, seed: int, here: dict[str, LocalEngine]) -> dict[st
     return {
         "route": Route(first, every=config.refresh, extract=extract),
         "age: directions of step 0": Route(first),
-        "age: followed": follow(extract),
-        "age: followed at the trained policy": follow(extract, trained=True),
+        "age: every 5 updates": Route(first, every=FRESH, extract=extract),
+        "age: every 5, at the trained policy": follow(extract),
         "count: 16 per module": Route(many),
         "count: 32 per module": Route(extract(32, 0.0)),
         "count: 16 per module, random": Route(random_directions(many, seed)),
@@ -122,8 +121,9 @@ def variants(config: Config, seed: int, here: dict[str, LocalEngine]) -> dict[st
         "layers: o and down, 16": Route(part(many, lambda n: not any(a in n for a in attention))),
         "gate: two-sided, 16": Route(many, gate="two_sided"),
         "gate: overshoot 2": Route(first, overshoot=2.0),
-        "triples: its own, followed": follow(lambda: extract(own=True), trained=True),
-        "all: its own, followed, 16": Following(many, lambda: extract(16, 0.0, own=True), trained=True),
+        "triples: its own, every 5": follow(lambda: extract(own=True)),
+        "all: its own, every 5, 16": Following(many, lambda: extract(16, 0.0, own=True)),
+        "control: clean replies, every 5, 16": Following(clean(), clean),
     }
 
 
@@ -198,7 +198,7 @@ def tables(records: Sequence[Record]) -> list[str]:
              spread(values("overlap")), spread(values("exploited")), spread(fewer), spread(values("solved")),
              spread(lost)]
         )  # fmt: skip
-        if name in ("none", "route", "all: its own, followed, 16"):
+        if name in BY_HOLE:
             holes.append([name, *(spread([e["by_hole"][h] for e in ends]) for h in ends[0]["by_hole"])])
     header = [
         "quarantine", "seeds", "directions", "its length / update's", "overlap of a refresh", "exploited",

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlparse
 
@@ -145,6 +145,10 @@ class Bucket:
         if wanted:
             self._patiently(f"delete {len(wanted)} objects", lambda: self.store.delete(wanted))
 
+    def under(self, prefix: str) -> Bucket:
+        """The objects below ``prefix``, by their keys without it; traffic is counted together."""
+        return replace(self, store=_Below(self.store, prefix))
+
     def probe(self) -> None:
         """Raise if a second create of a key succeeds in this store: replicas would overwrite each other silently."""
         key = f"probe/{uuid.uuid4().hex}"
@@ -184,6 +188,26 @@ class Bucket:
                 pause = wait * (0.5 + random.random())  # jitter, so that writers do not retry at the same time
                 self.sleep(pause)
                 wait = min(2 * wait, 2.0)
+
+
+@dataclass(frozen=True)
+class _Below:
+    """The part of a store below a prefix."""
+
+    store: Store
+    prefix: str
+
+    def create(self, key: str, data: bytes) -> None:
+        self.store.create(self.prefix + key, data)
+
+    def get(self, key: str) -> bytes | None:
+        return self.store.get(self.prefix + key)
+
+    def list(self, prefix: str) -> KeyList:
+        return [key.removeprefix(self.prefix) for key in self.store.list(self.prefix + prefix)]
+
+    def delete(self, keys: KeyList) -> None:
+        self.store.delete([self.prefix + key for key in keys])
 
 
 def seal(kind: str, writer: str, payload: bytes, meta: Mapping[str, Any]) -> bytes:

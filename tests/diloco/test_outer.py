@@ -38,6 +38,7 @@ def outer_of(
     quorum: int = 1,
     timeout: float = 60.0,
     snapshot_every: int = 2,
+    groups: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> ReplicaOuter:
     rules = Rules(replicas, quorum, grace, timeout, poll=0.005)
@@ -51,6 +52,7 @@ def outer_of(
         Wire(wire),  # type: ignore[arg-type]
         rounds=rounds,
         snapshot_every=snapshot_every,
+        groups=groups,
         say=say,
     )
     made.join(engine)

@@ -55,6 +55,9 @@ class SyncConfig(Strict):
     grace: float = Field(30.0, ge=0, description="seconds that a round waits for late replicas once it has its quorum")
     timeout: float = Field(3600.0, gt=0, description="seconds after which a round without quorum is an error")
     snapshot_every: Whole = Field(10, description="rounds between two whole states in the bucket")
+    groups: Whole = Field(
+        1, description="1: every replica reads every difference; more: groups average first, about √replicas is best"
+    )
     max_restarts: int = Field(3, ge=0, description="how often a replica that died is started again")
     lighthouse: str | None = Field(
         None,
@@ -76,7 +79,7 @@ class SyncConfig(Strict):
                 "max_norm",
                 "feedback",
             ),
-            "lighthouse": ("wire", "density", "feedback", "grace", "max_norm", "signers"),
+            "lighthouse": ("wire", "density", "feedback", "grace", "max_norm", "signers", "groups"),
         }
         for why, keys in unread.items():
             if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
@@ -131,6 +134,12 @@ def plan(config: RunConfig) -> ReplicaPlan:
         )
     if sync.feedback is not None and sync.wire == "fp32":
         raise ConfigError("sync.feedback: fp32 sends everything, so nothing is fed back; leave it out")
+    if config.replicas % sync.groups:
+        raise ConfigError(f"sync.groups: {sync.groups} groups of the same size need a multiple of as many replicas")
+    if sync.groups > 1 and (sync.max_norm is not None or sync.signers is not None):
+        raise ConfigError(
+            "sync.groups: members write their group's mean, so max_norm and signers cannot bound one of them; set 1"
+        )
     quorum = sync.quorum or -(-config.replicas // 2)
     if quorum > config.replicas:
         raise ConfigError(f"sync.quorum: {quorum} is more than the {config.replicas} replicas; lower it")

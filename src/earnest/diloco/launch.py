@@ -20,7 +20,8 @@ from earnest.config import RunConfig, dump
 from earnest.config.replicas import ReplicaPlan, plan
 from earnest.diloco.executors.base import HUB_VARIABLES, STORE_VARIABLES, Executor, Job, get_executor, supervise
 from earnest.diloco.globals import Globals
-from earnest.diloco.ledger import Ledger
+from earnest.diloco.groups import of_group
+from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.outer import SyncSchedule, WeightCopies
 from earnest.diloco.signing import signatures
 from earnest.report.watch import FALLING, RunWatch
@@ -219,12 +220,26 @@ class Launcher(TrainingLoop):
                 self._say(f"rounds {self.seen} to {newer[0] - 1} were removed before the launcher read them")
                 self.seen = newer[0]
                 continue
-            found = self.ledger.deltas(self.seen, list(zip(commit.members, commit.attempts, strict=True)))
+            found, members, means = self._deltas(commit)
             for error in (d for d in found if isinstance(d, Damaged)):
                 self._say(f"round {self.seen}: {error}")
             deltas = [d for d in found if isinstance(d, Object)]
-            self._record(self.seen, len(commit.members), sum(commit.tokens), deltas)
+            self._record(self.seen, members, sum(commit.tokens), deltas, means)
         self._stop_if_asked(stopper)
+
+    def _deltas(self, commit: Commit) -> tuple[list[Object | Damaged | None], int, int]:
+        """The replicas' deltas of this round, their number, and the bytes of the groups' means, if there are groups."""
+        written = self.ledger.deltas(commit.round, list(zip(commit.members, commit.attempts, strict=True)))
+        if self.plan.config.sync.groups == 1:
+            return written, len(written), 0
+        means = sum(d.size for d in written if isinstance(d, Object))
+        found: list[Object | Damaged | None] = []
+        for group in commit.members:
+            below = of_group(self.ledger, group)
+            own = below.commit(commit.round)
+            assert own is not None, "a group's mean is written after its commit, which stays"
+            found += below.deltas(commit.round, list(zip(own.members, own.attempts, strict=True)))
+        return found, len(found), means
 
     def _listen(self, stopper: Stopper, *, ended: bool = False) -> None:
         """The same with a Lighthouse: a line for each round that all of its members have reported, or
@@ -242,7 +257,7 @@ class Launcher(TrainingLoop):
             self._record(self.seen, members, sum(int(one.meta["tokens"]) for one in reports), reports)
         self._stop_if_asked(stopper)
 
-    def _record(self, k: int, members: int, tokens: int, deltas: Sequence[Object]) -> None:
+    def _record(self, k: int, members: int, tokens: int, deltas: Sequence[Object], means: int = 0) -> None:
         self.seen = k + 1
         self.step = self.plan.steps_at(self.seen)
         if len(deltas) < members:  # removed, damaged, or its writer ended before its report
@@ -258,7 +273,7 @@ class Launcher(TrainingLoop):
         numbers = {
             "outer/members": members,
             "outer/tokens": tokens,
-            "outer/bytes per round": sum(sizes) if len(sizes) >= members else None,
+            "outer/bytes per round": sum(sizes) + means if len(sizes) >= members else None,
             "outer/bytes per replica": sum(sizes) / len(sizes) if sizes else None,
         }
         self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from earnest.diloco.errors import DivergedState
 from earnest.diloco.globals import Globals, split
+from earnest.diloco.groups import finish_in_groups, of_group
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.protocol import Contribution, RoundResult, Rules, digest, finish_round
 from earnest.diloco.wire import FlatVector, Wire, decode
@@ -53,6 +54,8 @@ class BucketManager:
     """By fragment: what a lossy wire has not sent yet."""
     last: dict[str, float] = field(default_factory=dict)
     """Numbers of the last round, for the report."""
+    groups: int = 1
+    """1: one level; more: see groups.py."""
 
     _use_async_quorum = False  # read by torchft
 
@@ -112,6 +115,25 @@ class BucketManager:
         self.start_quorum()
         self._states.clear()
 
+    # --- the levels ---------------------------------------------------------------------------------------------------
+
+    @property
+    def member(self) -> int:
+        """This replica's number among the members of a commit: its own, or its group's."""
+        return self.replica % self.groups if self.groups > 1 else self.replica
+
+    def announce(self) -> None:
+        """Let the others wait for this replica in the present round."""
+        self.ledger.announce(self.globals.round, self.member)
+        if self.groups > 1:
+            of_group(self.ledger, self.member).announce(self.globals.round, self.replica)
+
+    def clean_group(self, before: int) -> None:
+        """Remove the group's deltas before this round; one of its members does it."""
+        group = self._result.group if self._result is not None else None
+        if group is not None and group.members[0] == self.replica:
+            of_group(self.ledger, self.member).clean(before)
+
     # --- the exchange -------------------------------------------------------------------------------------------------
 
     @property
@@ -165,7 +187,10 @@ class BucketManager:
         mine = Contribution(
             self.globals.round, self.replica, self.held(), payload, self.tokens, vector.numel(), dict(self.meta)
         )
-        meeting = finish_round(self.ledger, self.rules, mine, self.globals.outcome, self.clock)
+        if self.groups > 1:
+            meeting = finish_in_groups(self.ledger, self.rules, mine, self.groups, self.globals.outcome, self.clock)
+        else:
+            meeting = finish_round(self.ledger, self.rules, mine, self.globals.outcome, self.clock)
         while True:
             try:
                 pause = next(meeting)
@@ -177,7 +202,7 @@ class BucketManager:
         sent, received, requests, retries = before
         self.last = {
             "round": float(mine.round),
-            "members": float(len(result.commit.members)),
+            "members": float(len((result.group or result.commit).members)),
             "averaged": float(result.sent is not None),
             "superseded": float(result.superseded),
             "damaged": float(result.damaged),

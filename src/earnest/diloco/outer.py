@@ -194,6 +194,7 @@ class ReplicaOuter(ReplicaProgress):
         *,
         rounds: int,
         snapshot_every: int = 10,
+        groups: int = 1,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         if schedule.outer is None and wire.lossy:
@@ -204,7 +205,7 @@ class ReplicaOuter(ReplicaProgress):
         self.snapshot_every, self.say = snapshot_every, say
         self.weights = WeightCopies(engine, schedule.fragments)
         agreed = Globals(self.weights.tensors(), schedule.outer, rules.max_norm)
-        self.manager = BucketManager(ledger, rules, replica, agreed, wire)
+        self.manager = BucketManager(ledger, rules, replica, agreed, wire, groups=groups)
         self.inner = 0
         self.heals = 0
         # tokens: the engine's count at the last look, and the weight of the delta under way
@@ -255,7 +256,7 @@ class ReplicaOuter(ReplicaProgress):
         else:
             self._take(engine)
         if not self.over:
-            self.ledger.announce(self.round, self.replica)
+            self.manager.announce()
         return kept
 
     def _is_current(self) -> bool:
@@ -287,7 +288,7 @@ class ReplicaOuter(ReplicaProgress):
             self._take(engine)
             self.say(f"round {at}: {why}; brought back from the bucket to the start of round {self.round}")
             if not self.over:
-                self.ledger.announce(self.round, self.replica)
+                self.manager.announce()
             return {"healed": 1.0, "round": float(self.round)}
 
     def _step(self, engine: Any) -> Mapping[str, float]:
@@ -318,13 +319,14 @@ class ReplicaOuter(ReplicaProgress):
         commit = self.manager.commit
         if self.round % self.snapshot_every == 0 or self.over:
             turn = commit.members[(self.round // self.snapshot_every) % len(commit.members)]
-            if turn == self.replica:
+            self.manager.clean_group(self.round - 2 * self.snapshot_every)
+            if turn == self.manager.member:
                 numbers = {"bytes_state": float(self.snapshot())}
         if self.over:
             return numbers
         if self.ledger.commit(self.round) is not None:
             raise FellBehind("the others have finished the next round already")
-        self.ledger.announce(self.round, self.replica)
+        self.manager.announce()
         return numbers
 
     def snapshot(self) -> int:

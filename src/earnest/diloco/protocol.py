@@ -91,6 +91,8 @@ class RoundResult:
     """Another process with this replica's number had written the delta."""
     damaged: int
     """Deltas that could not be used."""
+    group: Commit | None = None
+    """On two levels: the decision of this replica's group."""
 
 
 def beginning(ledger: Ledger, k: int) -> tuple[str, tuple[int, ...]]:
@@ -132,13 +134,19 @@ def average(vectors: Sequence[FlatVector], tokens: Sequence[int], max_norm: floa
 
 
 def finish_round(
-    ledger: Ledger, rules: Rules, mine: Contribution, outcome: Callable[[FlatVector], str], clock: Callable[[], float]
+    ledger: Ledger,
+    rules: Rules,
+    mine: Contribution,
+    outcome: Callable[[FlatVector], str],
+    clock: Callable[[], float],
+    begin: tuple[str, tuple[int, ...]] | None = None,
 ) -> Generator[float, None, RoundResult]:
     """Finish round ``mine.round``. Yields the seconds to wait before the next look; ``outcome`` gives the fingerprint
-    of the state that an average leads to. Raises ``DivergedState`` or ``FellBehind`` where this replica must take the
+    of the state that an average leads to. ``begin``: where the round starts and who is expected, None: as this ledger
+    has it. Raises ``DivergedState`` or ``FellBehind`` where this replica must take the
     run's state from the bucket."""
     k = mine.round
-    start, members = beginning(ledger, k)
+    start, members = begin or beginning(ledger, k)
     yield 0.0
     if mine.start != start:
         raise DivergedState(f"round {k} starts from {start[:12]}, this replica from {mine.start[:12]}")

@@ -209,6 +209,7 @@ def outer_hook(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan,
         Wire(sync.wire or ("bf16" if sync.algorithm == "diloco" else "fp32"), sync.density, sync.feedback),
         rounds=rounds,
         snapshot_every=sync.snapshot_every,
+        groups=sync.groups,
         say=lambda text: run.event("warning", text),
     )
 
