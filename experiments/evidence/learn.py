@@ -93,7 +93,7 @@ def theirs(task: str, seed: int, out: Path) -> Record:
             for p, c in zip(given, completions, strict=True)
         ]
 
-    class Times(TrainerCallback):  # type: ignore[misc]
+    class Times(TrainerCallback):
         def __init__(self) -> None:
             self.seconds: list[float] = []
 
