@@ -1,128 +1,188 @@
-"""Tokens per second of `earnest.models.sample` and of transformers' ``generate``, same model, same prompts, in one run.
+"""Tokens per second of earnest's sampler, transformers' ``generate``, vLLM, and the bare matrix products, in one run.
 
-    python benchmarks/sampling.py [--threads 1] [--repeats 5]
+    python benchmarks/sampling.py [--threads 2] [--repeats 5] [--models nano,smollm2] [--vllm .venv-vllm/bin/python]
 
-Random Llamas of 1.3 M and 3.0 M parameters on a CPU. In "full" there is no end-of-turn token, so completions have the
-full length; in "ending" a completion ends with probability 5 % at every token, so that dropping finished rows matters.
-Only the completions' tokens are counted, and both sides return the behaviour log-probs. The two sides alternate. CPU
-seconds of the process are compared, because other jobs on the machine affect them less than the clock.
+1, 8 and 32 rows (1 × 1, 1 × 8 and 4 × 8 completions of 32 tokens), float32 on a CPU; no token ends a completion, so
+every side computes the same number of tokens. All sides return the log-probs of what they sampled. The products are
+those of every linear layer and of the head at that number of rows, 32 times, and nothing else: no prompt, no attention,
+no choice of a token. The sides in this process take turns, and the median over the repeats counts. vLLM runs in its own
+environment (`make vllm`) afterwards, with the same number of threads; without the environment it is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
+if TYPE_CHECKING:
+    from earnest.models import Policy
 
-from earnest.models import Policy, SampleSpec, sample
-
-SIZES = {
-    "1.3M": {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 1024},
-    "3.0M": {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "vocab_size": 2048},
-}
+NEW = 32
+CASES = {1: (1, 1), 8: (1, 8), 32: (4, 8)}  # rows: prompts, completions of each
 
 
-def make(size: str, ending: bool) -> Policy:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
+def prompts_of(policy: Policy, count: int) -> list[list[int]]:
+    from earnest.tasks import get_task
 
-    torch.manual_seed(0)
-    eos = 1 if ending else None
-    common = {"num_hidden_layers": 6, "max_position_embeddings": 512, "tie_word_embeddings": True}
-    config = LlamaConfig(**SIZES[size], **common, pad_token_id=0, eos_token_id=eos, bos_token_id=None)
-    model = LlamaForCausalLM(config)
-    vocab = {f"t{i}": i for i in range(config.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocab, "t0")), eos_token="t1" if ending else None, pad_token="t0"
-    )
-    if ending:  # about 5 % for the end at every token, whatever came before
-        head = torch.nn.Linear(config.hidden_size, config.vocab_size)
-        with torch.no_grad():
-            head.weight.copy_(model.lm_head.weight)
-            head.bias.zero_()
-            head.bias[1] = float(torch.tensor(0.05 * config.vocab_size).log())
-        model.lm_head = head
-    return Policy.of(model, tokenizer)
+    return [list(policy.render(p.messages)) for p in get_task("sort").prompts("train", count, seed=0)]
 
 
-def ours(policy: Policy, prompts: list[list[int]], n: int, new: int) -> int:
-    return sum(len(c.tokens) for c in sample(policy, prompts, n, SampleSpec(max_new_tokens=new)))
+def earnest(policy: Policy, prompts: list[list[int]], n: int) -> None:
+    from earnest.models import SampleSpec, sample
+
+    done = sample(policy, prompts, n, SampleSpec(max_new_tokens=NEW, stop_ids=()))
+    assert all(len(c.tokens) == len(c.logprobs) == NEW for c in done)
 
 
-def theirs(policy: Policy, prompts: list[list[int]], n: int, new: int) -> int:
+def generate(policy: Policy, prompts: list[list[int]], n: int) -> None:
+    import torch
+
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    ids = torch.tensor([[policy.pad_id] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    out = policy.model.generate(
+    out: Any = policy.model.generate(
         input_ids=ids,
         attention_mask=mask,
         do_sample=True,
         top_k=0,
-        max_new_tokens=new,
+        min_new_tokens=NEW,
+        max_new_tokens=NEW,
         num_return_sequences=n,
         return_dict_in_generate=True,
         output_logits=True,
+        pad_token_id=policy.pad_id,
     )
     tokens = out.sequences[:, longest:]
-    torch.stack(out.logits, 1).log_softmax(-1).gather(-1, tokens[..., None])  # behaviour log-probs are part of the job
-    ended = (tokens == 1).cumsum(1) - (tokens == 1).long() if policy.eos_ids else torch.zeros_like(tokens)
-    return int((ended == 0).sum())
+    torch.stack(out.logits, 1).log_softmax(-1).gather(-1, tokens[..., None])
+    assert tokens.shape == (len(prompts) * n, NEW)
 
 
-def speeds(sides: list[Callable[[], int]], repeats: int) -> list[float]:
-    """Tokens per CPU second of each side, best of ``repeats``, taken in turns."""
-    best = [0.0 for _ in sides]
-    for turn in range(repeats + 1):  # turn 0 warms up
-        for i, side in enumerate(sides):
-            start = time.process_time()
-            speed = side() / (time.process_time() - start)
-            best[i] = max(best[i], speed) if turn else 0.0
-    return best
+def products(policy: Policy, prompts: list[list[int]], n: int) -> None:
+    import torch
+    from torch import nn
+
+    rows = len(prompts) * n
+    weights = [m.weight for m in policy.model.modules() if isinstance(m, nn.Linear)]
+    inputs = {w.shape[1]: torch.ones(rows, w.shape[1]) for w in weights}
+    with torch.no_grad():
+        for _ in range(NEW):
+            for weight in weights:
+                nn.functional.linear(inputs[weight.shape[1]], weight)
+
+
+SIDES: dict[str, Callable[[Policy, list[list[int]], int], None]] = {
+    "earnest": earnest,
+    "generate": generate,
+    "products": products,
+}
+
+
+def speed(repeats: int, sides: dict[str, Callable[[], None]], tokens: int) -> dict[str, float]:
+    """Tokens per second of each side: the median over the repeats, after one turn to warm up."""
+    clock: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(repeats + 1):
+        for name, side in sides.items():
+            began = time.perf_counter()
+            side()
+            if turn:
+                clock[name].append(time.perf_counter() - began)
+    return {name: tokens / statistics.median(spans) for name, spans in clock.items()}
+
+
+def vllm_side(folder: str, prompts: list[list[int]], repeats: int) -> None:
+    """In vLLM's environment: print its tokens per second by the number of rows."""
+    from vllm import LLM, SamplingParams
+
+    found = {}
+    llm = LLM(folder, dtype="float32", max_model_len=256, enforce_eager=True, logprobs_mode="processed_logprobs")
+    for rows, (count, n) in CASES.items():
+        wanted = SamplingParams(n=n, max_tokens=NEW, min_tokens=NEW, ignore_eos=True, logprobs=0)
+        given = [{"prompt_token_ids": p} for p in prompts[:count]]
+
+        def side(given: Any = given, wanted: Any = wanted) -> None:
+            llm.generate(given, wanted, use_tqdm=False)
+
+        found[rows] = speed(repeats, {"vllm": side}, rows * NEW)["vllm"]
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+def vllm(python: Path, folder: Path, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of vLLM, by the number of rows; empty without its environment."""
+    if not python.exists():
+        return {}
+    given = json.dumps({"folder": str(folder), "prompts": prompts, "repeats": args.repeats})
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": str(args.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    done = subprocess.run(
+        [str(python), __file__, "--side", given], capture_output=True, text=True, check=False, env=environment
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        sys.exit(f"the vLLM side failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return dict(json.loads(lines[-1].removeprefix("RESULT ")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--models", default="nano,smollm2")
+    parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sampling.json"))
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.side:
+        vllm_side(**json.loads(args.side))
+        return
+    import torch
+    from transformers.utils import logging
+
+    from earnest.models import load, places, smollm2
+
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
-    rows = []
-    for size in SIZES:
-        for ending in (False, True):
-            policy = make(size, ending)
-            for ragged in (False, True):
-                for prompts_count, n in ((4, 8), (8, 8)):
-                    generator = torch.Generator().manual_seed(0)
-                    prompts = [
-                        torch.randint(2, 1000, (20 + (3 * i if ragged else 0),), generator=generator).tolist()
-                        for i in range(prompts_count)
-                    ]
-                    a, b = speeds(
-                        [partial(side, policy, prompts, n, 32) for side in (ours, theirs)], repeats=args.repeats
-                    )
-                    case = f"{'ending' if ending else 'full'}{' ragged' if ragged else ''}"
-                    rows.append(
-                        {
-                            "model": size,
-                            "rows": len(prompts) * n,
-                            "case": case,
-                            "earnest": a,
-                            "generate": b,
-                            "ratio": a / b,
-                        }
-                    )
-                    print(
-                        f"{size} {len(prompts) * n:3d} rows  {case:13s}  earnest {a:6.0f}  generate {b:6.0f} "
-                        f"tokens per CPU second  ratio {a / b:.2f}"
-                    )
-    print(json.dumps({"threads": args.threads, "torch": torch.__version__, "results": rows}))
+    results = []
+    for name in args.models.split(","):
+        policy = load(name)
+        folder = places.nano_folder() if name == "nano" else smollm2.folder()
+        policy.model.generation_config.eos_token_id = None
+        theirs = vllm(args.vllm, folder, prompts_of(policy, 4), args)
+        for rows in map(int, args.rows.split(",")):
+            count, n = CASES[rows]
+            prompts = prompts_of(policy, count)
+            before = os.getloadavg()[0]
+            sides = {side: partial(run, policy, prompts, n) for side, run in SIDES.items()}
+            found = speed(args.repeats, sides, rows * NEW)
+            if theirs:
+                found["vllm"] = float(theirs[str(rows)])
+            ratios = {f"earnest/{other}": found["earnest"] / v for other, v in found.items() if other != "earnest"}
+            line = {"model": name, "rows": rows, "tokens_per_second": found, "ratios": ratios, "load": before}
+            results.append(line)
+            print(
+                f"{name:8s} {rows:2d} rows  "
+                + "  ".join(f"{k} {v:.0f}" for k, v in found.items())
+                + f" tokens/s; products/earnest {found['products'] / found['earnest']:.2f}; load {before:.1f}",
+                flush=True,
+            )
+    made = {"threads": args.threads, "repeats": args.repeats, "torch": torch.__version__, "results": results}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 _CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
+_BLOCKS = 128  # of the vocabulary, in which the token of a number is searched
+_WHOLE = 8192  # tokens of a vocabulary that is searched in one piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,12 @@ def sample(
     progress(finished, total) is called when completions finish.
     The other settings are those of ``SlotSampler``.
     """
+    from earnest.models.products import packed
     from earnest.models.slots import SlotSampler
 
     rows = _rows(policy, prompts, n, spec)
     done: dict[tuple[int, int], Completion] = {}
-    with evaluating(policy):
+    with evaluating(policy), packed(policy, len(rows) * spec.max_new_tokens):
         slots = SlotSampler(policy, spec, max_rows=max_rows, compact_below=compact_below, cache=cache)
         slots.submit(sorted(rows, key=lambda row: len(row.prompt)))
         while len(done) < len(rows):
@@ -185,12 +188,34 @@ def pick(
         return token[:, 0], logits.log_softmax(-1).gather(-1, token)[:, 0]
     scaled = logits if spec.temperature == 1 else logits / spec.temperature
     p = truncate(scaled, spec.top_k, spec.top_p).softmax(-1)
-    cdf = p.cumsum(-1, dtype=u.dtype)
-    mass = cdf[:, -1:]
-    # Strictly below the total, so that the token found has a probability above 0.
-    goal = torch.minimum(u[:, None] * mass, torch.nextafter(mass, torch.zeros_like(mass)))
-    token = torch.searchsorted(cdf, goal, right=True).clamp_max_(logits.shape[-1] - 1)
+    token = _inverse_cdf(p, u[:, None])
     return token[:, 0], p.gather(-1, token)[:, 0].log()
+
+
+def _inverse_cdf(p: Float[Tensor, "r V"], u: Float[Tensor, "r 1"]) -> Int[Tensor, "r 1"]:
+    """min {v : Σ_{w ≤ v} p(w) > u Σ p}, in the precision of u. In a large vocabulary first the block, then the token in
+    it, so that no [r, V] of that precision is formed."""
+    rows, vocabulary = p.shape
+    if vocabulary <= _WHOLE:
+        cdf = p.cumsum(-1, dtype=u.dtype)
+        return _first_above(cdf, u * cdf[:, -1:])
+    width = -(-vocabulary // _BLOCKS)
+    if width * _BLOCKS != vocabulary:
+        p = torch.nn.functional.pad(p, (0, width * _BLOCKS - vocabulary))
+    blocks = p.view(rows, _BLOCKS, width)
+    ends = blocks.sum(-1, dtype=u.dtype).cumsum_(-1)
+    goal = u * ends[:, -1:]
+    block = _first_above(ends, goal)
+    before = torch.nn.functional.pad(ends, (1, 0)).gather(-1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, width))[:, 0].cumsum(-1, dtype=u.dtype)
+    return (block * width + _first_above(inside, goal - before)).clamp_max_(vocabulary - 1)
+
+
+def _first_above(cdf: Float[Tensor, "r n"], goal: Float[Tensor, "r 1"]) -> Int[Tensor, "r 1"]:
+    """min {i : cdf(i) > goal}. The goal is taken strictly below the total, so the entry found has a mass above 0."""
+    total = cdf[:, -1:]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    return torch.searchsorted(cdf, torch.minimum(goal, below), right=True).clamp_max_(cdf.shape[-1] - 1)
 
 
 def truncate(logits: Float[Tensor, "r V"], top_k: int, top_p: float) -> Float[Tensor, "r V"]:
