@@ -12,11 +12,12 @@ BIN := .venv/bin
 # An environment is as old as the hash of what it was made from; a second `make` installs nothing.
 HASH := $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + b"".join(open(f, "rb").read() for f in ("pyproject.toml", "earnest-audit/pyproject.toml", "constraints.txt"))).hexdigest()[:16])')
 BASE := .venv/.base-$(HASH)
+TEST := .venv/.test-$(HASH)
 DEV := .venv/.dev-$(HASH)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 # Integrations that cannot share .venv: envs/NAME.txt has all their pins, .venv-NAME is made from it (docs/adr/0002), and
-# envs/repair_NAME.py, where there is one, makes the result usable and checks it. LARGE ones are not for `make test`.
+# envs/repair_NAME.py, where there is one, makes the result usable and checks it. LARGE ones are for `make nightly` only.
 ENVS := $(patsubst envs/%.txt,%,$(wildcard envs/*.txt))
 LARGE := vllm
 env-hash = $(shell $(PYTHON) -c 'import hashlib, sys; print(hashlib.sha256(sys.version.encode() + b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest()[:16])' envs/$(1).txt $(wildcard envs/repair_$(1).py))
@@ -24,29 +25,33 @@ stamps = $(foreach name,$(1),.venv-$(name)/.made-$(call env-hash,$(name)))
 OTHERS := $(call stamps,$(filter-out $(LARGE),$(ENVS)))
 
 # One thread each: two workers on two cores beat two threads that fight, and sums come out the same everywhere.
-test nightly vllm bench docs-tables: export OMP_NUM_THREADS := 1
+test test-integrations nightly vllm bench docs-tables: export OMP_NUM_THREADS := 1
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 # Pages are tested where there is a browser; in CI there has to be one.
 BROWSER := $(if $(CI),yes,$(shell command -v chromium || command -v chromium-browser || command -v google-chrome))
-FAST := not slow and not vllm$(if $(BROWSER),, and not browser)
+FAST := not slow and not vllm
 WORKERS ?= 2
+RUN = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test environments lint format nightly bench docs-tables site docs wheels pins clean vllm
+.PHONY: help demo test test-integrations environments lint format nightly bench docs-tables site docs wheels pins clean vllm
 
 help:  ## print this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 demo: $(BASE)  ## install, then train and check an adapter on the embedded model (at most 3 minutes)
 	$(BIN)/earnest run quickstart $(ARGS)
 
-test: $(DEV) $(OTHERS)  ## install what the tests need, then run all but the slow ones
-	@$(if $(BROWSER),,echo "No Chromium here: the tests marked 'browser' are left out (apt-get install chromium brings it).")
-	$(BIN)/python -m pytest -m "$(FAST)" -n $(WORKERS) --dist worksteal --durations 15 $(ARGS)
+test: $(TEST)  ## install what the core's tests need, then run them (not the slow ones)
+	$(RUN) -m "not integration and $(FAST)" $(ARGS)
 
-environments: $(OTHERS)  ## make the second environments only (`make test` does it, too)
+test-integrations: $(DEV) $(OTHERS)  ## install every optional package, then run the tests that need one (not the slow ones)
+	@$(if $(BROWSER),,echo "No Chromium here: the tests marked 'browser' are left out (apt-get install chromium brings it).")
+	$(RUN) -m "integration and $(FAST)$(if $(BROWSER),, and not browser)" $(ARGS)
+
+environments: $(OTHERS)  ## make the second environments only (`make test-integrations` does it, too)
 
 lint: $(DEV)  ## ruff, its formatter, the import contracts, and mypy
 	$(BIN)/ruff check .
@@ -98,10 +103,15 @@ $(BASE): | $(BIN)/python
 	$(INSTALL) --editable ./earnest-audit --editable .
 	@touch $@
 
+$(TEST): | $(BIN)/python
+	@echo "Installing earnest and what the core's tests need into .venv (once)"
+	$(INSTALL) --editable ./earnest-audit --editable '.[test]'
+	@touch $(BASE) $@
+
 $(DEV): | $(BIN)/python
 	@echo "Installing earnest and all that its tests need into .venv (once)"
 	$(INSTALL) --editable ./earnest-audit --editable '.[dev]'
-	@touch $(BASE) $@
+	@touch $(BASE) $(TEST) $@
 
 define other-environment
 .venv-$(1)/.made-$(call env-hash,$(1)): envs/$(1).txt $(wildcard envs/repair_$(1).py)

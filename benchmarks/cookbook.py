@@ -2,8 +2,8 @@
 
     python benchmarks/cookbook.py [--small] [--out benchmarks/results/cookbook]
 
-The server runs in this environment, the recipes in .venv-cookbook (made from envs/cookbook.txt by `make test`). They do
-not import earnest: TINKER_BASE_URL points to the server, and the tokenizer of ``earnest/nano`` is registered through
+The server runs in this environment, the recipes in .venv-cookbook (`make environments` makes it). They do not import
+earnest: TINKER_BASE_URL points to the server, and the tokenizer of ``earnest/nano`` is registered through
 the cookbook's own function. Supervised chat learns to sort digits from a local .jsonl, RL adds numbers in the
 cookbook's arithmetic environment, prompt distillation writes numbers backwards, from a local file.
 """

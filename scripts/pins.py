@@ -51,7 +51,7 @@ def closure(name: str, extras: frozenset[str] = frozenset()) -> dict[str, str]:
             if need.marker is None or need.marker.evaluate({"extra": extra}):
                 todo += [(need.name, e) for e in ("", *need.extras)]
     if missing:
-        raise SystemExit(f"not installed: {', '.join(sorted(missing))}; run `make test` first")
+        raise SystemExit(f"not installed: {', '.join(sorted(missing))}; run `make test-integrations` first")
     return {name: version for name, version in pins.items() if name not in OWN}
 
 

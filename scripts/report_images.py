@@ -1,6 +1,6 @@
 """The pictures of the report in docs/images, from a run folder: python scripts/report_images.py runs/quickstart-…
 
-Needs the system's Chromium and playwright (both are there after `make test` in CI).
+Needs the system's Chromium and playwright (both are there after `make test-integrations` in CI).
 """
 
 from __future__ import annotations

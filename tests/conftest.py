@@ -7,6 +7,7 @@ run (skipped, or expected to fail) fails the session: what cannot run there is n
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before torch is imported, and inherited by every subprocess a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,6 +32,62 @@ settings.register_profile(
     "nightly", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("EARNEST_HYPOTHESIS") or ("ci" if os.environ.get("CI") else "default"))
+
+INTEGRATIONS = (
+    "adapters/test_peft.py",
+    "audit/trainers",
+    "audit/watch/test_training.py",
+    "data/test_malformed.py",
+    "data/test_reading.py",
+    "data/test_rendering.py",
+    "diloco",
+    "executors",
+    "guards/test_trl.py",
+    "meta/test_notebooks.py",
+    "meta/test_site.py",
+    "objectives/test_against_trl.py",
+    "objectives/test_more_references.py",
+    "replay/test_replay.py",
+    "replay/test_served.py",
+    "report/test_browser.py",
+    "runs/test_export.py",
+    "serve/test_dashboard.py",
+    "serve/test_fuzz.py",
+    "serve/test_openai.py",
+    "serve/test_tools.py",
+    "sync/test_bucket.py",
+    "tasks/test_reasoning_gym.py",
+    "tasks/test_verifiers.py",
+    "tinker",
+    "vocabulary/test_independent.py",
+)
+"""Folders and files of tests that need more than `earnest[test]`: all their tests have the mark `integration`. In other
+files single tests have it. tests/meta/test_integrations.py checks both."""
+
+
+def is_integration(path: Path) -> bool:
+    """Whether all tests of this file or folder are marked `integration`."""
+    here = Path(__file__).parent
+    place = path.relative_to(here).as_posix() if path.is_relative_to(here) else ""
+    return any(place == name or place.startswith(f"{name}/") for name in INTEGRATIONS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which the marks that were asked for select nothing. An integration cannot be imported where its
+    package is not installed."""
+    selected = str(config.option.markexpr)
+    if "not integration" in selected:
+        return is_integration(collection_path) or None
+    if "integration" in selected and collection_path.name.startswith("test_") and not is_integration(collection_path):
+        return "mark.integration" not in collection_path.read_text() or None
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_integration(item.path):
+            item.add_marker(pytest.mark.integration)
+
 
 # nodeid → why it did not run
 _not_run: dict[str, str] = {}

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python_of(name: str) -> str:
-    """``.venv-NAME``'s interpreter. Missing is a failure, never a skip: `make test` makes it from envs/NAME.txt."""
+    """The interpreter of ``.venv-NAME``. If it is missing, the test fails; it is never skipped."""
     found = ROOT / f".venv-{name}" / "bin" / "python"
-    assert found.exists(), f"{found} is missing; `make test` makes it from envs/{name}.txt"
+    assert found.exists(), f"{found} is missing; `make test-integrations` makes it from envs/{name}.txt"
     return str(found)

@@ -234,7 +234,9 @@ def dense_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("make", [opaque_model, torchao_model], ids=["opaque", "torchao-int8"])
+@pytest.mark.parametrize(
+    "make", [opaque_model, pytest.param(torchao_model, marks=pytest.mark.integration)], ids=["opaque", "torchao-int8"]
+)
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.name)
 def test_quantised_layers(variant: Variant, make) -> None:
     """Identity, gradients and values equal the same adapter on the dequantised model; merging is refused with the

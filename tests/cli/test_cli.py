@@ -147,8 +147,16 @@ MISTAKES = [
     (("objectives", "gro"), "did you mean"),
     (("tasks", "srot"), "did you mean 'sort'?"),
     (("run", "quickstart", "task={name: sort, digits: 3}"), "task.digits: the task sort has no settings"),
-    (("run", "quickstart", "task={name: reasoning_gym/chain_sum, min_term: 3}"), "did you mean 'min_terms'?"),
-    (("run", "quickstart", "task={name: reasoning_gym/chain_sum, min_terms: 0}"), "refuses min_terms=0"),
+    pytest.param(
+        ("run", "quickstart", "task={name: reasoning_gym/chain_sum, min_term: 3}"),
+        "did you mean 'min_terms'?",
+        marks=pytest.mark.integration,
+    ),
+    pytest.param(
+        ("run", "quickstart", "task={name: reasoning_gym/chain_sum, min_terms: 0}"),
+        "refuses min_terms=0",
+        marks=pytest.mark.integration,
+    ),
     (("runn",), "No such command 'runn'"),
     (("run",), "recipe"),
     (("chat", "--temperature", "-1"), "--temperature"),
@@ -186,7 +194,11 @@ def test_a_mistake_in_a_real_process(tmp_path: Path) -> None:
         (("tasks",), ["sort", "style/volume", "built-in"]),
         (("--version",), ["earnest 0."]),
         (("tasks", "sort"), ["sort the digits", "three held-out prompts", "The answer is empty."]),
-        (("tasks", "reasoning_gym/chain_sum"), ["min_terms", "max_digits", "State the final answer"]),
+        pytest.param(
+            ("tasks", "reasoning_gym/chain_sum"),
+            ["min_terms", "max_digits", "State the final answer"],
+            marks=pytest.mark.integration,
+        ),
         (("models",), ["nano", "smollm2", "Apache-2.0"]),
     ],
 )

@@ -12,7 +12,7 @@ from earnest.cli import main
 from earnest.commands.doctor import EXTRAS, checks
 
 ROOT = Path(__file__).parents[2]
-GROUPS = {"all", "dev", "juicer", "replay"}  # several extras in one, or with no module of their own
+GROUPS = {"all", "dev", "juicer", "replay", "test"}  # several extras in one, or with no module of their own
 
 
 def test_every_extra_is_checked() -> None:

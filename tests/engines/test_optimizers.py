@@ -19,6 +19,7 @@ from earnest.errors import ConfigError, MissingExtra
 from earnest.proving import prove
 from earnest.signals import Batch
 
+TORCHAO = pytest.mark.integration
 SHAPES = [(6, 4), (5,), (3, 7), (2, 3, 4), (64, 64)]
 
 
@@ -70,6 +71,7 @@ def test_muon_steps_matrices_as_torch_does_and_the_rest_with_adamw(adjust: Any) 
         assert same(ours, theirs), step
 
 
+@pytest.mark.integration
 def test_8_bit_adamw_steps_as_torchao_does_and_small_tensors_as_torch_does() -> None:
     from torchao.optim import AdamW8bit
 
@@ -97,7 +99,12 @@ def test_without_torchao_the_8_bit_optimizer_is_refused(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "spec",
-    [en.AdamW(lr=0.01), en.SGD(lr=0.01, momentum=0.9), en.Muon(lr=0.01), en.AdamW8bit(lr=0.01)],
+    [
+        en.AdamW(lr=0.01),
+        en.SGD(lr=0.01, momentum=0.9),
+        en.Muon(lr=0.01),
+        pytest.param(en.AdamW8bit(lr=0.01), marks=TORCHAO),
+    ],
     ids=lambda s: s.kind,
 )
 def test_a_state_that_was_on_disk_continues_bit_for_bit(spec: Optimizer) -> None:
@@ -122,14 +129,16 @@ def test_a_state_that_was_on_disk_continues_bit_for_bit(spec: Optimizer) -> None
     assert all(torch.equal(again[k], now[k]) for k in now)
 
 
-@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=TORCHAO) if k == "adamw8bit" else k for k in sorted(OPTIMIZERS)]
+)
 def test_every_optimizer_builds_from_its_defaults(kind: str) -> None:
     params = parameters()
     groups = OPTIMIZERS[kind]().build(params[:1], params[1:]).param_groups
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, params))
 
 
-@pytest.mark.parametrize("kind", [en.Muon, en.AdamW8bit])
+@pytest.mark.parametrize("kind", [en.Muon, pytest.param(en.AdamW8bit, marks=TORCHAO)])
 def test_an_engine_is_proved_and_resumes(
     kind: type[Optimizer], make_engine: Callable[..., Any], batch: Batch, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def _build(tmp: Path, project: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.integration
 def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
     inside = set(wheel.namelist())
     listed = subprocess.run(
@@ -75,6 +76,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
     assert any(n.endswith("/licenses/LICENSE") for n in inside) and any(n.endswith("/licenses/NOTICE") for n in inside)
 
 
+@pytest.mark.integration
 def test_the_wheel_holds_the_package_alone_and_names_the_clone_for_an_experiment(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ def test_the_wheel_holds_the_package_alone_and_names_the_clone_for_an_experiment
         assert done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.integration
 def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """No file is in both wheels, every file of the package is in its wheel, and the package imports without earnest."""
     inside = {name for name in audit_wheel.namelist() if ".dist-info/" not in name}
@@ -115,6 +118,7 @@ def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zi
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.integration
 def test_the_wheel_stays_small(wheel: zipfile.ZipFile) -> None:
     size = sum(info.compress_size for info in wheel.infolist())
     assert size < 12_000_000, f"{size / 1e6:.1f} MB"
@@ -122,7 +126,7 @@ def test_the_wheel_stays_small(wheel: zipfile.ZipFile) -> None:
 
 def test_make_alone_lists_the_targets() -> None:
     done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("demo", "test", "lint", "nightly", "bench", "docs-tables", "clean"):
+    for target in ("demo", "test", "test-integrations", "lint", "nightly", "bench", "docs-tables", "clean"):
         assert f"make {target} " in done.stdout
 
 
@@ -153,7 +157,8 @@ def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").touch()
     first = _would_run("-C", str(tmp_path), "test")
-    (stamp,) = {w for line in first.splitlines() if line.startswith("touch") for w in line.split() if ".dev-" in w}
+    assert "'.[test]'" in first and "'.[dev]'" not in first and "'.[dev]'" in _would_run("-C", str(tmp_path), "lint")
+    (stamp,) = {w for line in first.splitlines() if line.startswith("touch") for w in line.split() if ".test-" in w}
     (tmp_path / stamp).touch()
     assert "pip install" in first and "pip install" not in _would_run("-C", str(tmp_path), "test")
     with (tmp_path / "constraints.txt").open("a") as file:
@@ -166,12 +171,13 @@ def test_browser_tests_are_left_out_only_where_there_is_no_browser_and_no_ci(tmp
     tools.mkdir()
     for tool in ("python3", "sh", "grep", "make"):
         (tools / tool).symlink_to(Path(shutil.which(tool) or "").resolve())
-    assert "not slow and not vllm and not browser" in _would_run("test", PATH=str(tools))
-    assert "not browser" not in _would_run("test", PATH=str(tools), CI="true")
+    assert "not slow and not vllm and not browser" in _would_run("test-integrations", PATH=str(tools))
+    assert "not browser" not in _would_run("test-integrations", PATH=str(tools), CI="true")
     (tools / "chromium").symlink_to("/bin/true")
-    assert "not browser" not in _would_run("test", PATH=str(tools))
+    assert "not browser" not in _would_run("test-integrations", PATH=str(tools))
 
 
+@pytest.mark.integration
 def test_pre_commit_installs_and_its_hooks_are_known(tmp_path: Path) -> None:
     """`.venv/bin/pre-commit install`, in a repository of its own so that this one keeps its hooks."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)

@@ -31,7 +31,8 @@ def test_hand_worked():
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the project needs none; their import takes 2 s
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "tiny.py").write_text(SOURCE)
     (tmp_path / "test_weak.py").write_text(WEAK)

@@ -118,6 +118,7 @@ def test_the_same_answer_is_the_same_whatever_its_ids_and_spacing() -> None:
 texts = st.text(min_size=1).filter(str.strip)
 
 
+@pytest.mark.integration
 @given(prompt=texts, chosen=texts, rejected=texts, city=texts)
 def test_pairs_are_read_back_from_disk_unchanged(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, chosen: str, rejected: str, city: str
@@ -131,6 +132,7 @@ def test_pairs_are_read_back_from_disk_unchanged(
     assert files.read(path) == made and files.about(path) == {"seed": 3}
 
 
+@pytest.mark.integration
 def test_pairs_of_others_and_files_that_are_none(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

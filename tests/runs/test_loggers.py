@@ -36,6 +36,7 @@ def test_flatten_keeps_numbers_under_slashed_names() -> None:
     assert flatten({"kind": "eval", "step": 0, "reward": 0.3, "means": [0.1, 0.5]}) == {"heldout/reward": 0.3}
 
 
+@pytest.mark.integration
 def test_tensorboard_has_every_step_once_also_after_a_resume(tmp_path: Path, make_config: Make, quiet: Console) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -50,6 +51,7 @@ def test_tensorboard_has_every_step_once_also_after_a_resume(tmp_path: Path, mak
     assert events.Scalars("heldout/reward")[0].step == 0
 
 
+@pytest.mark.integration
 def test_wandb_offline(tmp_path: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -87,6 +89,7 @@ def _wandb_history(file: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+@pytest.mark.integration
 def test_trackio_local(tmp_path: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     import trackio.utils
 
@@ -114,6 +117,7 @@ def test_a_missing_package_is_named_with_its_install_line(
         open_loggers([name], tmp_path, {}, 0)
 
 
+@pytest.mark.integration
 def test_wandb_that_cannot_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 

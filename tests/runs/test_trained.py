@@ -40,6 +40,7 @@ def test_load_adapter_reads_a_run_folder(folder: Path) -> None:
         en.load_adapter(en.load(folder.parent / "tiny"), folder / "checkpoints")
 
 
+@pytest.mark.integration
 def test_pefts_auto_class_reads_the_adapter_with_its_base(folder: Path) -> None:
     """The base is named by a place that transformers can load, and the logits are earnest's."""
     from peft import AutoPeftModelForCausalLM

@@ -140,8 +140,8 @@ def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
         store.close()
 
 
-def test_ten_kills(tmp_path: Path) -> None:
-    _kills(tmp_path, 10, 2, seed=0)
+def test_five_kills(tmp_path: Path) -> None:
+    _kills(tmp_path, 5, 1, seed=0)
 
 
 @pytest.mark.slow

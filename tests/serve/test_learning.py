@@ -115,6 +115,7 @@ def test_feedback_changes_the_answers(live: Live, adapter) -> None:
     assert live.http.get(f"/v1/adapters/{name}/versions/2/export").status_code == 404
 
 
+@pytest.mark.integration
 def test_export_is_what_peft_reads(live: Live, adapter, tmp_path: Path) -> None:
     """The zip, read by PEFT on a model of its own, gives the log-probs that the server gives."""
     from peft import PeftModel

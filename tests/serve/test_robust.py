@@ -93,7 +93,7 @@ def test_an_update_that_kills_the_server_twice_is_set_aside(tmp_path: Path) -> N
 
 def test_a_shutdown_does_not_count_as_a_death(tmp_path: Path) -> None:
     """An update that a shutdown ends is tried again, however often."""
-    for _ in range(3):
+    for _ in range(2):
         with process(tmp_path) as server:
             if not server.http.get("/v1/adapters/assistant").json()["feedback"]["queued"]:
                 _teach(server, "assistant")

@@ -26,9 +26,9 @@ def test_every_built_in_task_is_found_by_its_listed_name() -> None:
         ("sorted", "did you mean 'sort'"),
         ("holes/markers", "did you mean 'holes/marker'"),
         ("zzzzzz", "known: add, calculator, count"),
-        ("reasoning_gym/chain_sums", "did you mean 'chain_sum'"),
+        pytest.param("reasoning_gym/chain_sums", "did you mean 'chain_sum'", marks=pytest.mark.integration),
         ("reasoning_gym/", "reasoning_gym/<dataset>"),
-        ("verifiers/no-such-package", "install its package first"),
+        pytest.param("verifiers/no-such-package", "install its package first", marks=pytest.mark.integration),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, way_out: str) -> None:

@@ -152,13 +152,40 @@ OPERATORS: tuple[Rewrite, ...] = (
 def mutants(source: str, operators: tuple[Rewrite, ...] = OPERATORS) -> Iterator[Mutant]:
     """Every single change of every node, in the order of the source."""
     tree = ast.parse(source)
+    for change in changes(tree, operators):
+        yield change.applied(tree)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A mutant that is not written yet: ``new`` takes the place of node number ``place`` of ``ast.walk``."""
+
+    place: int
+    line: int
+    what: str
+    operator: str
+    new: ast.AST
+
+    def applied(self, tree: ast.Module) -> Mutant:
+        changed = copy.deepcopy(tree)
+        spot = next(n for i, n in enumerate(ast.walk(changed)) if i == self.place)
+        text = ast.unparse(ast.fix_missing_locations(_Replace(spot, self.new).visit(changed)))
+        return Mutant(self.line, self.what, text)
+
+
+def changes(tree: ast.Module, operators: tuple[Rewrite, ...] = OPERATORS) -> Iterator[Change]:
+    """Every change, in the order of the source."""
     for place, node in enumerate(ast.walk(tree)):
         for operator in operators:
             for what, new in operator(node):
-                changed = copy.deepcopy(tree)
-                spot = next(n for i, n in enumerate(ast.walk(changed)) if i == place)
-                text = ast.unparse(ast.fix_missing_locations(_Replace(spot, new).visit(changed)))
-                yield Mutant(getattr(node, "lineno", 0), what, text)
+                yield Change(place, _line(node, new), what, operator.__name__, new)
+
+
+def _line(node: ast.AST, new: ast.AST) -> int:
+    """Where a reader finds the change: an operator that rewrites a whole function places it on the changed line."""
+    placed = new if type(new) is type(node) else node
+    lines = (getattr(n, "lineno", 0) for n in (placed, node, *ast.walk(node)))
+    return next((line for line in lines if line), 0)
 
 
 class _Replace(ast.NodeTransformer):

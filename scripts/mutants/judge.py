@@ -1,0 +1,191 @@
+"""Run mutants of packages of src/earnest, each under the tests that execute its line; see ``scripts.mutants``.
+
+    python -m scripts.mutants.judge PACKAGE… [--each 15]
+
+The operators take turns, and each goes through the changes of the package in an order given by a hash. A mutant runs in
+a forked process, in a copy of the project, with the quickest tests first, until one fails. Results are lines of
+benchmarks/results/mutation/packages/PACKAGE.jsonl. A mutant that is there is not run again; ``--again`` runs survivors
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from earnest.mutation.operators import OPERATORS, Change, changes
+from earnest.mutation.operators import arguments as swapped_arguments
+from earnest.mutation.score import ANYWHERE
+from earnest.mutation.wiring import WIRING
+from scripts.mutants import coverage
+from scripts.pins import ROOT
+
+OUT = ROOT / "benchmarks/results/mutation/packages"
+ROOM = 40.0  # seconds of tests for one mutant, as measured
+MOST = 80  # tests for one mutant
+FORMULAS = tuple(
+    o for o in OPERATORS if o.__name__ in ("arithmetic", "sign", "shifted", "state_dict_emptied", "load_ignored")
+)
+
+# Changes of texts, and of what fails at once for every input.
+TEXTS = ("description= ", "help= ", "ge= and description=", "two arguments of isinstance", "two arguments of getattr")
+
+
+def plan(package: str, each: int) -> list[tuple[Path, Change]]:
+    """``each`` changes of a package: the operators take turns, and each operator goes through the files evenly."""
+    by_operator: dict[str, list[tuple[Path, Change]]] = defaultdict(list)
+    place = ROOT / "src/earnest" / package
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
+        tree = ast.parse(path.read_text())
+        left_out = {id(n) for raised in ast.walk(tree) if isinstance(raised, ast.Raise) for n in ast.walk(raised)}
+        kept = {i for i, node in enumerate(ast.walk(tree)) if id(node) not in left_out}
+        for change in changes(tree, (*WIRING, swapped_arguments, *FORMULAS)):
+            if change.place in kept and not change.what.startswith(TEXTS):
+                by_operator[change.operator].append((path.relative_to(ROOT), change))
+    chosen: list[tuple[Path, Change]] = []
+    for turn in range(each):
+        for name in sorted(by_operator):
+            mine = sorted(
+                by_operator[name], key=lambda c: hashlib.sha256(f"{c[0]}{c[1].what}{c[1].place}".encode()).digest()
+            )
+            if turn < len(mine) and len(chosen) < each:
+                chosen.append(mine[turn])
+    return chosen
+
+
+def executing(measured: dict[str, Any], file: Path, tree: ast.Module, line: int) -> list[str]:
+    """The tests that execute the line, quickest first. Of a line that runs on import: its function, class or file."""
+    lines: dict[int, set[str]] = measured["lines"].get(str(file), {})
+    found = lines.get(line, set())
+    if not found:
+        around = [
+            n for n in ast.walk(tree)
+            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and n.lineno <= line <= (n.end_lineno or 0)
+        ]  # fmt: skip
+        for node in sorted(around, key=lambda n: (n.end_lineno or 0) - n.lineno):
+            found = found or set().union(*(t for at, t in lines.items() if node.lineno <= at <= (node.end_lineno or 0)))
+    found = found or set().union(*lines.values()) if lines else found
+    seconds = measured["seconds"]
+    return sorted((t for t in found if t in seconds), key=lambda t: seconds[t])
+
+
+def within(tests: list[str], seconds: dict[str, float]) -> list[str]:
+    """The quickest tests that fit into the time, and at least one."""
+    taken, used = tests[:1], 0.0
+    for test in tests[1:MOST]:
+        used += seconds[test]
+        if used > ROOM:
+            break
+        taken.append(test)
+    return taken
+
+
+def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
+    """``killed``, ``survived`` or ``timeout``, in a child that has the libraries but not earnest."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(target, 1)
+            os.dup2(target, 2)
+            os.chdir(copy)
+            sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if not p.startswith(str(ROOT)))]
+            os.environ["PYTHONPATH"] = f"{copy / 'src'}{os.pathsep}{copy}"
+            for name in [m for m in sys.modules if m.split(".")[0] in ("earnest", "earnest_audit", "scripts", "tests")]:
+                del sys.modules[name]
+            import pytest
+
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+        except BaseException:  # the child must never return into the parent's loop
+            code = 70
+        os._exit(code)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def first_failure(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))), "")
+
+
+def judge(package: str, each: int, copy: Path, measured: dict[str, Any], again: bool) -> None:
+    out = OUT / f"{package}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    known = {r["key"]: r for r in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
+    for file, change in plan(package, each):
+        tree = ast.parse((ROOT / file).read_text())
+        mutant = change.applied(tree)
+        key = hashlib.sha256(f"{file}\n{mutant.source}".encode()).hexdigest()[:16]
+        all_tests = executing(measured, file, tree, change.line)
+        tests = within(all_tests, measured["seconds"])
+        old = known.get(key)
+        if old is not None and not (again and old["fate"] in ("survived", "no tests") and all_tests):
+            continue
+        fate, failed = "no tests", ""
+        if tests:
+            target, log = copy / file, copy / "build/mutant.log"
+            log.parent.mkdir(exist_ok=True)
+            target.write_text(mutant.source)
+            try:
+                fate = run(copy, tests, 60 + 4 * sum(measured["seconds"][t] for t in tests), log)
+            finally:
+                shutil.copy2(ROOT / file, target)
+            failed = first_failure(log)
+        result = {"file": str(file), "line": change.line, "what": change.what, "operator": change.operator,
+                  "fate": fate, "by": failed, "tests": len(tests), "of": len(all_tests), "key": key}  # fmt: skip
+        with out.open("a") as stream:
+            stream.write(json.dumps(result) + "\n")
+        print(
+            f"{package} {fate:9} {file}:{change.line} {change.what} [{len(tests)}/{len(all_tests)}] {failed}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("packages", nargs="+")
+    parser.add_argument("--each", type=int, default=15)
+    parser.add_argument("--again", action="store_true", help="run survivors again, with the tests of today")
+    words = parser.parse_args()
+    # What most tests import, once; a child inherits it.
+    import fastapi.testclient  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer and transformers.LlamaForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "earnest"
+        shutil.copytree(
+            ROOT, copy, ignore=lambda where, names: ANYWHERE(where, names) | ({"build"} & set(names)), symlinks=True
+        )
+        for environment in ROOT.glob(".venv*"):
+            (copy / environment.name).symlink_to(environment.resolve())
+        for package in words.packages:
+            judge(package, words.each, copy, coverage.load(), words.again)
+
+
+if __name__ == "__main__":
+    main()
