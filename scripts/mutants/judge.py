@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from earnest.mutation.operators import OPERATORS, Change, changes
+from earnest.mutation.operators import OPERATORS, Edit, changes
 from earnest.mutation.operators import arguments as swapped_arguments
 from earnest.mutation.score import ANYWHERE
 from earnest.mutation.wiring import WIRING
@@ -42,9 +42,9 @@ FORMULAS = tuple(
 TEXTS = ("description= ", "help= ", "ge= and description=", "two arguments of isinstance", "two arguments of getattr")
 
 
-def plan(package: str, each: int) -> list[tuple[Path, Change]]:
+def plan(package: str, each: int) -> list[tuple[Path, Edit]]:
     """``each`` changes of a package: the operators take turns, and each operator goes through the files evenly."""
-    by_operator: dict[str, list[tuple[Path, Change]]] = defaultdict(list)
+    by_operator: dict[str, list[tuple[Path, Edit]]] = defaultdict(list)
     place = ROOT / "src/earnest" / package
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
         tree = ast.parse(path.read_text())
@@ -53,7 +53,7 @@ def plan(package: str, each: int) -> list[tuple[Path, Change]]:
         for change in changes(tree, (*WIRING, swapped_arguments, *FORMULAS)):
             if change.place in kept and not change.what.startswith(TEXTS):
                 by_operator[change.operator].append((path.relative_to(ROOT), change))
-    chosen: list[tuple[Path, Change]] = []
+    chosen: list[tuple[Path, Edit]] = []
     for turn in range(each):
         for name in sorted(by_operator):
             mine = sorted(
@@ -102,7 +102,8 @@ def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
             os.dup2(target, 1)
             os.dup2(target, 2)
             os.chdir(copy)
-            sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if not p.startswith(str(ROOT)))]
+            ours = {str(ROOT), str(ROOT / "src"), ""}
+            sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if p not in ours)]
             os.environ["PYTHONPATH"] = f"{copy / 'src'}{os.pathsep}{copy}"
             for name in [m for m in sys.modules if m.split(".")[0] in ("earnest", "earnest_audit", "scripts", "tests")]:
                 del sys.modules[name]
@@ -116,7 +117,10 @@ def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+            code = os.waitstatus_to_exitcode(status)
+            # 1: a test failed; 2 and 4: a file could not be imported; 5: there was no test; 70: pytest did not run.
+            assert code not in (5, 70), log.read_text(errors="replace")[-2000:]
+            return "killed" if code else "survived"
         time.sleep(0.1)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -132,6 +136,7 @@ def judge(package: str, each: int, copy: Path, measured: dict[str, Any], again: 
     out = OUT / f"{package}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     known = {r["key"]: r for r in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
+    first = True
     for file, change in plan(package, each):
         tree = ast.parse((ROOT / file).read_text())
         mutant = change.applied(tree)
@@ -145,6 +150,11 @@ def judge(package: str, each: int, copy: Path, measured: dict[str, Any], again: 
         if tests:
             target, log = copy / file, copy / "build/mutant.log"
             log.parent.mkdir(exist_ok=True)
+            if first:
+                assert run(copy, tests[:20], 600, log) == "survived", (
+                    "these tests fail without a change:\n" + log.read_text()
+                )
+                first = False
             target.write_text(mutant.source)
             try:
                 fate = run(copy, tests, 60 + 4 * sum(measured["seconds"][t] for t in tests), log)

@@ -219,7 +219,6 @@ def test_an_arm_without_results_has_a_row() -> None:
     assert "| error | 1 | 0.50 | missing | 0.20 | missing | missing |" in left_out_table(results)
 
 
-@pytest.mark.integration
 def test_a_quarantine_is_plotted_as_it_is_measured_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The claim about a quarantine is about the model without it: its curve is the ablated model's held-out rate, not
     the rate of the model that trains."""

@@ -118,7 +118,6 @@ def test_the_table_of_known_numbers() -> None:
     }
 
 
-@pytest.mark.integration
 def test_the_figure_has_a_log_axis_and_a_panel_for_each_choice_of_tau(tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts.docs.check import check
-from scripts.docs.notebooks import TUTORIALS
 from scripts.docs.pages import ROOT, all_pages
 
 PAGES = all_pages()
-AS_NOTEBOOKS = {ROOT / "docs/tutorials" / f"{name}.md" for name in TUTORIALS}
 
 
 def _name(path: Path) -> str:
@@ -30,8 +28,8 @@ def test_page_is_sound(page: Path) -> None:
     assert not bad, "\n".join(bad)
 
 
-# The others are run as notebooks by test_notebooks.py.
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in AS_NOTEBOOKS], ids=_name)
+@pytest.mark.integration  # together the pages show every optional package
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_page_runs(page: Path) -> None:
     # python -m scripts.docs.run docs/writing-docs.md
     done = subprocess.run(

@@ -97,9 +97,3 @@ def test_the_core_has_no_heavy_package() -> None:
 def test_every_entry_of_the_table_exists() -> None:
     assert not [name for name in INTEGRATIONS if not (ROOT / "tests" / name).exists()]
     assert list(INTEGRATIONS) == sorted(set(INTEGRATIONS))
-
-
-def test_ci_runs_the_core_before_anything_optional_is_installed() -> None:
-    lines = (ROOT / ".ci/run").read_text().splitlines()
-    places = [lines.index(line) for line in ("run_tests make test", "make lint", "run_tests make test-integrations")]
-    assert places == sorted(places)

@@ -12,9 +12,11 @@ import pytest
 from earnest import disk
 
 WINDOWS_LIKE = """
-import signal, sys
-import torch, fastapi, obstore, torch.distributed, transformers.models.llama.modeling_llama  # others' code has its own
+import contextlib, signal, sys
+import torch, fastapi, torch.distributed, transformers.models.llama.modeling_llama  # others' code has its own
 import transformers.generation.utils
+with contextlib.suppress(ImportError):
+    import obstore
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None  # importing it raises, as on Windows
 for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):

@@ -87,6 +87,7 @@ def in_juicer(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.integration
 def test_data_juicer_and_the_built_in_filters_keep_the_same_records(juicer: list[dict[str, Any]]) -> None:
     """The values too, to the last digit, on every record; so the twins agree because they compute the same."""
     theirs = juicer[0]["verdicts"]
@@ -103,12 +104,14 @@ def test_data_juicer_and_the_built_in_filters_keep_the_same_records(juicer: list
     assert all(any(not keep for keep, _ in verdicts) for verdicts in theirs)
 
 
+@pytest.mark.integration
 def test_short_texts_are_no_duplicates_of_each_other_in_either(juicer: list[dict[str, Any]]) -> None:
     """data-juicer's MinHash has no shingle of a text below its window, and would take all such texts for one."""
     assert [keep for keep, _ in juicer[1]["verdicts"][0]] == [True] * 5
     assert [v.keep for v in BuiltIn().judge(NEAR, SHORT)] == [True, True, True, True, False]
 
 
+@pytest.mark.integration
 def test_nothing_is_installed_while_it_runs() -> None:
     """What data-juicer misses is refused in words; its own habit would be a download."""
     script = (

@@ -157,7 +157,7 @@ def mutants(source: str, operators: tuple[Rewrite, ...] = OPERATORS) -> Iterator
 
 
 @dataclass(frozen=True)
-class Change:
+class Edit:
     """A mutant that is not written yet: ``new`` takes the place of node number ``place`` of ``ast.walk``."""
 
     place: int
@@ -173,12 +173,12 @@ class Change:
         return Mutant(self.line, self.what, text)
 
 
-def changes(tree: ast.Module, operators: tuple[Rewrite, ...] = OPERATORS) -> Iterator[Change]:
+def changes(tree: ast.Module, operators: tuple[Rewrite, ...] = OPERATORS) -> Iterator[Edit]:
     """Every change, in the order of the source."""
     for place, node in enumerate(ast.walk(tree)):
         for operator in operators:
             for what, new in operator(node):
-                yield Change(place, _line(node, new), what, operator.__name__, new)
+                yield Edit(place, _line(node, new), what, operator.__name__, new)
 
 
 def _line(node: ast.AST, new: ast.AST) -> int:
