@@ -6,6 +6,7 @@ Exit codes: 0 done · 1 a law fails, or a run had to stop · 2 a mistake in the 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -149,7 +150,7 @@ def data(
     if as_json:
         print(data_page.as_json(found))
     else:
-        show(data_page.terminal(found, rows))
+        show(data_page.terminal(found, rows, coloured=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     if html is not None:
         _print_line("page", html)
     raise typer.Exit(1 if found.problems or found.leaks else 0)
@@ -358,7 +359,9 @@ def evaluate(
 ) -> None:
     """Measure a trained adapter on a task, or how a server learns preferences from feedback."""
     if what is not None and not what.exists() and "=" not in what.name:
-        raise EarnestError(f"{what}: there is no such run folder or file of preferences.")
+        raise EarnestError(
+            f"{what}: there is no such run folder or file of preferences; `earnest runs` lists the runs."
+        )
     if what is not None and (what.is_dir() or "=" in what.name):
         if url or rounds or per_round or questions or only:
             raise EarnestError(f"the options of `{LOOPS.lower()}` have no meaning for a run folder; leave them out.")

@@ -237,3 +237,8 @@ def test_a_tasks_settings_survive_the_trip_to_yaml() -> None:
         config = load("quickstart", [f"task={written}"])[1]
         assert config.task.fields == fields and text.parse(dump(config), "dump")["task"] == written
         assert changed_keys(config, from_mapping(text.parse(dump(config), "dump"))) == []
+
+
+def test_every_replica_has_a_signer() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.signers: has 1 public keys for 2 replicas; give one for each"):
+        load("quickstart", ["replicas=2", f"sync.signers=[{'ab' * 32}]"])

@@ -157,6 +157,13 @@ def config_of(tiny: Path, place: Path, file: Path, *more: str) -> RunConfig:
     return load_file(recipe(place / "recipe.yaml", tiny), [*own, *more])
 
 
+def test_one_prompt_per_step_is_refused_before_the_folder_is_made(tmp_path: Path, tiny: Path, judgements: Path) -> None:
+    words = ("objective=[{kind: kto}]", "sampling.prompts_per_step=1", f"out={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match="a step needs at least 2 prompts, got 1"):
+        start("test", config_of(tiny, tmp_path, judgements, *words), Console(quiet=True))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_on_judged_answers_separates_them(tmp_path: Path, tiny: Path, judgements: Path) -> None:
     options = ("objective=[{kind: kto}]", "steps=12", "sampling.prompts_per_step=8", "optimizer.lr=0.02")
     config = config_of(tiny, tmp_path, judgements, *options, f"out={tmp_path / 'run'}")

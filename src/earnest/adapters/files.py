@@ -155,10 +155,20 @@ def adapter_folder(place: str | Path) -> Path:
     for folder in (path, path / "adapter"):
         if (folder / OWN_CONFIG).is_file() or (folder / CONFIG).is_file():
             return folder
-    unfinished = " The run has not finished; resume it first." if (path / "run.json").exists() else ""
     raise AdapterError(
-        f"{path} holds no {CONFIG}, nor does {path / 'adapter'}: it is not an adapter folder.{unfinished}"
+        f"{path} holds no {CONFIG}, nor does {path / 'adapter'}: it is not an adapter folder.{_what_it_is(path)}"
     )
+
+
+def _what_it_is(folder: Path) -> str:
+    """The way out for a folder without an adapter, by what else it holds."""
+    if (folder / "run.json").exists():
+        return " The run has not finished; resume it first."
+    if runs := sorted(path.parent for path in folder.glob("*/run.json")):
+        return f" It holds {len(runs)} runs; give one of them, such as {runs[0]}."
+    if (folder / "config.json").exists():
+        return " It is a whole model; give it as the model (--model, model=)."
+    return ""
 
 
 def base_model_of(place: str | Path) -> str | None:

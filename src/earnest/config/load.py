@@ -36,7 +36,20 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Check ``data`` with the overrides applied. Problems are one sentence in a ``ConfigError``."""
-    return check_mapping(RunConfig, data, overrides)
+    return check_mapping(RunConfig, _without_its_task(data, overrides), overrides)
+
+
+def _without_its_task(data: Mapping[str, Any], overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The recipe without its own ``task``, where ``data`` on the command line takes its place: no term samples the
+    task's prompts, so the run is evaluated on the user's rows. ``task=…`` on the command line keeps a task."""
+    given = {override.partition("=")[0].split(".")[0].strip() for override in overrides}
+    if "data" not in given or "task" in given or not data.get("task") or data.get("data"):
+        return data
+    without = {key: value for key, value in data.items() if key != "task"}
+    if "grade" in given:
+        return without
+    wants = check_mapping(RunConfig, data, overrides).build_objective().wants()
+    return data if "rollout" in wants.roles and not wants.any_row else without
 
 
 def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[str] = ()) -> M:

@@ -143,4 +143,8 @@ def plan(config: RunConfig) -> ReplicaPlan:
     quorum = sync.quorum or -(-config.replicas // 2)
     if quorum > config.replicas:
         raise ConfigError(f"sync.quorum: {quorum} is more than the {config.replicas} replicas; lower it")
+    if sync.signers is not None and len(sync.signers) != config.replicas:
+        raise ConfigError(
+            f"sync.signers: has {len(sync.signers)} public keys for {config.replicas} replicas; give one for each"
+        )
     return ReplicaPlan(config, interval, config.steps * updates // interval, quorum)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _log = logging.getLogger("earnest.models")
+
+_ONE_AT_A_TIME = threading.RLock()
+"""While transformers loads, torch's default dtype and the level of the logs are those of the whole process."""
 
 
 def load(
@@ -62,7 +66,7 @@ def load_text(name: str | os.PathLike[str], say: Callable[[str], None] | None = 
     folder, label, _, _ = _find(os.fspath(name), say or _log.info)
     raw = places.read_config(folder)
     try:
-        with quiet():
+        with _ONE_AT_A_TIME, quiet():
             from transformers import AutoTokenizer, GenerationConfig
 
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
@@ -116,7 +120,7 @@ def _open(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        with quiet():
+        with _ONE_AT_A_TIME, quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype="auto" if dtype is None else dtype,

@@ -60,8 +60,9 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:
 # --- on a terminal ----------------------------------------------------------------------------------------------------
 
 
-def terminal(data: Dataset, rows: int) -> RenderableType:
-    """The counts, the problems, and the first ``rows`` rows of each side; trained tokens are green."""
+def terminal(data: Dataset, rows: int, coloured: bool) -> RenderableType:
+    """The counts, the problems, and the first ``rows`` rows of each side. Trained tokens are green; without colours (a
+    pipe, a file) they stand between ⟦ and ⟧."""
     found = summary(data)
     table = Table.grid(padding=(0, 2))
     for name, value in _facts(found):
@@ -72,13 +73,16 @@ def terminal(data: Dataset, rows: int) -> RenderableType:
             parts += [Text(f"\n{title}", style=f"bold {style}"), *(Text(f"  {line}") for line in lines[:LISTED])]
             if len(lines) > LISTED:
                 parts.append(Text(f"  and {len(lines) - LISTED} more (--json lists all)", style="dim"))
-    for side, number, example in _shown(data, rows):
+    shown = list(_shown(data, rows))
+    if shown:
+        parts.append(Text(f"\ntrained tokens are {'green' if coloured else 'between ⟦ and ⟧'}", style="dim"))
+    for side, number, example in shown:
         parts.append(Text(f"\n{side} row {number}", style="bold"))
         for name, rendered in _versions(data, example):
-            coloured = Text(f"{name}: " if name else "", style="dim")
+            line = Text(f"{name}: " if name else "", style="dim")
             for trained, text in _runs(data, rendered):
-                coloured.append(text, style="green" if trained else "default")
-            parts.append(Padding(coloured, (0, 0, 0, 2)))
+                line.append(text if coloured or not trained else f"⟦{text}⟧", style="green" if trained else "default")
+            parts.append(Padding(line, (0, 0, 0, 2)))
     return Group(*parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,9 @@ from earnest_audit.progress import shown
 
 FROM_PYTHON = "python"
 """The name that stands for the recipe in a run that ``en.train`` started."""
+
+MAY_CHANGE = re.compile(r"steps|engine\.(shard|replicate)|task\..*\bmax_(calls|tokens)")
+"""Keys that a resumed run may change."""
 
 C = TypeVar("C", bound=LoopConfig)
 
@@ -259,22 +263,26 @@ def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
 
 
 def continued(run: RunFolder, old: C, new: C) -> C:
-    """``new``, if it differs from ``old`` only by more steps, which are written to the folder's config; else raise."""
-    changed = [key for key in changed_keys(old, new) if key not in ("steps", "engine.shard", "engine.replicate")]
+    """``new``, if it differs from ``old`` only by more steps, a judge's budget or the ranks; else raise. Steps and
+    budgets are written to the folder's config."""
+    different = changed_keys(old, new)
+    changed = [key for key in different if not MAY_CHANGE.fullmatch(key)]
     if new.out is not None:
         changed.append("out")
     if changed:
         raise ConfigError(
             f"{', '.join(changed)}: a resumed run keeps its config; "
-            "leave it out, or start a new run. Only steps may grow."
+            "leave it out, or start a new run. Only steps and the budget of a judge may change."
         )
     if new.steps < old.steps:
         raise ConfigError(f"steps: a resumed run needs at least its {old.steps} steps, got {new.steps}; leave it out.")
-    if new.steps != old.steps:
+    kept = [key for key in different if not key.startswith("engine.")]
+    if kept:
         from earnest.disk import write_text
 
         write_text(run.path / "config.yaml", dump(new))
-        run.event("info", f"steps raised from {old.steps} to {new.steps}")
+        steps = f" (steps from {old.steps} to {new.steps})" if new.steps != old.steps else ""
+        run.event("info", f"changed on resuming: {', '.join(kept)}{steps}")
     return new
 
 

@@ -129,7 +129,10 @@ def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = Non
     check_groups(config, objective)
     wants = objective.wants()
     if config.task is None and "rollout" in wants.roles and not (config.data and wants.any_row):
-        raise ConfigError("task: is required, because a term of the objective reads rollouts of a task's prompts.")
+        raise ConfigError(
+            "task: is required, because a term of the objective reads rollouts of a task's prompts; give task=NAME, or "
+            "data of prompts with grade=…, or for demonstrations objective=[{kind: sft}]."
+        )
     if config.engine.estimator == "sampled":
         check_terms(objective, config.sampling.temperature)
     if config.engine.kind == "tinker":
@@ -205,12 +208,19 @@ def own_data(
 
 
 def check_groups(config: LoopConfig, objective: Objective) -> None:
-    """Raise if a rollout would be the only completion of its prompt, so that it has no advantage."""
+    """Raise if a rollout would be the only completion of its prompt, so that it has no advantage, or if a KL baseline
+    would have no second prompt."""
     roles = {role for w in objective.live() for role in w.term.roles}
     if "rollout" in roles and config.sampling.completions_per_prompt < 2:
         raise ConfigError(
             "sampling.completions_per_prompt: an advantage compares a prompt's completions, so rollouts need "
             "at least 2, got 1."
+        )
+    baselines = [w.term.label for w in objective.live() if "kl_baseline" in w.term.signals()]
+    if baselines and config.sampling.prompts_per_step < 2:
+        raise ConfigError(
+            f"sampling.prompts_per_step: the KL baseline of {baselines[0]} compares answers after another prompt, so a "
+            "step needs at least 2 prompts, got 1; or set its baseline to zero."
         )
 
 

@@ -57,7 +57,9 @@ class Judge(Checked):
     scale: float = setting(10.0, "the best score", above=0.0)
     correct_at: float = setting(1.0, "the share of the scale from which an answer is correct", above=0.0, at_most=1.0)
     key: str = setting("OPENAI_API_KEY", "the environment variable with the API key, if the endpoint needs one")
-    max_calls: int = setting(10_000, "requests of this process after which the run ends", at_least=1)
+    max_calls: int = setting(
+        10_000, "verdicts that this process may ask for before the run ends; a repeated request counts once", at_least=1
+    )
     max_tokens: int | None = setting(
         None, "tokens of prompts and replies after which the run ends; none: no limit", at_least=1
     )
