@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from earnest.commands import auditing, listings
+from earnest.commands import auditing, listings, planning
 from earnest.commands.common import Overrides, show
 from earnest.errors import EarnestError
 from earnest.runs.errors import Interrupted
@@ -187,6 +187,7 @@ def sampler(
 
 
 app.command()(auditing.audit)
+app.command()(planning.plan)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from earnest.adapters.delta import Delta
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.fingerprint import base_fingerprint
-from earnest.adapters.layer import Layer
+from earnest.adapters.layer import Layer, ModuleLayer
 from earnest.adapters.merging import merge_layer, merged_weight, unmerge_layer
 from earnest.adapters.report import AttachReport
 from earnest.adapters.runtime import AdapterGate, Slot, slots_of, state_key, uninstall
@@ -81,7 +81,7 @@ class Adapter:
 
     def _declared(self, fact: Callable[[Variant], frozenset[str]]) -> set[str]:
         """The tensors for which their variant declares a fact."""
-        return {f"{path}.{name}" for path, slot in self.slots.items() for name in fact(slot.variant)}
+        return {f"{path}.{name}" for path, slot in self.slots.items() for name in slot.named(fact(slot.variant))}
 
     def _named(self, fact: Callable[[Variant], frozenset[str]], inside: bool) -> list[nn.Parameter]:
         chosen = self._declared(fact)
@@ -231,7 +231,7 @@ class Adapter:
         """Per linear module: ‖ΔW‖/‖W‖, and the share of ΔW that rounding to the base's dtype loses."""
         out = {}
         for path, slot in self.slots.items():
-            if slot.layer.kind == "module":
+            if isinstance(slot.layer, ModuleLayer):
                 continue
             w0 = slot.layer.weight()
             w1, _ = merged_weight(slot.layer)
@@ -249,7 +249,7 @@ class Adapter:
         """(path of a linear module, ΔW as an operator): matvec, rmatvec, norms. ΔW is not formed if the variant has
         factors."""
         for path, slot in self.slots.items():
-            if slot.layer.kind != "module":
+            if not isinstance(slot.layer, ModuleLayer):
                 yield path, Delta(slot)
 
     # -- state ---------------------------------------------------------------------------------------------------------

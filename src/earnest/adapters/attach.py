@@ -13,11 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from earnest.adapters.adapter import Adapter
 from earnest.adapters.calibrate import input_moments
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.layer import Layer, is_linear_like
+from earnest.adapters.layer import Layer, is_experts, is_linear_like
 from earnest.adapters.report import AttachReport
 from earnest.adapters.runtime import SLOTS, AdapterGate, Slot, install, layer_of, slots_of, uninstall
 from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears
-from earnest.adapters.variant import Initialization, Variant
+from earnest.adapters.variant import VARIANTS, Initialization, Variant
 from earnest.adapters.variants.full import Full
 
 # Base parameter -> [requires_grad before the first adapter, adapters that hold it frozen].
@@ -61,13 +61,7 @@ def attach(
     """
     model = model_of(model_or_policy)
     _check_variant(variant, calibration)
-    among = variant.candidates(model)
-    if targets is None:
-        targets = default_targets(model, variant.targets) if among is None else variant.targets
-    modules, matches = find_targets(model, targets, layers, among)
-    if modules_to_save and among is not None:
-        raise AdapterError(f"{variant.name} trains modules whole already; name them in targets, not in modules_to_save")
-    whole = saved_modules(model, modules_to_save or (), modules)
+    modules, matches, whole = _chosen(model, variant, targets, layers, modules_to_save)
     moments: Mapping[str, Tensor] = {}
     tokens = 0
     if calibration is not None:
@@ -80,6 +74,47 @@ def attach(
     adapter = mount(model, variant, views, tensors, matches, name, tokens, whole)
     adapter.tokenizer = getattr(model_or_policy, "tokenizer", None)
     return adapter
+
+
+def mounted_empty(
+    model: nn.Module,
+    variant: Variant,
+    targets: str | Sequence[str] | None = None,
+    layers: Iterable[int] | None = None,
+    modules_to_save: Sequence[str] | None = None,
+) -> Adapter:
+    """The adapter of ``attach`` with tensors of the right shapes and any values, for a model that has no values."""
+    modules, matches, whole = _chosen(model, variant, targets, layers, modules_to_save)
+    views = _views(model, modules)
+    for view in views.values():
+        variant.check(view)
+    kinds = [(views, variant), (whole, WHOLE)]
+    tensors = {n: {k: torch.empty(s.shape) for k, s in v.specs(x).items()} for xs, v in kinds for n, x in xs.items()}
+    return mount(model, variant, views, tensors, matches, None, whole=whole)
+
+
+def _chosen(
+    model: nn.Module,
+    variant: Variant,
+    targets: str | Sequence[str] | None,
+    layers: Iterable[int] | None,
+    modules_to_save: Sequence[str] | None,
+) -> tuple[dict[str, nn.Module], tuple[Match, ...], dict[str, Layer]]:
+    """The modules that get the variant, how they were found, and the modules that are trained whole."""
+    among = variant.candidates(model)
+    if targets is None:
+        targets = default_targets(model, variant.targets) if among is None else variant.targets
+    modules, matches = find_targets(model, targets, layers, among)
+    for path, module in modules.items():
+        if is_experts(module) and not (variant.uses("experts") or variant.uses("replace")):
+            able = ", ".join(sorted(name for name, cls in VARIANTS.items() if cls.uses("experts")))
+            raise AdapterError(
+                f"{path} holds the weights of its experts as 3-D parameters, and {variant.name} has no form for them; "
+                f"use {able}, or leave {path.rpartition('.')[2]!r} out of the targets"
+            )
+    if modules_to_save and among is not None:
+        raise AdapterError(f"{variant.name} trains modules whole already; name them in targets, not in modules_to_save")
+    return modules, matches, saved_modules(model, modules_to_save or (), modules)
 
 
 def saved_modules(model: nn.Module, names: Sequence[str], adapted: Iterable[str]) -> dict[str, Layer]:

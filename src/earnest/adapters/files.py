@@ -27,7 +27,7 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.fingerprint import check_fingerprint
 from earnest.adapters.layer import Layer
 from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions, saved_paths
-from earnest.adapters.targets import Match, linears, owners
+from earnest.adapters.targets import Match, adaptable, owners
 from earnest.adapters.variant import Variant, get_variant
 from earnest.adapters.whole import offsets, read_offsets, weight_files, write_merged
 from earnest.disk import write_tensors
@@ -232,7 +232,7 @@ def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) 
             f"{OWN_MODEL} to load the PEFT files, or save again"
         )
     variant = get_variant(meta["variant"], **meta["settings"])
-    known = linears(model)
+    known = adaptable(model)
     lost = [m for m in meta["modules"] if m not in known]
     if lost:
         raise AdapterError(
@@ -292,7 +292,7 @@ def _mount(
     name: str | None,
     whole: Mapping[str, Layer],
 ) -> Adapter:
-    known = linears(model)
+    known = adaptable(model)
     views = _views(model, {m: known[m] for m in per_module if m not in whole})
     for view in views.values():
         variant.check(view)

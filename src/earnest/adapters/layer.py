@@ -2,7 +2,8 @@
 
 ``y = x Wᵀ + b`` with W [m, n]: ``nn.Linear``, GPT-2's ``Conv1D`` (stores Wᵀ), and *opaque* linear-like modules
 (quantised weights, other libraries' kernels), of which only the forward is used. Legend: m outputs, n inputs, k rows.
-A ``ModuleLayer`` is any other module, such as an embedding or a norm.
+A ``ModuleLayer`` is any other module, such as an embedding or a norm; an ``ExpertsLayer`` holds the weights of all
+experts of a mixture as 3-D parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from earnest.adapters.errors import AdapterError
 
@@ -28,6 +30,16 @@ def is_linear_like(module: nn.Module) -> bool:
         return True
     has_size = all(isinstance(getattr(module, a, None), int) for a in ("in_features", "out_features"))
     return has_size and not isinstance(module, (nn.Bilinear,))
+
+
+def is_dense(weight: object) -> bool:
+    """Whether the weight is a plain tensor of floats, not a quantised one. A fake tensor stands for a plain one."""
+    return isinstance(weight, Tensor) and type(weight.data) in (Tensor, FakeTensor) and weight.is_floating_point()
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module holds 3-D parameters, one matrix for each expert."""
+    return not is_linear_like(module) and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 class Layer:
@@ -46,8 +58,7 @@ class Layer:
             self.kind, (self.n, self.m) = "conv1d", weight.shape
         else:
             self.n, self.m = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
-            plain = isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point()
-            self.kind = "linear" if plain and isinstance(module, nn.Linear) else "opaque"
+            self.kind = "linear" if is_dense(weight) and isinstance(module, nn.Linear) else "opaque"
         probe = weight if isinstance(weight, Tensor) else next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = probe.device if probe is not None else torch.device("cpu")
         self._inner = probe.dtype if probe is not None and probe.is_floating_point() else torch.float32
@@ -77,8 +88,9 @@ class Layer:
         weight = self._base("weight")
         if not isinstance(weight, Tensor):
             weight = next(iter([*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]), None)
+        own = getattr(self.module, "compute_dtype", None)  # quantised layers have it, bitsandbytes' too
         floats = (t.dtype for t in (weight, self.bias) if t is not None and t.is_floating_point())
-        return next(floats, self._inner)
+        return own if isinstance(own, torch.dtype) else next(floats, self._inner)
 
     @property
     def bias(self) -> Tensor | None:
@@ -172,3 +184,15 @@ class ModuleLayer(Layer):
             f"{self.name}.{key}": p.detach().float().reshape(-1, p.shape[-1] if p.ndim else 1)
             for key, p in self.own().items()
         }
+
+
+class ExpertsLayer(ModuleLayer):
+    """The experts of a mixture: parameters [experts, a, b], of which a token uses the matrices of a few experts."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        self.kind = "experts"
+
+    def stacks(self) -> dict[str, nn.Parameter]:
+        """The 3-D parameters, by name."""
+        return {name: p for name, p in self.own().items() if p.ndim == 3}

@@ -53,10 +53,23 @@ def common_config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
     causal = hasattr(adapter.model, "get_output_embeddings")
     return {
         "base_model_name_or_path": base_model,
-        "target_modules": target_modules(adapter.model, adapter.adapted),
+        "target_modules": target_modules(
+            adapter.model, {path: slot for path, slot in adapter.adapted.items() if not slot.of_experts}
+        ),
         "task_type": "CAUSAL_LM" if causal else None,
         "inference_mode": True,
-    } | ({"modules_to_save": _saved_names(adapter.model, adapter.saved_modules)} if adapter.saved_modules else {})
+    } | _further(adapter)
+
+
+def _further(adapter: Adapter) -> dict[str, Any]:
+    """The 3-D parameters of experts that are adapted, and the modules that are trained whole, if there are any."""
+    experts = {path: slot for path, slot in adapter.adapted.items() if slot.of_experts}
+    found: dict[str, Any] = {}
+    if experts:
+        found["target_parameters"] = [f"{path}.{name}" for path, slot in experts.items() for name in slot.stacks]
+    if adapter.saved_modules:
+        found["modules_to_save"] = _saved_names(adapter.model, adapter.saved_modules)
+    return found
 
 
 def _saved_names(model: nn.Module, paths: Mapping[str, Any]) -> list[str]:
@@ -93,7 +106,7 @@ def lora_factors(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]] | None:
     low-rank."""
     out = {}
     for path, slot in adapter.adapted.items():
-        if adapter.variant.portable_rank(slot.layer) is None:
+        if slot.of_experts or adapter.variant.portable_rank(slot.layer) is None:
             return None
         with torch.no_grad():
             f = slot.variant.factors(slot.tensors, slot.layer, adapter.scale).plain()

@@ -34,6 +34,11 @@ def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, r
             f"a plain LoRA holds no modules_to_save ({', '.join(adapter.saved_modules)}), and servers would leave them "
             "out; serve the merged weights, or save() for PEFT"
         )
+    if experts := [path for path, slot in adapter.slots.items() if slot.of_experts]:
+        raise AdapterError(
+            f"a plain LoRA for servers has no form for the experts in {experts[0]}; serve the merged weights (`earnest "
+            "export RUN --as merged`), or save() for PEFT"
+        )
     factors = lora_factors(adapter)
     if factors is None:
         raise AdapterError(

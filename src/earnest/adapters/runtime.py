@@ -10,17 +10,18 @@ has properties instead: reading `module.weight` gives the weight with the adapte
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Around, Factors, low_rank
-from earnest.adapters.layer import Layer, ModuleLayer, is_linear_like
+from earnest.adapters.layer import ExpertsLayer, Layer, ModuleLayer, is_experts, is_linear_like
 from earnest.adapters.variant import Spec, Tensors, Variant
 
 SLOTS = "earnest_slots"
@@ -60,9 +61,14 @@ class Slot(nn.Module):
                 self.register_buffer(name, value)
         self._cached: tuple[Any, Factors, tuple[Tensor, ...]] | None = None  # with its tensors: ids are not reused
         self.adapter_name = ""
-        self.has_before, self.has_after = variant.uses("before"), variant.uses("after")
-        self.has_factors = variant.uses("factors")
-        self.replaces = variant.uses("replace")
+        self.of_experts = isinstance(layer, ExpertsLayer) and not variant.uses("replace")
+        self.replaces = variant.uses("replace") or self.of_experts
+        plain = not self.of_experts
+        self.has_before, self.has_after = plain and variant.uses("before"), plain and variant.uses("after")
+        self.has_factors = plain and variant.uses("factors")
+        self.stacks = tuple(layer.stacks()) if isinstance(layer, ExpertsLayer) and self.of_experts else ()
+        self.changes = frozenset(self.stacks) or frozenset(self.specs)
+        """The parameters of the module that a slot with ``replaces`` changes."""
         self.average: Mapping[str, Tensor] | None = None  # offsets that replace the trained ones, at any scale
 
     @property
@@ -74,6 +80,12 @@ class Slot(nn.Module):
         """The tensors that training changes, also while the adapter is frozen."""
         t = self.tensors
         return {n: t[n] for n, spec in self.specs.items() if spec.trainable}
+
+    def named(self, names: Iterable[str]) -> list[str]:
+        """The slot's tensors that a variant calls ``names``: those of every parameter of experts."""
+        if not self.of_experts:
+            return list(names)
+        return [f"{name}_{own}" for name in self.stacks for own in names]
 
     def factors(self) -> Factors | Around:
         """The variant's factors. Without a gradient they are cached until a parameter changes."""
@@ -110,6 +122,8 @@ class Slot(nn.Module):
 
     def replaced(self, name: str, value: Tensor) -> Tensor:
         """A parameter of the module (fp32) with this slot's change."""
+        if self.of_experts:
+            return self.variant.experts(self.tensors, name, value, self.gate.scale)
         if self.average is not None:
             return self.variant.replace(self.average, name, value, 1.0)
         return self.variant.replace(self.tensors, name, value, self.gate.scale)
@@ -164,8 +178,10 @@ def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Calla
 
 
 def _in_transform(tensors: Tensors) -> bool:
-    """Whether torch.func wraps them: such tensors have no address and differ in every call."""
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors.values())
+    """Whether torch.func wraps them, or they are fake: such tensors have no address and no bytes to compare."""
+    return any(
+        torch._C._functorch.is_functorch_wrapped_tensor(t) or isinstance(t, FakeTensor) for t in tensors.values()
+    )
 
 
 def _exactly(layer: Layer) -> Any:
@@ -182,7 +198,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 def replaced(slots: Sequence[Slot], name: str, base: nn.Parameter) -> Tensor:
     """A base parameter with the changes of these slots: added in fp32 (or wider, if the base is), rounded once."""
-    live = [s for s in slots if s.replaces and name in s.specs and s.acts()]
+    live = [s for s in slots if s.replaces and name in s.changes and s.acts()]
     if not live:
         return base
     value: Tensor = base.to(torch.promote_types(base.dtype, torch.float32))
@@ -271,7 +287,7 @@ def _parameter(name: str) -> Any:
 
 def _set_class(layer: Layer, slots: Sequence[Slot]) -> None:
     """Give the module the subclass that its slots need: another forward, properties for parameters, or both."""
-    names = tuple(sorted({name for s in slots if s.replaces for name in s.specs}))
+    names = tuple(sorted({name for s in slots if s.replaces for name in s.changes}))
     forward = not all(s.replaces for s in slots)
     key = (layer.base_class, forward, names)
     if key not in _CLASSES:
@@ -294,7 +310,9 @@ def layer_of(name: str, module: nn.Module) -> Layer:
     holder = module._modules.get(SLOTS)
     if isinstance(holder, Holder):
         return holder.layer
-    return Layer(name, module) if is_linear_like(module) else ModuleLayer(name, module)
+    if is_linear_like(module):
+        return Layer(name, module)
+    return ExpertsLayer(name, module) if is_experts(module) else ModuleLayer(name, module)
 
 
 def install(slot: Slot) -> None:

@@ -1,7 +1,8 @@
 """The modules that a target pattern selects; a pattern that selects none is an error.
 
-An adapter goes on linear layers. Full-parameter training takes every module that has parameters of its own, and there
-a name also selects the modules inside it: ``mlp`` is every parameter of every ``mlp``.
+An adapter goes on linear layers, and on the experts of a mixture where they are named. Full-parameter training takes
+every module that has parameters of its own, and there a name also selects the modules inside it: ``mlp`` is every
+parameter of every ``mlp``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.layer import is_linear_like
+from earnest.adapters.layer import is_experts, is_linear_like
 from earnest.adapters.runtime import SLOTS
 
 # Default targets by role, of the first family found in the model:
@@ -37,6 +38,13 @@ class Match:
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear-like module by its path, without those of adapters."""
     return {n: m for n, m in model.named_modules() if is_linear_like(m) and SLOTS not in n.split(".")}
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear-like module, and every module with the weights of experts, by path."""
+    return {
+        n: m for n, m in model.named_modules() if (is_linear_like(m) or is_experts(m)) and SLOTS not in n.split(".")
+    }
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:
@@ -94,15 +102,15 @@ def find_targets(
 ) -> tuple[dict[str, nn.Module], tuple[Match, ...]]:
     """Modules by path (in model order) and the matches of each pattern.
 
-    ``targets``: names (PEFT's rule: a path or its tail), ``"all-linear"`` (every linear but the output head), or
-    ``"re:…"`` (a regular expression for the whole path). ``layers`` restricts modules that belong to a numbered
-    block; others, such as lm_head, are kept. A pattern or a layer that matches nothing is an error. ``among``: choose
-    from these modules instead of the linears; there ``"all"`` is every one, and a name includes the modules inside it.
+    ``targets``: names (PEFT's rule: a path or its tail), ``"all-linear"`` (every linear but the output head, and no
+    experts), or ``"re:…"`` (a regular expression for the whole path). ``layers`` restricts modules that belong to a
+    numbered block; others, such as lm_head, are kept. A pattern or a layer that matches nothing is an error. ``among``:
+    choose from these modules instead of the linears; there ``"all"`` is every one, and a name includes the modules inside it.
     """
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:
         raise AdapterError("targets is empty; name at least one, or 'all-linear'")
-    names, matches_name = (linears(model), _matches) if among is None else (among, _inside)
+    names, matches_name = (adaptable(model), _matches) if among is None else (among, _inside)
     head, flat = _head(model), linears(model)
     blocks = sorted({i for n in names if (i := block_index(n)) is not None})
     wanted = None if layers is None else {_layer(i, blocks) for i in layers}

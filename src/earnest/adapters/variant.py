@@ -2,7 +2,8 @@
 
 1. ``specs(layer)``       names, shapes and dtypes of the tensors of one layer;
 2. ``initial(layer, …)``  their values at initialization, such that the layer is *bit-exactly* the base;
-3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW), ``after`` (y → y') and ``replace`` (W → W');
+3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW), ``after`` (y → y') and ``replace`` (W → W'),
+   and ``experts`` (the same for the 3-D weights of a mixture of experts), where the variant has a form for them;
 4. ``weight``             the same map in weight space, in fp32 (inherited if only ``factors`` is defined);
 5. facts: paper, reference, equation, learning rate, tensors inactive at initialization, tensors without weight decay.
 
@@ -81,7 +82,7 @@ class Variant(Checked):
                 setattr(cls, new, vars(cls)[old])
             elif new in vars(cls):
                 setattr(cls, old, vars(cls)[new])  # for super().birth() in a subclass
-        hooks = ("before", "factors", "after", "replace", "weight", "from_peft")
+        hooks = ("before", "factors", "after", "replace", "experts", "weight", "from_peft")
         cls._uses = frozenset(h for h in hooks if getattr(cls, h) is not getattr(Variant, h))
 
     @property
@@ -90,7 +91,7 @@ class Variant(Checked):
 
     @classmethod
     def uses(cls, hook: str) -> bool:
-        """Whether this class defines one of: before, factors, after, replace, weight, from_peft."""
+        """Whether this class defines one of: before, factors, after, replace, experts, weight, from_peft."""
         return hook in cls._uses
 
     # -- 1 and 2 -----------------------------------------------------------------------------------------------------
@@ -125,6 +126,11 @@ class Variant(Checked):
     def replace(self, t: Tensors, name: str, value: Tensor, scale: float) -> Tensor:
         """The module's parameter ``name``, of which ``value`` is the base's, in fp32."""
         raise TypeError(f"variant {self.name} replaces no parameters")
+
+    def experts(self, t: Tensors, name: str, value: Tensor, scale: float) -> Tensor:
+        """The 3-D parameter ``name`` of a mixture of experts, of which ``value`` is the base's, in fp32. The tensors of
+        this parameter are named ``<name>_<tensor>``."""
+        raise TypeError(f"variant {self.name} has no form for experts")
 
     # -- 4 -----------------------------------------------------------------------------------------------------------
     def weight(

@@ -225,7 +225,10 @@ class RunConfig(LoopConfig):
     )
     model: str = Field("nano", min_length=1, description="`nano`, `smollm2`, a Hugging Face id, or a folder")
     device: str = Field("auto", min_length=1, description="`auto` (CUDA, else MPS, else CPU) or a torch device")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the base model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"] = Field(
+        "auto",
+        description="precision of the base model; `int8` and `nf4` store its linear layers in 8 or 4 bits (QLoRA)",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's choice, which a resumed run keeps")
     adapter: AdapterConfig
     chat_template: str | None = Field(
@@ -359,6 +362,11 @@ class RunConfig(LoopConfig):
                 )
         if self.sampler is not None and self.sampler.url is not None and self.sampling.workers:
             raise ConfigError("sampler: sampling.workers are samplers too; leave one of the two out")
+        if self.dtype in ("int8", "nf4") and self.engine.shard > 1:
+            raise ConfigError(
+                f"dtype: a base in {self.dtype} is not sharded; set engine.shard=1 (engine.replicate may be more), or "
+                "dtype=bfloat16"
+            )
         self._check_staleness()
         if self.sampler is not None and self.engine.kind != "local":
             raise ConfigError("sampler: a Tinker service samples itself; leave sampler out, or set engine.kind=local")

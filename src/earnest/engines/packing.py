@@ -237,6 +237,15 @@ def balance_of(policy: Policy) -> float:
 @torch.no_grad()
 def why_not(policy: Policy) -> str | None:
     """Why rows cannot be packed for this model, in one sentence; None if they can. The last test is on the model."""
+    if (reason := why_not_by_config(policy)) is not None:
+        return reason
+    return (
+        None if _obeys(policy) else f"{type(policy.model).__name__} computes packed rows differently from padded ones"
+    )
+
+
+def why_not_by_config(policy: Policy) -> str | None:
+    """Why rows of this architecture cannot be packed, as far as its config and its forward's arguments show."""
     config: Any = policy.model.config.get_text_config(decoder=True)
     name = type(policy.model).__name__
     for argument in ("attention_mask", "position_ids"):
@@ -250,7 +259,7 @@ def why_not(policy: Policy) -> str | None:
         return f"{name} attends to a window of {window} tokens"
     if (kind := config._attn_implementation) not in ("sdpa", "eager"):
         return f"the attention implementation {kind} takes no mask of token pairs; load the model with sdpa"
-    return None if _obeys(policy) else f"{name} computes packed rows differently from padded ones"
+    return None
 
 
 def _obeys(policy: Policy) -> bool:

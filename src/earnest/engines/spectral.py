@@ -13,6 +13,7 @@ from torch import Tensor
 
 from earnest.adapters import Adapter
 from earnest.adapters.delta import Delta
+from earnest.adapters.layer import ModuleLayer
 from earnest.adapters.runtime import Slot
 from earnest.errors import ObjectiveError
 
@@ -20,7 +21,7 @@ from earnest.errors import ObjectiveError
 def spectral_norms(adapter: Adapter) -> Float[Tensor, " L"]:
     """One number per module, in the order of ``adapter.slots``."""
     for path, slot in adapter.slots.items():
-        if slot.layer.kind == "module":
+        if isinstance(slot.layer, ModuleLayer):
             raise ObjectiveError(
                 f"the spectral norm of ΔW needs linear layers, and {path} is a {slot.layer.base_class.__name__}; train "
                 "linear layers only (adapter.targets=all-linear), or leave the term out."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CacheKind = Literal["buffered", "dynamic", "none"]
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-_FIRST_ROOM = 64  # positions after the prompt in a new buffer
+FIRST_ROOM = 64  # positions after the prompt in a new buffer
 _SPARE = 32  # padding columns that are tolerated before they are cut off
 
 
@@ -212,7 +212,7 @@ def start(
     if kind == "dynamic":
         return Cached(policy, prompts, owner, new, DynamicCache(config=config))
     given = max((len(p.tokens) for p in prefixes or () if p is not None), default=0)
-    room = given + max(map(len, prompts)) + min(new, _FIRST_ROOM)
+    room = given + max(map(len, prompts)) + min(new, FIRST_ROOM)
     layers = [BufferLayer(room) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
     return Cached(policy, prompts, owner, new, Cache(layers=layers), prefixes)
 

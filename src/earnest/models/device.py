@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from earnest.errors import ConfigError, nearest
+from earnest.models.quantised import KINDS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,9 +30,9 @@ def choose_device(wanted: str) -> tuple[torch.device, str]:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype | None:
-    """None: keep the checkpoint's own. ``auto`` keeps it on CUDA; CPU and MPS compute in float32."""
-    if wanted == "auto":
+    """None: keep the checkpoint's own. ``auto`` and quantised bases keep it on CUDA; CPU and MPS compute in float32."""
+    if wanted == "auto" or wanted in KINDS:
         return None if device.type == "cuda" else torch.float32
     if wanted not in DTYPES:
-        raise ConfigError(f"dtype {wanted!r} is not known; {nearest(wanted, ['auto', *DTYPES])}")
+        raise ConfigError(f"dtype {wanted!r} is not known; {nearest(wanted, ['auto', *DTYPES, *KINDS])}")
     return DTYPES[wanted]

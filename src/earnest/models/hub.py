@@ -49,3 +49,15 @@ def fetch(name: str) -> tuple[Path, str, tuple[str, ...]]:
         return folder, folder.name, (f"hub not reached ({why}): cached snapshot used",)
     require_safetensors([f.rfilename for f in info.siblings or ()], f"The model {name}")
     return Path(snapshot_download(name, revision=info.sha, allow_patterns=_FILES)), str(info.sha), ()
+
+
+def fetch_config(name: str) -> Path:
+    """The folder of a cached or downloaded config.json of this id; nothing else is downloaded."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=_SECONDS)).parent
+    except Exception as error:
+        raise UnknownModel(
+            f"The config of {name!r} cannot be downloaded ({type(error).__name__}); give a folder with its config.json."
+        ) from None

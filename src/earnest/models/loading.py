@@ -19,13 +19,14 @@ from earnest.models import hub, places, smollm2
 from earnest.models.catalog import BUILT_IN
 from earnest.models.device import choose_device, choose_dtype
 from earnest.models.policy import Policy, eos_ids
+from earnest.models.quantised import quantise
 from earnest.models.quiet import quiet
 from earnest.models.speech import Speech
 
 if TYPE_CHECKING:
     import torch
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
 _log = logging.getLogger("earnest.models")
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -42,13 +43,14 @@ def load(
     """Load ``nano``, ``smollm2``, a Hugging Face folder or a Hugging Face id.
 
     device: ``auto`` (CUDA before MPS before CPU), or a torch device name.
-    dtype: ``auto`` is float32 on CPU and MPS, and the checkpoint's own on CUDA.
+    dtype: ``auto`` is float32 on CPU and MPS, and the checkpoint's own on CUDA. ``int8`` and ``nf4`` store the linear
+    layers in 8 or 4 bits, to train an adapter on them; the rest, and the computation, is as with ``auto``.
     say: called with a message before slow work (a download); by default the log.
     """
     where, why = choose_device(device)
     precision = choose_dtype(dtype, where)
     folder, label, version, notes = _find(os.fspath(name), say or _log.info)
-    return _open(folder, label, version, (why, *notes), where, precision)
+    return _open(folder, label, version, (why, *notes), where, precision, dtype)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,21 @@ def load_text(name: str | os.PathLike[str], say: Callable[[str], None] | None = 
     ends = eos_ids(tokenizer, generation or None)
     limit = raw.get("max_position_embeddings") or raw.get("n_positions")
     return TextPolicy(label, tokenizer, ends, int(limit) if limit else None)
+
+
+def load_config(name: str | os.PathLike[str], say: Callable[[str], None] | None = None) -> Any:
+    """The transformers config of ``load(name)``: of a folder that needs nothing but config.json, or of an id."""
+    text = os.fspath(name)
+    local = text in BUILT_IN or Path(text).expanduser().is_dir() or not hub.looks_like_id(text)
+    folder = _find(text, say or _log.info)[0] if local else hub.fetch_config(text)
+    _require_causal_lm(places.read_config(folder), folder)
+    from transformers import AutoConfig
+
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UnusableModel(f"The config in {folder} cannot be read: {_sentence(error)}") from error
 
 
 def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[str, ...]]:
@@ -112,6 +129,7 @@ def _open(
     notes: tuple[str, ...],
     device: torch.device,
     dtype: torch.dtype | None,
+    wanted: Dtype,
 ) -> Policy:
     raw = places.read_config(folder)
     _require_causal_lm(raw, folder)
@@ -138,6 +156,8 @@ def _open(
         ) from error
     notes += _require_whole(info, folder)
     _require_fit(model, tokenizer, folder)
+    if wanted == "int8" or wanted == "nf4":
+        notes += (quantise(model, wanted),)
     policy = Policy.of(model.to(device), tokenizer, name=name, version=version)
     policy.notes = notes
     return policy

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from earnest.errors import UnusableModel
 from earnest.models.head import HeadSpec, check_head, read_head
+from earnest.models.quantised import QuantisedLinear, count_parameters
 from earnest.models.speech import Speech
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Policy(Speech):
     def __post_init__(self) -> None:
         # Adapters add their own tensors to the model later; the base is its present state.
         self._base_names = tuple(self.model.state_dict(keep_vars=True))
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = count_parameters(self.model)
 
     @classmethod
     def of(
@@ -141,6 +142,12 @@ class Policy(Speech):
 
         return find_kind(self)
 
+    @property
+    def precision(self) -> str:
+        """How the linear layers are stored: ``int8``, ``nf4``, or the model's dtype."""
+        kinds = (m.kind for m in self.model.modules() if isinstance(m, QuantisedLinear))
+        return next(kinds, str(self.dtype).removeprefix("torch."))
+
     def fingerprint(self, *, fresh: bool = False) -> str:
         """sha256 over the base's tensors: names, shapes, dtypes, bytes. Cached; ``fresh`` reads the weights again."""
         if self._fingerprint is None or fresh:
@@ -150,8 +157,8 @@ class Policy(Speech):
     def describe(self) -> str:
         """One line: weights, size, device and dtype, with the reason for the device."""
         size = f"{self.parameters / 1e6:.2f} M" if self.parameters < 1e9 else f"{self.parameters / 1e9:.2f} G"
-        dtype = str(self.dtype).removeprefix("torch.")
-        line = f"{self.name} ({self.version}): {type(self.model).__name__}, {size} parameters, {dtype} on {self.device}"
+        what = f"{type(self.model).__name__}, {size} parameters, {self.precision} on {self.device}"
+        line = f"{self.name} ({self.version}): {what}"
         return "; ".join([line, *self.notes])
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from earnest.models.protocol import PolicyLike
 
 Progress = Callable[[int, int], None]
-_CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
+CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
 _BLOCKS = 128  # of the vocabulary, in which the token of a number is searched
 _WHOLE = 8192  # tokens of a vocabulary that is searched in one piece
 
@@ -168,7 +168,7 @@ def choose(
     policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
     """The next token of each row and its log-prob, in parts of the rows, so that [R, V] stays small."""
-    size = max(1, _CHOOSE_ELEMENTS // policy.head.weight.shape[0])
+    size = max(1, CHOOSE_ELEMENTS // policy.head.weight.shape[0])
     parts = [pick(policy.head.logits(h), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)]
     token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if not bool(logprob.isfinite().all()):

@@ -109,6 +109,7 @@ def step_of(
         twins=frozenset(pair for w in live for pair in w.term.twins),
         # If terms divide by different counts, the gradient of the sum is not a combination of two parts' gradients.
         rows_interact=not objective.additive or len(live) > 1 or any("batch_local" in w.term.laws for w in live),
+        may_idle=("*.experts.*",) if any(slot.of_experts for slot in engine.adapter.slots.values()) else (),
         name=" + ".join(labels) if len(labels) > 1 else f"term {labels[0]}",
         optimizer=engine.optimizer,
         max_grad_norm=engine.max_grad_norm,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from earnest.models.policy import Policy
 from earnest.models.protocol import PolicyLike
 from earnest.version import __version__
 
@@ -36,7 +37,7 @@ def describe(policy: PolicyLike) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(policy.device)
         if policy.device.type == "cuda"
         else platform.processor() or None,
-        "dtype": str(policy.dtype).removeprefix("torch."),
+        "dtype": policy.precision if isinstance(policy, Policy) else str(policy.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "model": policy.describe(),
         "base": policy.fingerprint(),

@@ -42,6 +42,11 @@ class EMATeacher:
             raise SignalError(f"EMATeacher: rate must lie in 0…1 (1 is the live policy), got {rate!r}.")
         self.adapter, self.rate = adapter, rate
         slots = adapter.slots.values()
+        if experts := [path for path, slot in adapter.slots.items() if slot.of_experts]:
+            raise SignalError(
+                f"EMATeacher: the average of ΔW has no form for the experts in {experts[0]}; use another teacher, or "
+                "leave the experts out of the adapter's targets."
+            )
         size = 4 * sum(slot.layer.m * slot.layer.n for slot in slots)
         self.dense = size <= budget_bytes
         if not self.dense and not all(_is_low_rank(slot) for slot in slots):

@@ -32,6 +32,7 @@ class DoRA(LoRA):
     """LoRA on the direction, a gain on the magnitude."""
 
     name = "dora"
+    experts = Variant.experts  # no form for them
     paper = "2402.09353"
     reference = "peft LoraConfig(use_dora=True)"
     equation = "y = g∘(Wx + s·B A x) + b,  g = (1+δ)‖W‖/‖W + s·BA‖"

@@ -37,6 +37,7 @@ class EVA(LoRA):
     """LoRA aligned with the activations of calibration data."""
 
     name = "eva"
+    experts = Variant.experts  # no form for them
     paper = "2410.07170"
     reference = "float64 SVD of the inputs; peft LoraConfig for the trained adapter"
     equation = "y = Wx + b + (α/r)·B A x,  A₀ = top right singular vectors of the inputs"

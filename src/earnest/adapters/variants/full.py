@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.layer import Layer
+from earnest.adapters.layer import Layer, is_dense
 from earnest.adapters.targets import owners
 from earnest.adapters.variant import Spec, Tensors, Variant, register
+from earnest.models.quantised import QuantisedLinear
 from earnest.settings import setting
 
 
@@ -38,6 +39,12 @@ class Full(Variant):
     examples: ClassVar = {"full": {}}
 
     def candidates(self, model: nn.Module) -> dict[str, nn.Module]:
+        for name, module in model.named_modules():
+            if isinstance(module, QuantisedLinear):
+                raise AdapterError(
+                    f"full: {name} is quantised ({module.kind}), and an update would be rounded away; load the model "
+                    "unquantised, or train an adapter such as lora"
+                )
         left_out = {id(_part(model, f"get_{which}_embeddings")) for which in self._left_out(model)}
         return {name: module for name, module in owners(model).items() if id(module) not in left_out}
 
@@ -56,7 +63,7 @@ class Full(Variant):
 
     def check(self, layer: Layer) -> None:
         for name, p in layer.own().items():
-            if type(p.data) is not Tensor or not p.is_floating_point():
+            if not is_dense(p):
                 raise AdapterError(
                     f"full: {layer.name}.{name} is quantised ({p.dtype}), and an update would be rounded away; load "
                     "the model unquantised, or train an adapter such as lora"

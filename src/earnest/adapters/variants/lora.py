@@ -1,6 +1,8 @@
 """LoRA, arXiv 2106.09685:  y = W x + b + s·B A x,  s = α/r  (rsLoRA, arXiv 2312.03732: s = α/√r).
 
 Initialization: A ~ U(±1/√n), B = 0, so ΔW = 0 exactly. At step 1 only B has a gradient.
+The experts of a mixture have an A and a B each: W'[e] = W[e] + s·B[e] A[e]. W' is formed when the module reads its
+parameter, for all experts at once, so it works with every kernel for experts, and costs one copy of their weights.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from torch import Tensor
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Factors
-from earnest.adapters.layer import Layer
+from earnest.adapters.layer import ExpertsLayer, Layer
 from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
 from earnest.settings import setting
 
 
-def kaiming(shape: tuple[int, int], rng: torch.Generator) -> Tensor:
+def kaiming(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """U(±1/√fan_in), fan_in = the last dimension: PyTorch's default for a linear weight (kaiming with a = √5)."""
     return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(shape[-1])
 
@@ -63,13 +65,27 @@ class LoRA(Variant):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
+        if isinstance(layer, ExpertsLayer):
+            found: dict[str, Spec] = {}
+            for name, p in layer.stacks().items():
+                count, a, b = p.shape
+                found[f"{name}_A"] = Spec((count, self.rank, b), trainable=not self.freeze_a)
+                found[f"{name}_B"] = Spec((count, a, self.rank))
+            return found
         return {"A": Spec((self.rank, layer.n), trainable=not self.freeze_a), "B": Spec((layer.m, self.rank))}
 
     def initial(self, layer: Layer, ctx: Initialization) -> dict[str, Tensor]:
+        if isinstance(layer, ExpertsLayer):
+            return {n: kaiming(s.shape, ctx.rng) for n, s in self.specs(layer).items() if n.endswith("_A")}
         return {"A": kaiming((self.rank, layer.n), ctx.rng)}
 
     def factors(self, t: Tensors, layer: Layer, scale: float) -> Factors:
         return Factors(t["A"], t["B"], self.s * scale)
+
+    def experts(self, t: Tensors, name: str, value: Tensor, scale: float) -> Tensor:
+        return torch.baddbmm(
+            value, t[f"{name}_B"].to(value.dtype), t[f"{name}_A"].to(value.dtype), alpha=self.s * scale
+        )
 
     def inactive(self) -> frozenset[str]:
         return frozenset() if self.freeze_a else frozenset({"A"})
@@ -100,6 +116,8 @@ class LoRA(Variant):
         return ("lora_A.weight", "lora_B.weight")
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
+        if isinstance(layer, ExpertsLayer):
+            return _experts_to_peft(t, layer)
         return {"lora_A.weight": t["A"], "lora_B.weight": t["B"]}
 
     @classmethod
@@ -113,3 +131,17 @@ class LoRA(Variant):
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
         return {"A": tensors["lora_A.weight"], "B": tensors["lora_B.weight"]}
+
+
+def _experts_to_peft(t: Tensors, layer: ExpertsLayer) -> dict[str, Tensor]:
+    """PEFT wraps the parameters of a module one around the other, the last one outermost. Its A [experts·r, inputs]
+    counts the ranks of an expert first, its B [outputs, r·experts] the experts of a rank."""
+    found, names = {}, list(layer.stacks())
+    for depth, name in enumerate(reversed(names)):
+        a, b = t[f"{name}_A"], t[f"{name}_B"]
+        if getattr(layer.module, "is_transposed", False):  # the parameter is [experts, inputs, outputs]
+            a, b = b.mT, a.mT
+        place = "base_layer." * depth
+        found[f"{place}lora_A.weight"] = a.reshape(-1, a.shape[-1]).contiguous()
+        found[f"{place}lora_B.weight"] = b.permute(1, 2, 0).reshape(b.shape[1], -1).contiguous()
+    return found

@@ -1,0 +1,195 @@
+"""Memory that ``earnest plan`` predicts, against measured peaks on this machine.
+
+    python benchmarks/plan.py [--only nano] [--out benchmarks/results/plan.json]
+
+Every case runs in a process of its own: a training step (the second one, so the optimizer has its state) and sampling.
+``measured`` is what torch's allocator held at the highest point (torch.profiler), with the weights, the adapter and
+the optimizer's state; ``process`` is how far the resident memory of the process rose above its value before the model
+existed, which includes the memory of libraries and what the allocator does not give back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+LORA = "adapter={kind: lora, rank: 8, targets: all-linear}"
+# name: (model, tokens of a row, overrides); a mapping is the config of a model with random weights
+BILLION = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CASES: dict[str, tuple[str | dict[str, Any], int, list[str]]] = {
+    "nano, LoRA": ("nano", 96, [LORA, "sampling.max_new_tokens=64"]),
+    "nano, padded": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.pack=false"]),
+    "nano, checkpointed": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.checkpoint_activations=true"]),
+    "nano, full": ("nano", 96, ["adapter={kind: full}", "sampling.max_new_tokens=64"]),
+    "smollm2, LoRA": ("smollm2", 192, [LORA, "sampling.max_new_tokens=64", "micro_tokens=1024"]),
+    "smollm2, checkpointed": (
+        "smollm2",
+        192,
+        [LORA, "sampling.max_new_tokens=64", "micro_tokens=1024", "engine.checkpoint_activations=true"],
+    ),
+    "1B, LoRA": (BILLION, 64, [LORA, "sampling.max_new_tokens=16", "micro_tokens=256"]),
+    "1B, bfloat16": (BILLION, 64, [LORA, "sampling.max_new_tokens=16", "micro_tokens=256", "dtype=bfloat16"]),
+}
+SMALL = ["sampling.prompts_per_step=4", "sampling.completions_per_prompt=4", "eval.prompts=4", "eval.samples=4"]
+
+
+def config_of(name: str, folder: Path) -> Any:
+    from earnest.config import from_mapping, recipes
+
+    model, _, overrides = CASES[name]
+    if isinstance(model, dict):
+        (folder / "config.json").write_text(json.dumps(model))
+        model = str(folder)
+    return from_mapping(recipes.read("quickstart")[1], [f"model={model}", *SMALL, *overrides])
+
+
+def case(name: str) -> dict[str, Any]:
+    """One case: predicted and measured bytes of training and of sampling."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _case(name, Path(folder))
+
+
+def _case(name: str, folder: Path) -> dict[str, Any]:
+    import torch
+
+    import earnest as en
+    from earnest.adapters.attach import attach
+    from earnest.models.loading import load, load_config
+    from earnest.models.policy import Policy
+    from earnest.models.sampling import SampleSpec
+    from earnest.plan import Device, plan
+
+    torch.set_num_threads(1)
+    tokens, config = CASES[name][1], config_of(name, folder)
+    found = plan(config, Device("cpu", 24 * 10**9), tokens=tokens)
+    work = found.work
+    before = resident("VmRSS")
+    if isinstance(CASES[name][0], dict):
+        from transformers import AutoModelForCausalLM
+
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        model = AutoModelForCausalLM.from_config(load_config(folder), dtype=dtype)
+        policy = Policy.of(model, load("nano").tokenizer)
+    else:
+        policy = load(config.model, dtype=config.dtype)
+    adapter = attach(policy, config.adapter.build(), config.adapter.targets)
+    engine = en.LocalEngine(
+        policy,
+        adapter,
+        config.optimizer.build(),
+        micro_tokens=config.micro_tokens,
+        pack=config.engine.pack,
+        checkpoint_activations=config.engine.checkpoint_activations,
+    )
+    size = policy.head.weight.shape[0]
+    batch = work.batch(work.groups, size).with_signals(
+        advantages=torch.linspace(-1, 1, work.rows * work.completion),
+        behaviour=torch.full((work.rows * work.completion,), -1.0),
+    )
+    objective = config.build_objective()
+    reset()
+    engine.step(batch, objective)
+    held = sum(_bytes(t) for t in [*policy.model.parameters(), *policy.model.buffers()])
+    held += sum(_bytes(t) for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    train = held + allocated(lambda: engine.step(batch, objective))
+    train_process = resident("VmHWM") - before
+    prompts = work.batch(work.groups, size).inputs[:: work.group, : work.prompt].tolist()
+    spec = SampleSpec(max_new_tokens=work.completion, stop_ids=())
+    engine.sample(prompts[:1], 1, SampleSpec(max_new_tokens=2))  # which cache the model can use is found out once
+    reset()
+    sample = held + allocated(lambda: engine.sample(prompts, work.group, spec))
+    return {
+        "case": name,
+        "rows": f"{work.groups} × {work.group} × {work.row_tokens}",
+        "train": {"predicted": found.memory.peaks["train"], "measured": train, "process": train_process},
+        "sample": {
+            "predicted": found.memory.peaks["sample"],
+            "measured": sample,
+            "process": resident("VmHWM") - before,
+        },
+    }
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def allocated(run: Any) -> int:
+    """How far the bytes that torch's allocator holds rise while ``run`` runs."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    now = peak = 0
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def resident(field: str) -> int:
+    """Resident memory of this process in bytes, now (VmRSS) or at its highest point (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def reset() -> None:
+    """The highest point starts again from now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def row(found: dict[str, Any], moment: str) -> str:
+    from earnest.plan.memory import gigabytes
+
+    sizes = found[moment]
+    off = sizes["predicted"] / sizes["measured"] - 1
+    cells = [gigabytes(sizes[k]) for k in ("predicted", "measured", "process")]
+    return f"| {found['case']} | {moment} | {found['rows']} | {cells[0]} | {cells[1]} | {off:+.0%} | {cells[2]} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="the cases whose name contains this")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "plan.json")
+    given = parser.parse_args()
+    if given.case:
+        print(json.dumps(case(given.case)))
+        return
+    found = []
+    for name in (n for n in CASES if given.only in n):
+        command = [sys.executable, __file__, "--case", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        print(json.dumps(found[-1]), file=sys.stderr)
+    if not given.only:
+        given.out.write_text(json.dumps({"cases": found, "load": os.getloadavg()[0]}, indent=1) + "\n")
+    print("| case | moment | rows × tokens | predicted | measured | off | process |\n|---|---|---|---|---|---|---|")
+    for one in found:
+        print(row(one, "train"), row(one, "sample"), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Whether a run fits, the largest micro-batch that does, and what to change if it does not, cheapest change first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from earnest.config.schema import RunConfig
+from earnest.errors import ConfigError
+from earnest.models.device import DTYPES
+from earnest.models.loading import load_config
+from earnest.models.quantised import KINDS, Kind
+from earnest.plan.memory import Device, Memory, memory, vocabulary_bytes
+from earnest.plan.paper import LINK, TFLOPS, Paper, paper
+from earnest.plan.shape import PassSize, Shape, bytes_of
+from earnest.plan.workload import Workload, workload
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that change memory, what they cost, and the peak with them and all changes before."""
+
+    settings: tuple[str, ...]
+    cost: str
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction for one run on one kind of device."""
+
+    model: str
+    parameters: int
+    trained: int
+    dtype: str
+    device: Device
+    work: Workload
+    memory: Memory
+    paper: Paper
+    largest_rows: int
+    """Rows of this length in one micro-batch that fit; 0: not even one does."""
+    changes: tuple[Change, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.device.room
+
+    def record(self) -> dict[str, Any]:
+        """Everything, for JSON; sizes in bytes, times in seconds."""
+        made = asdict(self) | {"fits": self.fits, "peak": self.memory.peak, "peaks": self.memory.peaks}
+        made["device"] |= {"room": self.device.room}
+        return made
+
+
+def plan(
+    config: RunConfig,
+    device: Device,
+    *,
+    tokens: int | None = None,
+    tflops: float = TFLOPS,
+    link: float = LINK,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Predict a run of ``config``. ``tokens``: of a row; None: measured on the task or the data."""
+    if config.engine.kind != "local":
+        raise ConfigError("engine.kind: a service plans its own memory; set engine.kind=local to plan a run here.")
+    known = load_config(config.model, say)
+    work = workload(config, tokens, say)
+    shapes = _Shapes(known, device)
+    shape = shapes.of(config)
+    work = _with_teacher(work, config, shapes, say)
+    found = memory(shape, config, work, device)
+    fits = found.peak <= device.room
+    return Plan(
+        config.model,
+        shape.parameters,
+        sum(p.numel() for p in shape.adapter.parameters()),
+        config.dtype if config.dtype in KINDS else str(shape.policy.dtype).removeprefix("torch."),
+        device,
+        work,
+        found,
+        paper(shape, config, work, device, tflops, link),
+        largest(shape, config, work, device, found),
+        () if fits else tuple(_changes(shapes, config, work, device)),
+    )
+
+
+class _Shapes:
+    """The model of a recipe as fake tensors, made once for each dtype and adapter."""
+
+    def __init__(self, known: Any, device: Device) -> None:
+        self.known, self.device = known, device
+        self._made: dict[str, Shape] = {}
+
+    def of(self, config: RunConfig) -> Shape:
+        key = f"{config.dtype} {config.adapter!r}"
+        if key not in self._made:
+            dtype = dtype_of(config, self.known, self.device)
+            eager = self.device.kind == "cpu" and dtype.itemsize == 2
+            small: Kind | None = "nf4" if config.dtype == "nf4" else "int8" if config.dtype == "int8" else None
+            self._made[key] = Shape(self.known, dtype, config.adapter, eager=eager, quantised=small)
+        return self._made[key]
+
+
+def dtype_of(config: RunConfig, known: Any, device: Device) -> torch.dtype:
+    """The dtype of the base on this device: as the recipe gives it, or as ``en.load`` chooses it."""
+    if config.dtype in DTYPES:
+        return DTYPES[config.dtype]
+    own = getattr(known, "dtype", None)
+    own = DTYPES.get(own) if isinstance(own, str) else own
+    return torch.float32 if device.kind == "cpu" or own is None else own
+
+
+def _with_teacher(work: Workload, config: RunConfig, shapes: _Shapes, say: Callable[[str], None]) -> Workload:
+    if config.teacher.kind != "model":
+        return work
+    name = config.teacher.model or config.model
+    other = Shape(load_config(name, say), dtype_of(config, shapes.known, shapes.device), config.adapter)
+    return replace(work, teacher_bytes=bytes_of(other.weights))
+
+
+def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, found: Memory) -> int:
+    """Rows of a micro-batch that fit: the memory grows by the same bytes with every row."""
+    parts = found.moments["train"]
+    fixed = sum(size for part, size in parts.items() if part not in ("activations", "logits", "temporary"))
+    objective = config.build_objective()
+
+    def needed(rows: int) -> int:
+        size, active = PassSize(rows, work.row_tokens), rows * work.completion
+        traced = shape.trace([size], active, checkpointed=config.engine.checkpoint_activations, again=True)
+        return max(traced.peak, traced.kept + vocabulary_bytes(shape, objective, active, device))
+
+    one, two = needed(1), needed(2)
+    room = device.room - fixed
+    if one > room:
+        return 0
+    return 1 + (room - one) // max(1, two - one)
+
+
+def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device) -> list[Change]:
+    """Changes one after the other until the run fits."""
+    found: list[Change] = []
+    for change in _options(work, device):
+        settings, cost = change(config)
+        if not settings:
+            continue
+        config = _changed(config, settings)
+        peak = memory(shapes.of(config), config, work, device).peak
+        words = tuple(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items())
+        found.append(Change(words, cost, peak, peak <= device.room))
+        if found[-1].fits:
+            break
+    return found
+
+
+Option = Callable[[RunConfig], tuple[Mapping[str, Any], str]]
+
+
+def _options(work: Workload, device: Device) -> list[Option]:
+    """Cheapest first. Each returns no settings where it has no effect."""
+
+    def pack(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        return ({"engine.pack": None} if c.engine.pack is False else {}), "nothing: fewer tokens are computed"
+
+    def halve(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        narrow = device.kind == "gpu" and DTYPES.get(c.dtype) == torch.float32
+        return ({"dtype": "bfloat16"} if narrow else {}), "a coarser base; the adapter stays in float32"
+
+    def one_row(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        smaller = work.row_tokens < c.micro_tokens
+        return ({"micro_tokens": work.row_tokens} if smaller else {}), "more, smaller passes over the same batch"
+
+    def checkpoint(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        off = not c.engine.checkpoint_activations
+        return (
+            {"engine.checkpoint_activations": True} if off else {}
+        ), "one more forward pass: about a third more time"
+
+    def fewer(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        many = work.samples_here and c.eval.prompts * c.eval.samples > work.rows
+        return ({"eval.prompts": max(1, work.rows // c.eval.samples)} if many else {}), "a less exact evaluation"
+
+    def shard(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        more = device.count > c.engine.shard * c.engine.replicate or c.engine.replicate > 1
+        new = {"engine.shard": device.count, "engine.replicate": 1}
+        return (new if more else {}), "the weights are sent twice per micro-batch"
+
+    def quantise(c: RunConfig) -> tuple[Mapping[str, Any], str]:
+        can = c.engine.shard == 1 and c.dtype not in KINDS and c.adapter.kind != "full"
+        return ({"dtype": "nf4"} if can else {}), "a base of 16 levels per weight (QLoRA); the adapter is not merged"
+
+    return [pack, one_row, halve, checkpoint, fewer, shard if device.count > 1 else quantise]
+
+
+def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    made = config.model_copy(deep=True)
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        place: Any = made
+        for part in path:
+            place = getattr(place, part)
+        setattr(place, last, value)
+    return made

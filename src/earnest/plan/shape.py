@@ -1,0 +1,194 @@
+"""A model and its adapter as fake tensors: the real code runs on them and allocates nothing.
+
+Peaks grow by the same number of bytes with every equal layer, so a deep model runs with 2 and with 3 of its layers:
+
+    peak(L) = peak(2) + (L - 2) · (peak(3) - peak(2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from earnest.adapters.attach import mounted_empty
+from earnest.engines.activations import checkpoint_activations
+from earnest.engines.sharding import blocks_of
+from earnest.models.head import read_head
+from earnest.models.policy import Policy
+from earnest.models.quantised import Kind, count_parameters, quantise
+from earnest.models.quiet import quiet
+from earnest.plan.live import LiveBytes
+
+if TYPE_CHECKING:
+    from earnest.config.schema import AdapterConfig
+
+FEW = 4
+"""Models with at most this many layers run whole."""
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """One forward pass of a micro-batch: ``rows`` rows of ``length`` tokens; packed rows need a mask of token pairs."""
+
+    rows: int
+    length: int
+    masked: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes that a micro-batch keeps for its backward pass, and the most that exist at one time."""
+
+    kept: int
+    peak: int
+
+
+class Shape:
+    """The model of ``config`` in ``dtype``, with an adapter, without values. ``eager``: plain attention, as the policy
+    uses it in 16 bits on a CPU."""
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        adapter: AdapterConfig,
+        *,
+        eager: bool = False,
+        quantised: Kind | None = None,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.mode = FakeTensorMode()
+        with self.mode, quiet():
+            how: dict[str, Any] = {"attn_implementation": "eager"} if eager else {}
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how).eval().requires_grad_(False)
+            if quantised is not None:
+                quantise(model, quantised)
+            self.policy = Policy(model, None, "", "", torch.device("cpu"), dtype)
+            # Both are tested on values, or read from the tokenizer, where there are some.
+            self.policy.__dict__ |= {"head": read_head(model), "pad_id": 0}
+            self.weights = [*model.parameters(), *model.buffers()]
+            self.blocks = blocks_of(self.policy.body)
+            self.block_bytes = [bytes_of([*b.parameters(), *b.buffers()]) for b in self.blocks]
+            self.parameters = count_parameters(model)
+            self.adapter = mounted_empty(
+                model, adapter.build(), adapter.targets, adapter.layers, adapter.modules_to_save
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.policy.head.weight.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.policy.head.weight.shape[1])
+
+    def trace(
+        self, passes: Sequence[PassSize], tokens: int, *, checkpointed: bool = False, again: bool = False
+    ) -> Traced:
+        """Forward and backward of one micro-batch with ``tokens`` active tokens; ``again``: gradients exist already."""
+
+        def run(live: LiveBytes) -> int:
+            states = [self._states(p) for p in passes]
+            place = torch.zeros(tokens, dtype=torch.long)
+            active = (states[0] if len(states) == 1 else torch.cat(states))[place]
+            del states
+            kept = live.now
+            active.backward(torch.zeros(tokens, self.width).to(active.dtype))
+            return kept
+
+        with self._checkpointed(checkpointed):
+            return self._extrapolated(run, again)
+
+    def trace_forward(self, size: PassSize) -> Traced:
+        """A forward pass without a gradient."""
+
+        def run(_: LiveBytes) -> int:
+            with torch.no_grad():
+                state = self._states(size)
+            return state.numel() * state.element_size()
+
+        return self._extrapolated(run)
+
+    def cache_bytes(self) -> int:
+        """Keys and values of one token in all layers."""
+        from transformers.cache_utils import DynamicCache
+
+        def run(_: LiveBytes) -> int:
+            cache = DynamicCache(config=self.policy.model.config)
+            with torch.no_grad():
+                self.policy.hidden(torch.zeros(1, 4, dtype=torch.long), past=cache)
+            pairs = [(x.keys, x.values) for x in cache.layers if getattr(x, "is_initialized", False)]
+            return sum(bytes_of([t for t in pair if t is not None]) for pair in pairs) // 4
+
+        return self._extrapolated(run).kept
+
+    def _states(self, size: PassSize) -> Tensor:
+        ids = torch.zeros(size.rows, size.length, dtype=torch.long)
+        if not size.masked:
+            return self.policy.hidden(ids).flatten(0, 1)
+        mask = torch.zeros(size.rows, 1, size.length, size.length, dtype=self.policy.dtype)
+        return self.policy.hidden(ids, attention_mask=mask, position_ids=ids).flatten(0, 1)
+
+    def _extrapolated(self, run: Callable[[LiveBytes], int], again: bool = False) -> Traced:
+        parameters = self.adapter.parameters()
+        held = [*self.weights, *self.adapter.named_tensors().values()]
+
+        def measured(depth: int) -> Traced:
+            with self._depth(depth), self.mode:
+                for p in parameters:
+                    p.grad = torch.zeros_like(p) if again else None
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                with LiveBytes([*held, *gradients]) as live:
+                    kept = run(live)
+            for p in parameters:
+                p.grad = None
+            return Traced(kept, live.peak)
+
+        depth = len(self.blocks)
+        if depth <= FEW or len({_kind(b) for b in self.blocks}) > 1:
+            return measured(depth)
+        two, three = measured(2), measured(3)
+        return Traced(
+            two.kept + (depth - 2) * (three.kept - two.kept), two.peak + (depth - 2) * (three.peak - two.peak)
+        )
+
+    @contextmanager
+    def _depth(self, depth: int) -> Iterator[None]:
+        """Inside the block the model has its first ``depth`` layers."""
+        holder = next(m for m in self.policy.body.modules() if isinstance(m, nn.ModuleList) and list(m) == self.blocks)
+        every = dict(holder._modules)
+        holder._modules = dict(list(every.items())[:depth])
+        try:
+            yield
+        finally:
+            holder._modules = every
+
+    @contextmanager
+    def _checkpointed(self, wanted: bool) -> Iterator[None]:
+        with ExitStack() as undo:
+            if wanted:
+                checkpoint_activations(self.policy.body)
+                for block in self.blocks:
+                    undo.callback(block.__dict__.pop, "forward")
+            yield
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """What a layer is made of; layers of one kind need the same memory."""
+    return (type(block), *((n, tuple(p.shape)) for n, p in block.named_parameters()))
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """The bytes of these tensors; shared ones count once."""
+    return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())

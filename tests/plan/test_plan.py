@@ -1,0 +1,149 @@
+"""`earnest plan`: predicted memory against measured memory, and what it recommends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from benchmarks.plan import BILLION, case
+from earnest import cli
+from earnest.adapters import VARIANTS, attach
+from earnest.config import from_mapping, recipes
+from earnest.errors import ConfigError
+from earnest.models.loading import load
+from earnest.plan import Device, plan
+from earnest.plan import shape as shapes
+from earnest.plan.memory import optimizer_bytes, parse_bytes
+from earnest.plan.shape import PassSize, Shape, bytes_of
+
+CLOSE = 0.15
+
+
+def config(*overrides: str) -> Any:
+    return from_mapping(recipes.read("quickstart")[1], list(overrides))
+
+
+def close(found: dict[str, Any]) -> None:
+    for moment in ("train", "sample"):
+        sizes = found[moment]
+        assert sizes["predicted"] == pytest.approx(sizes["measured"], rel=CLOSE), (moment, sizes)
+
+
+def test_nano_is_predicted_as_measured() -> None:
+    close(case("nano, LoRA"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nano, checkpointed", "nano, full", "smollm2, LoRA", "smollm2, checkpointed"])
+def test_small_models_are_predicted_as_measured(name: str) -> None:
+    close(case(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1B, LoRA", "1B, bfloat16"])
+def test_a_random_1b_is_predicted_as_measured(name: str) -> None:
+    close(case(name))
+
+
+def small(layers: int) -> Any:
+    wanted = BILLION | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "vocab_size": 128}
+    return AutoConfig.for_model(**(wanted | {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": layers}))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
+    """7 layers: extrapolated from 2 and 3, and run whole."""
+    made = Shape(small(7), torch.float32, config().adapter)
+    sizes = [PassSize(3, 40)]
+    few = made.trace(sizes, 60, checkpointed=checkpointed, again=True)
+    cache = made.cache_bytes()
+    monkeypatch.setattr(shapes, "FEW", 100)
+    whole = made.trace(sizes, 60, checkpointed=checkpointed, again=True)
+    assert few.kept == whole.kept > 0
+    assert few.peak == pytest.approx(whole.peak, rel=0.01)
+    assert cache == made.cache_bytes() == 7 * 2 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("label", sorted(n for cls in VARIANTS.values() for n in cls.examples))
+def test_every_adapter_has_its_size_without_values(label: str) -> None:
+    name, settings = next((n, c.examples[label]) for n, c in VARIANTS.items() if label in c.examples)
+    given = config(f"adapter={json.dumps({'kind': name, 'targets': None} | dict(settings))}").adapter
+    made = Shape(small(2), torch.float32, given)
+    real = {n: tuple(t.shape) for n, t in made.adapter.named_tensors().items()}
+    policy = load("nano")
+    calibration = [torch.arange(8)[None]] if given.build().wants_calibration() else None
+    other = attach(policy, given.build(), calibration=calibration)
+    assert {n.rsplit(".", 1)[-1] for n in real} == {n.rsplit(".", 1)[-1] for n in other.named_tensors()}
+    assert bytes_of(made.adapter.parameters()) > 0
+    traced = made.trace([PassSize(2, 16)], 8)
+    assert traced.peak >= traced.kept > 0
+
+
+def test_optimizers_by_the_state_they_keep() -> None:
+    def state(kind: str) -> float:
+        return optimizer_bytes(config(f"optimizer={{{kind}}}").optimizer.build())
+
+    assert [state(k) for k in ("kind: adamw", "kind: sgd", "kind: sgd, momentum: 0.9")] == [8, 0, 4]
+    assert state("kind: adamw8bit") == pytest.approx(2, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def seventy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 70B model: a folder with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("70B")
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    big = BILLION | sizes | {"head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(big))
+    return folder
+
+
+def test_a_70b_from_its_config_alone(seventy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(seventy), "--gpu", "80GB", "--count", "8", "--tokens", "1024", "--json", "sampling.workers=1"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 1 and not found["fits"] and found["largest_rows"] == 0
+    assert found["parameters"] == pytest.approx(70.5e9, rel=0.02)
+    assert found["memory"]["moments"]["train"]["weights"] == pytest.approx(141e9, rel=0.02)
+    settings = [" ".join(c["settings"]) for c in found["changes"]]
+    assert settings[-1] == "engine.shard=8 engine.replicate=1" and found["changes"][-1]["fits"]
+    assert settings.index("engine.checkpoint_activations=true") < settings.index(settings[-1])
+    peaks = [c["peak"] for c in found["changes"]]
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 80e9
+
+
+def test_shards_need_less_and_send_more() -> None:
+    one = plan(config(), Device("gpu", 80 * 10**9), tokens=32)
+    two = plan(config("engine.shard=2", "sampling.workers=1"), Device("gpu", 80 * 10**9, 2), tokens=32)
+    assert two.memory.moments["train"]["weights"] == pytest.approx(one.memory.moments["train"]["weights"] / 2, rel=0.01)
+    assert one.paper.sent == 0 < two.paper.sent and one.fits and not one.changes
+    assert two.paper.operations == pytest.approx(one.paper.operations / 2, rel=0.1)
+
+
+def test_the_largest_micro_batch_is_the_largest() -> None:
+    """The planned peak with that many rows fits, and with more rows it does not."""
+    room = Device("cpu", 300 * 10**6)
+
+    def peak(rows: int) -> int:
+        wanted = config("engine.pack=false", f"micro_tokens={rows * 64}", f"sampling.prompts_per_step={2 * rows}")
+        return plan(wanted, room, tokens=64).memory.peaks["train"]
+
+    rows = plan(config("engine.pack=false"), room, tokens=64).largest_rows
+    assert rows > 4 and peak(rows) <= room.room < peak(round(rows * 1.1) + 1)
+
+
+def test_mistakes_in_the_command() -> None:
+    assert [parse_bytes(t) for t in ("80GB", "24GiB", "80", "0GB", "much")] == [
+        80 * 10**9,
+        24 * 2**30,
+        80 * 10**9,
+        None,
+        None,
+    ]
+    with pytest.raises(ConfigError, match="a service plans its own memory"):
+        plan(config("engine={kind: tinker}"), Device("gpu", 10**9))
