@@ -31,12 +31,12 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 # Pages are tested where there is a browser; in CI there has to be one.
 BROWSER := $(if $(CI),yes,$(shell command -v chromium || command -v chromium-browser || command -v google-chrome))
-FAST := not slow and not vllm
+FAST := not slow and not vllm and not gpu
 WORKERS ?= 2
 RUN = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations environments lint format nightly bench docs-tables site docs wheels pins clean vllm
+.PHONY: help demo test test-integrations environments lint format nightly bench docs-tables site docs wheels pins clean vllm gpu
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -64,10 +64,13 @@ format: $(DEV)  ## let ruff write what it can
 	$(BIN)/ruff format .
 
 nightly: $(DEV) $(call stamps,$(ENVS))  ## the slow tests too, and more examples for each property
-	EARNEST_HYPOTHESIS=nightly $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 30 $(ARGS)
+	EARNEST_HYPOTHESIS=nightly $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal --durations 30 $(ARGS)
 
 vllm: $(DEV) $(call stamps,vllm)  ## the tests against a real vLLM on the CPU (its environment has 3.5 GB)
 	$(BIN)/python -m pytest -m vllm --durations 15 $(ARGS)
+
+gpu: $(DEV)  ## the tests and benchmarks that need a GPU; writes gpu-report.json to send back
+	$(BIN)/python -m scripts.gpu $(ARGS)
 
 bench: $(DEV)  ## every benchmark, one after the other, each with its JSON in benchmarks/results
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done

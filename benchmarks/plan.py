@@ -54,11 +54,12 @@ CASES: dict[str, tuple[str | dict[str, Any], int, list[str]]] = {
 SMALL = ["sampling.prompts_per_step=4", "sampling.completions_per_prompt=4", "eval.prompts=4", "eval.samples=4"]
 
 
-def config_of(name: str, folder: Path) -> Any:
+def config_of(name: str, folder: Path | None) -> Any:
     from earnest.config import from_mapping, recipes
 
     model, _, overrides = CASES[name]
     if isinstance(model, dict):
+        assert folder is not None, "for the config of a model without a name"
         (folder / "config.json").write_text(json.dumps(model))
         model = str(folder)
     return from_mapping(recipes.read("quickstart")[1], [f"model={model}", *SMALL, *overrides])

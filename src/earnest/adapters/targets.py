@@ -105,7 +105,8 @@ def find_targets(
     ``targets``: names (PEFT's rule: a path or its tail), ``"all-linear"`` (every linear but the output head, and no
     experts), or ``"re:…"`` (a regular expression for the whole path). ``layers`` restricts modules that belong to a
     numbered block; others, such as lm_head, are kept. A pattern or a layer that matches nothing is an error. ``among``:
-    choose from these modules instead of the linears; there ``"all"`` is every one, and a name includes the modules inside it.
+    choose from these modules instead of the linears; there ``"all"`` is every one, and a name includes the modules
+    inside it.
     """
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:

@@ -192,11 +192,17 @@ class EngineConfig(Strict):
         False, description="keep only the inputs of each layer and compute the rest again in the backward pass"
     )
 
+    compile: bool = Field(
+        False, description="compile each layer for training (torch.compile); a step's `layout` names a reason if not"
+    )
+
     @model_validator(mode="after")
     def _agree(self) -> EngineConfig:
+        if self.compile and self.shard > 1:
+            raise ConfigError("engine.compile: compiled layers are not tested with shards; set engine.shard=1")
         if self.offload and self.shard == 1:
             raise ConfigError("engine.offload: moves the shards of a base; set engine.shard to 2 or more")
-        for key in ("pack", "shard", "replicate", "offload", "checkpoint_activations"):
+        for key in ("pack", "shard", "replicate", "offload", "checkpoint_activations", "compile"):
             if self.kind == "tinker" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"engine.{key}: with engine.kind tinker the service lays out its work; leave it out")
         if self.base_url is not None and self.kind == "local":

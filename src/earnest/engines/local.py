@@ -24,6 +24,7 @@ from earnest.adapters import Adapter, without_adapters
 from earnest.engines import micro, passes, scoring, state
 from earnest.engines.activations import checkpoint_activations as checkpoint_activations_of
 from earnest.engines.base import Guard, Outer
+from earnest.engines.compiling import CompiledLayers
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.layouts import Layouts
@@ -59,7 +60,8 @@ class LocalEngine:
     optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine without
     logits estimates them (``engines.estimator``). ``mesh``: the processes that train together; each calls every method
     with the same arguments, and gets the same results. ``offload`` keeps a sharded base in CPU memory;
-    ``checkpoint_activations`` keeps only the inputs of each layer for the backward pass.
+    ``checkpoint_activations`` keeps only the inputs of each layer for the backward pass; ``compile`` compiles each layer
+    for training (``engines.compiling``).
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LocalEngine:
         mesh: Mesh | None = None,
         offload: bool = False,
         checkpoint_activations: bool = False,
+        compile: bool = False,
     ) -> None:
         if estimator not in ("exact", "sampled"):
             raise ConfigError(f"estimator is {estimator!r}; give 'exact' or 'sampled'.")
@@ -103,6 +106,7 @@ class LocalEngine:
             split_rates(self.optimizer, faster, ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
+        self.compiled = CompiledLayers(policy.body) if compile else None
         if checkpoint_activations:
             checkpoint_activations_of(policy.body)
         self.mesh = mesh or Mesh()
@@ -415,6 +419,7 @@ class LocalEngine:
     ) -> Pass:
         why = f" ({self.layouts.packing})" if isinstance(self.layouts.packing, str) else ""
         layout = f"padded{why}" if any(p.layout is None for p in parts) else "packed"
+        layout += "" if self.compiled is None else f", {self.compiled.note}"
         sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
         computed, padding = (sum(size) for size in zip(*sizes, strict=True))
         return Pass(loss, values, idle, ran, len(parts), batch.active.shape[0], computed, padding, layout)

@@ -95,7 +95,7 @@ class Workload:
 
 def _passes(part: micro.Micro) -> list[PassSize]:
     if part.layout is None:
-        return [PassSize(*map(int, part.batch.inputs.shape))]
+        return [PassSize(len(part.batch), part.batch.inputs.shape[1])]
     blocks = [(b.inputs.shape, b.mask is not None) for b in part.layout.blocks]
     return [PassSize(shape[0], shape[1], masked) for shape, masked in blocks]
 

@@ -165,6 +165,7 @@ def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = Non
         mesh=mesh,
         offload=config.engine.offload,
         checkpoint_activations=config.engine.checkpoint_activations,
+        compile=config.engine.compile,
     )
     samplers = None if task is None else samplers_of(config, task, engine, say)
     return Setup(config, config.model, task, engine, objective, teacher, data, samplers, config.chat_template)
