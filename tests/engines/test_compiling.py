@@ -50,7 +50,7 @@ def test_compiled_layers_give_the_eager_gradient(monkeypatch: pytest.MonkeyPatch
     assert len(made.sample([[5, 6]], 2, en.SampleSpec(max_new_tokens=2))) == 2
 
 
-def test_a_failure_is_named_and_the_step_runs(
+def test_a_failure_is_named_and_the_step_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(graph: Any, inputs: Any) -> Any:

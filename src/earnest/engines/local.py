@@ -60,8 +60,8 @@ class LocalEngine:
     optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine without
     logits estimates them (``engines.estimator``). ``mesh``: the processes that train together; each calls every method
     with the same arguments, and gets the same results. ``offload`` keeps a sharded base in CPU memory;
-    ``checkpoint_activations`` keeps only the inputs of each layer for the backward pass; ``compile`` compiles each layer
-    for training (``engines.compiling``).
+    ``checkpoint_activations`` keeps only the inputs of each layer for the backward pass; ``compile`` compiles each
+    layer for training (``engines.compiling``).
     """
 
     def __init__(

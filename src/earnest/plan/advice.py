@@ -125,7 +125,7 @@ def _with_teacher(work: Workload, config: RunConfig, shapes: _Shapes, say: Calla
 
 
 def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, found: Memory) -> int:
-    """Rows of a micro-batch that fit: the memory grows by the same bytes with every row."""
+    """Rows of a micro-batch that fit, by the line on which the memory of large micro-batches lies."""
     parts = found.moments["train"]
     fixed = sum(size for part, size in parts.items() if part not in ("activations", "logits", "temporary"))
     objective = config.build_objective()
@@ -135,11 +135,18 @@ def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, fou
         traced = shape.trace([size], active, checkpointed=config.engine.checkpoint_activations, again=True)
         return max(traced.peak, traced.kept + vocabulary_bytes(shape, objective, active, device))
 
-    one, two = needed(1), needed(2)
     room = device.room - fixed
-    if one > room:
+    sizes = {1: needed(1), 2: needed(2)}
+    if sizes[1] > room:
         return 0
-    return 1 + (room - one) // max(1, two - one)
+    for _ in range(4):  # the line through the two largest measured numbers of rows, until it leads nowhere new
+        low, high = sorted(sizes)[-2:]
+        slope = max(1.0, (sizes[high] - sizes[low]) / (high - low))
+        guess = max(1, int(high + (room - sizes[high]) // slope))
+        if guess in sizes:
+            break
+        sizes[guess] = needed(guess)
+    return max(rows for rows, size in sizes.items() if size <= room)
 
 
 def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device) -> list[Change]:
