@@ -72,9 +72,10 @@ def test_layers_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch, c
     assert cache == made.cache_bytes() == 7 * 2 * 2 * 32 * 4
 
 
-@pytest.mark.parametrize(
-    "label", sorted(n for c in VARIANTS.values() for n, s in c.examples.items() if "kind" not in s)
-)
+LABELS = sorted(n for c in VARIANTS.values() for n, s in c.examples.items() if "kind" not in s)
+
+
+@pytest.mark.parametrize("label", LABELS)
 def test_every_adapter_has_its_size_without_values(label: str) -> None:
     name, settings = next((n, c.examples[label]) for n, c in VARIANTS.items() if label in c.examples)
     given = config(f"adapter={json.dumps({'kind': name, 'targets': None} | dict(settings))}").adapter
