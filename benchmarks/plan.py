@@ -1,6 +1,7 @@
 """Memory that ``earnest plan`` predicts, against measured peaks on this machine.
 
     python benchmarks/plan.py [--only nano] [--out benchmarks/results/plan.json]
+    python benchmarks/plan.py --paper          larger models on GPUs, predicted only (about a minute)
 
 Every case runs in a process of its own: a training step (the second one, so the optimizer has its state) and sampling.
 ``measured`` is what torch's allocator held at the highest point (torch.profiler), with the weights, the adapter and
@@ -51,6 +52,50 @@ CASES: dict[str, tuple[str | dict[str, Any], int, list[str]]] = {
     "1B, LoRA": (BILLION, 64, [LORA, "sampling.max_new_tokens=16", "micro_tokens=256"]),
     "1B, bfloat16": (BILLION, 64, [LORA, "sampling.max_new_tokens=16", "micro_tokens=256", "dtype=bfloat16"]),
 }
+SEVEN = BILLION | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+SEVENTY = BILLION | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+CHECKPOINTED = "engine.checkpoint_activations=true"
+# model, name, GPUs, bytes of each, settings
+PAPER: list[tuple[dict[str, Any], str, int, int, list[str]]] = [
+    (SEVEN, "7B", 1, 24, ["dtype=nf4", CHECKPOINTED]),
+    (SEVEN, "7B", 1, 80, []),
+    (SEVEN, "7B", 8, 80, ["engine.replicate=8"]),
+    (SEVEN, "7B", 8, 24, ["engine.shard=8", CHECKPOINTED]),
+    (SEVEN, "7B", 32, 80, ["engine.replicate=32"]),
+    (SEVENTY, "70B", 1, 80, ["dtype=nf4", CHECKPOINTED]),
+    (SEVENTY, "70B", 8, 80, ["engine.shard=8", CHECKPOINTED]),
+    (SEVENTY, "70B", 32, 80, ["engine.shard=8", "engine.replicate=4", CHECKPOINTED]),
+    (SEVENTY, "70B", 32, 80, ["engine.shard=32", CHECKPOINTED]),
+]
+RUN = [
+    "adapter={kind: lora, rank: 16, targets: all-linear}",
+    "sampling={prompts_per_step: 32, completions_per_prompt: 8, max_new_tokens: 1024}",
+    "eval={prompts: 32, samples: 2}",
+    "micro_tokens=4096",
+]
 SMALL = ["sampling.prompts_per_step=4", "sampling.completions_per_prompt=4", "eval.prompts=4", "eval.samples=4"]
 
 
@@ -170,12 +215,39 @@ def row(found: dict[str, Any], moment: str) -> str:
     return f"| {found['case']} | {moment} | {found['rows']} | {cells[0]} | {cells[1]} | {off:+.0%} | {cells[2]} |"
 
 
+def paper() -> None:
+    """Predicted memory and communication of larger models; rows of 2,048 tokens."""
+    from earnest.config import from_mapping, recipes
+    from earnest.plan import Device, plan
+    from earnest.plan.memory import gigabytes
+
+    print("| model | GPUs | settings | train | sample | rows | computing | sent per step |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model, name, count, size, settings in PAPER:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(model))
+            config = from_mapping(recipes.read("quickstart")[1], [f"model={folder}", *RUN, *settings])
+            device = Device("gpu", size * 10**9, count)
+            found = plan(config, device, tokens=2048)
+        peaks = [
+            gigabytes(found.memory.peaks[m]) + ("" if found.memory.peaks[m] <= device.room else " (too much)")
+            for m in ("train", "sample")
+        ]
+        words = " ".join(f"`{s}`" for s in settings) or "none"
+        times = f"{found.paper.computing:,.0f} s | {gigabytes(found.paper.sent)}"
+        print(f"| {name} | {count} × {size} GB | {words} | {peaks[0]} | {peaks[1]} | {found.largest_rows} | {times} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the cases whose name contains this")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "plan.json")
+    parser.add_argument("--paper", action="store_true", help="larger models on GPUs, predicted only")
     given = parser.parse_args()
+    if given.paper:
+        paper()
+        return
     if given.case:
         print(json.dumps(case(given.case)))
         return

@@ -40,8 +40,8 @@ def test_nf4_is_torchaos() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization import NF4Tensor
-    weight = linear(128, 64).weight.detach()
-    layer = QuantisedLinear(linear(128, 64), "nf4")
+    weight = linear(128, 128).weight.detach()
+    layer = QuantisedLinear(linear(128, 128), "nf4")
     theirs = NF4Tensor.from_tensor(weight, 64, 256)
     assert torch.equal(torch.tensor(LEVELS), theirs.nf4.float())
     assert torch.equal(layer.codes, theirs.quantized_data.flatten())

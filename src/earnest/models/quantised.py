@@ -69,8 +69,9 @@ class QuantisedLinear(nn.Module):
         return _dequantised(self.codes, self.scale, shape, dtype or self.compute_dtype)
 
     def forward(self, input: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
-        out: Tensor = _Product.apply(input, self.codes, self.scale, (self.out_features, self.in_features))
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        shape = (self.out_features, self.in_features)
+        out: Tensor = _Product.apply(input, self.codes, self.scale, self.bias, shape)
+        return out
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}, computes in {self.compute_dtype}"
@@ -80,19 +81,20 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, codes: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-        return nn.functional.linear(x, _dequantised(codes, scale, shape, x.dtype))
+    def forward(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        return nn.functional.linear(x, _dequantised(codes, scale, shape, x.dtype), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, codes, scale, ctx.shape = inputs
+        _, codes, scale, _, ctx.shape = inputs
         ctx.save_for_backward(codes, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
-        return g @ _dequantised(codes, scale, ctx.shape, g.dtype), None, None, None
+        by_bias = g.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return g @ _dequantised(codes, scale, ctx.shape, g.dtype), None, None, by_bias, None
 
 
 def _to_int8(weight: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor]:
