@@ -1,6 +1,7 @@
 """Memory that ``earnest plan`` predicts, against measured peaks on this machine.
 
-    python benchmarks/plan.py [--only nano] [--out benchmarks/results/plan.json]
+    python benchmarks/plan.py [--only nano] [--out benchmarks/results/plan.json]      measures and records
+    python benchmarks/plan.py --show           prints what is recorded
     python benchmarks/plan.py --paper          larger models on GPUs, predicted only (about a minute)
 
 Every case runs in a process of its own: a training step (the second one, so the optimizer has its state) and sampling.
@@ -43,11 +44,11 @@ CASES: dict[str, tuple[str | dict[str, Any], int, list[str]]] = {
     "nano, padded": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.pack=false"]),
     "nano, checkpointed": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.checkpoint_activations=true"]),
     "nano, full": ("nano", 96, ["adapter={kind: full}", "sampling.max_new_tokens=64"]),
-    "smollm2, LoRA": ("smollm2", 192, [LORA, "sampling.max_new_tokens=64", "micro_tokens=1024"]),
+    "smollm2, LoRA": ("smollm2", 80, [LORA, "sampling.max_new_tokens=32", "micro_tokens=640"]),
     "smollm2, checkpointed": (
         "smollm2",
-        192,
-        [LORA, "sampling.max_new_tokens=64", "micro_tokens=1024", "engine.checkpoint_activations=true"],
+        80,
+        [LORA, "sampling.max_new_tokens=32", "micro_tokens=640", "engine.checkpoint_activations=true"],
     ),
     "1B, LoRA": (BILLION, 64, [LORA, "sampling.max_new_tokens=16", "micro_tokens=256"]),
     "1B, bfloat16": (BILLION, 64, [LORA, "sampling.max_new_tokens=16", "micro_tokens=256", "dtype=bfloat16"]),
@@ -243,6 +244,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the cases whose name contains this")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "plan.json")
+    parser.add_argument("--show", action="store_true", help="print what is recorded, and measure nothing")
     parser.add_argument("--paper", action="store_true", help="larger models on GPUs, predicted only")
     given = parser.parse_args()
     if given.paper:
@@ -251,14 +253,13 @@ def main() -> None:
     if given.case:
         print(json.dumps(case(given.case)))
         return
-    found = []
-    for name in (n for n in CASES if given.only in n):
+    known = json.loads(given.out.read_text())["cases"] if given.out.is_file() else {}
+    for name in () if given.show else (n for n in CASES if given.only in n):
         command = [sys.executable, __file__, "--case", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-        print(json.dumps(found[-1]), file=sys.stderr)
-    if not given.only:
-        given.out.write_text(json.dumps({"cases": found, "load": os.getloadavg()[0]}, indent=1) + "\n")
+        known[name] = json.loads(done.stdout.splitlines()[-1]) | {"load": os.getloadavg()[0]}
+        given.out.write_text(json.dumps({"cases": known}, indent=1) + "\n")
+    found = [known[name] for name in CASES if name in known]
     print("| case | moment | rows × tokens | predicted | measured | off | process |\n|---|---|---|---|---|---|---|")
     for one in found:
         print(row(one, "train"), row(one, "sample"), sep="\n")

@@ -138,7 +138,7 @@ def test_peft_reads_it(make: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"lora", "full"}))
 def test_other_adapters_refuse_experts(name: str) -> None:
     model = qwen()
-    settings = next(iter(VARIANTS[name].examples.values()))
+    settings = next(iter(VARIANTS[name].examples.values()), {})
     calibration = [IDS] if VARIANTS[name](**settings).wants_calibration() else None
     with pytest.raises(AdapterError, match=rf"3-D parameters, and {name} has no form for them; use lora"):
         attach(model, VARIANTS[name](**settings), targets=["experts"], calibration=calibration)

@@ -117,6 +117,8 @@ def _show(found: Plan) -> None:
         show(changes)
         if not found.changes[-1].fits:
             print("with all of them it still does not fit: take more or larger devices, or a smaller model")
+    if found.memory.peaks.get("sample", 0) > device.room:
+        print("sampling needs the most: lower sampling.prompts_per_step, or let a server sample (sampler=URL)")
     print(
         f"on paper, per step and device: {paper.operations / 1e12:,.2f} TFLOP and {gigabytes(paper.sent)} sent; at the "
         f"assumed speeds {paper.computing:,.2f} s of computing, {paper.sampling:,.2f} s of sampling, "

@@ -25,7 +25,7 @@ class CompiledLayers:
         for block in blocks_of(body):
             plain = block.forward
             # One graph or an error: with a break in it a layer would run uncompiled without a word.
-            fast = torch.compile(plain, backend=backend, fullgraph=True, dynamic=True)
+            fast = torch.compile(plain, backend=backend, fullgraph=True)
             block.forward = self._either(plain, fast)
 
     @property

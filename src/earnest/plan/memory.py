@@ -121,7 +121,7 @@ def vocabulary_bytes(shape: Shape, objective: Objective, tokens: int, device: De
 
 
 def _sampling(shape: Shape, config: RunConfig, work: Workload, base: int) -> dict[str, int]:
-    rows, prompts = work.sampled(SLOTS)
+    rows, prompts = work.sampled(SLOTS, config.engine.shard * config.engine.replicate)
     # A row's buffer has room for the prompt and FIRST_ROOM tokens, and doubles when it is full.
     room = first = work.prompt + min(work.completion, FIRST_ROOM)
     while room < work.prompt + work.completion:

@@ -58,10 +58,11 @@ class Workload:
     def row_tokens(self) -> int:
         return self.prompt + self.completion
 
-    def sampled(self, slots: int) -> tuple[int, int]:
-        """Rows that are decoded together and distinct prompts among them, where that is the most."""
-        options = [(self.rows, self.groups), (self.evaluated[0] * self.evaluated[1], self.evaluated[0])]
-        rows, prompts = max(options)
+    def sampled(self, slots: int, ranks: int) -> tuple[int, int]:
+        """Rows that a rank decodes together and distinct prompts among them, where that is the most. Each rank samples
+        the completions of its own prompts."""
+        options = [(-(-groups // ranks), n) for groups, n in ((self.groups, self.group), self.evaluated)]
+        prompts, rows = max(((p, p * n) for p, n in options), key=lambda option: option[1])
         return min(rows, slots), min(prompts, slots)
 
     def layout(self, shape: Shape, config: RunConfig, device: object) -> Layout:
