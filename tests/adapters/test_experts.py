@@ -123,6 +123,7 @@ def test_saved_and_loaded_it_is_the_same(make: Any, tmp_path: Path) -> None:
         adapter.export_lora(tmp_path / "lora")
 
 
+@pytest.mark.integration
 @MODELS
 def test_peft_reads_it(make: Any, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -218,6 +218,7 @@ def test_every_command_is_documented_and_works(capsys: pytest.CaptureFixture[str
     assert code == 0 and names == {
         "run",
         "audit",
+        "plan",
         "report",
         "chat",
         "recipes",

@@ -35,6 +35,7 @@ def dense(layer: QuantisedLinear) -> nn.Linear:
     return twin
 
 
+@pytest.mark.integration
 def test_nf4_is_torchaos() -> None:
     """The same table and the same codes; torchao also rounds the scales, which moves a weight by a percent."""
     with warnings.catch_warnings():
@@ -48,6 +49,7 @@ def test_nf4_is_torchaos() -> None:
     torch.testing.assert_close(layer.dequantised(), theirs.get_original_weight(), rtol=0.02, atol=1e-4)
 
 
+@pytest.mark.integration
 def test_int8_is_torchaos() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -82,6 +82,8 @@ def _device(gpu: str | None, count: int) -> Device:
 
     if torch.cuda.is_available():
         return Device("gpu", torch.cuda.get_device_properties(0).total_memory, count)
+    if not hasattr(os, "sysconf"):
+        raise ConfigError("--gpu is required here: the memory of this machine is not known; give 16GB.")
     return Device("cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), count)
 
 
