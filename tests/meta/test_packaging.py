@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from scripts.docs.pages import ROOT
 
@@ -100,22 +102,55 @@ def test_the_wheel_holds_the_package_alone_and_names_the_clone_for_an_experiment
 
 @pytest.mark.integration
 def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """No file is in both wheels, every file of the package is in its wheel, and the package imports without earnest."""
+    """No file is in both wheels, and every file of the package is in its wheel. With torch and numpy alone, without rich
+    and without earnest, it audits a step, prints the verdict, and lists the laws."""
     inside = {name for name in audit_wheel.namelist() if ".dist-info/" not in name}
     assert not inside & set(wheel.namelist())
     folder = ROOT / "earnest-audit" / "src"
     files = {p.relative_to(folder).as_posix() for p in (folder / "earnest_audit").rglob("*") if p.is_file()}
     assert {name for name in files if "__pycache__" not in name} == inside
-    audit_wheel.extractall(tmp_path)
-    code = (
-        "import sys, earnest_audit as a; a.audit, a.Step; "
-        "print(sorted({m.split('.')[0] for m in sys.modules} & {'earnest', 'transformers'}))"
-    )
-    alone = os.environ | {"PYTHONPATH": str(tmp_path)}
+    audit_wheel.extractall(tmp_path / "site")
+    _link(tmp_path / "site", "torch", "numpy")
+    (tmp_path / "train.py").write_text(ALONE)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from earnest_audit.command import main; "
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=alone, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+        [sys.executable, "-I", "-S", "-c", code + "sys.exit(main(['--sarif', 'out.sarif', 'train.py']) or main(['laws']))"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "[]\n" in done.stderr and "the training step, checked" in done.stdout and "PG-CLIP" in done.stdout
+    assert (tmp_path / "out.sarif").is_file()
+    (entries,) = [name for name in audit_wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "earnest-audit = earnest_audit.command:main" in audit_wheel.read(entries).decode()
+
+
+ALONE = """
+import sys
+from importlib.util import find_spec
+import torch
+from earnest_audit import Step, audit
+model = torch.nn.Linear(3, 1)
+loss = lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean()
+print(audit(Step(model=model, loss=loss, batch={"x": torch.randn(4, 3), "y": torch.randn(4, 1)})))
+print([name for name in ("earnest", "rich", "transformers", "pytest") if find_spec(name)])
+"""
+
+
+def _link(site: Path, *names: str) -> None:
+    """Links to what these distributions and their requirements installed, and to nothing else."""
+    todo, seen = list(names), set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
+            place = Path(str(found.locate_file(top)))
+            if not (site / top).exists() and place.exists():
+                (site / top).symlink_to(place)
+        needs = (Requirement(text) for text in found.requires or ())
+        todo += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
 
 
 @pytest.mark.integration

@@ -141,8 +141,7 @@ class AuditCallback(TrainerCallback):
         if self.stop:
             verdict.raise_if_failed()
         for f in verdict.failures:
-            text = f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}"
-            warnings.warn(text, WatchWarning, stacklevel=3)
+            warnings.warn(str(f), WatchWarning, stacklevel=3)
         return verdict
 
     def _counted(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
+from torch import nn
+
+from earnest_audit.inference import infer
 from earnest_audit.law import Law
 from earnest_audit.laws import LAWS
+from earnest_audit.places import caller, place_of
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
+from earnest_audit.step import Loss, Step, StepError
 from earnest_audit.subjects import Subject
 from earnest_audit.verdict import Finding, Verdict, unchecked
 
@@ -21,16 +26,27 @@ RUNNING: list[object] = []
 
 
 def audit(
-    subject: Step | Subject,
+    subject: Step | Subject | nn.Module,
+    loss: Loss | None = None,
+    batch: Mapping[str, Any] | None = None,
     *,
     quick: bool = False,
     laws: Sequence[Law] = LAWS,
     progress: Callable[[str], None] | None = None,
+    **declared: Any,
 ) -> Verdict:
     """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times.
 
-    What the unchanged step raises is raised; what it raises when something is changed becomes a row of the verdict.
+    ``audit(model, loss, batch)`` guesses the roles of the batch's tensors (``earnest_audit.inference``) and lists the
+    guesses in the verdict; ``declared`` are further fields of ``Step``. What the unchanged step raises is raised; what
+    it raises when something is changed becomes a row of the verdict.
     """
+    if isinstance(subject, nn.Module):
+        if loss is None or batch is None:
+            raise StepError("a model alone cannot be audited: give audit(model, loss, batch), or audit(Step(…)).")
+        subject = infer(subject, loss, batch, **declared)
+    elif loss is not None or batch is not None or declared:
+        raise StepError("give the loss, the batch and all declarations to Step(…), or call audit(model, loss, batch).")
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):
@@ -39,6 +55,7 @@ def audit(
             verdict = Verdict(tuple(subject.check()))
     finally:
         RUNNING.pop()
+    verdict = verdict.at((place_of(subject.loss) if isinstance(subject, Step) else "") or caller())
     for listener in LISTENERS:
         listener(verdict)
     return verdict
@@ -67,7 +84,7 @@ def _facts(step: Step) -> tuple[str, ...]:
     guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
     notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
-    return tuple(notes)
+    return (*notes, *step.remarks)
 
 
 def checked(law: Law, probe: Probe) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from earnest_audit import executor
 from earnest_audit.errors import EarnestError
-from earnest_audit.verdict import Verdict
+from earnest_audit.verdict import LawBroken, Verdict
 from earnest_audit.watcher import WATCHED, Watch
 
 TRAINER = "transformers.trainer"
@@ -51,8 +51,12 @@ def audit_script(
     with collected(progress) as (heard, watches), injected(quick), watched(watches), _called(path, arguments):
         try:
             runpy.run_path(str(path), run_name="__main__")
+        except LawBroken as error:
+            if not any(verdict.failures for verdict in heard):
+                raise
+            print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
         except SystemExit as stop:
-            if stop.code not in (None, 0):
+            if stop.code not in (None, 0) and not any(verdict.failures for verdict in heard):
                 raise ScriptError(f"{path.name} ended with {stop.code!r} before it could be judged.") from stop
     verdicts = [*heard, *(w.verdict() for w in watches)]  # the callbacks' audits are heard, their watches seen
     if not verdicts:
@@ -60,7 +64,7 @@ def audit_script(
             f"{path.name} ran, and made no transformers.Trainer, stepped no optimizer of a module and called no "
             f"audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a watch:\n\n{PASTE}\n"
         )
-    return sum(verdicts, Verdict(()))
+    return sum(verdicts, Verdict(())).at(f"{path.as_posix()}:1")
 
 
 @contextmanager

@@ -240,6 +240,11 @@ class Step:
         return {n: k for n, k in self.kinds.items() if n not in declared and READ_BY.get(k) == self.kind}
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the verdict adds to its notes."""
+        return ()
+
+    @property
     def clips(self) -> list[str]:
         """The settings that bound the ratio, and have no effect at ratio 1."""
         return [n for n, kind in self.kinds.items() if kind in CLIPS]

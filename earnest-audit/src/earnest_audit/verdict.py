@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markup import escape
-from rich.table import Table
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal
 
 from earnest_audit.errors import EarnestError
+
+if TYPE_CHECKING:  # rich is optional: it is imported only where a rich console prints a verdict
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 LawOutcome = Literal["holds", "fails", "not applicable", "not declared"]
 UNCHECKED = "could not be checked ("
@@ -20,6 +21,8 @@ COLOURS: dict[LawOutcome, str] = {
     "not applicable": "dim",
     "not declared": "yellow",
 }
+COLUMNS = {"law": 16, "subject": 32, "measured": 34, "expected": 18, "verdict": 14}
+"""The columns of a table, with the most characters that one has in plain text."""
 
 
 class LawBroken(EarnestError):
@@ -28,7 +31,8 @@ class LawBroken(EarnestError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One law on one subject. ``meaning``: what a failure means, and where to look."""
+    """One law on one subject. ``meaning``: what a failure means, and where to look. ``place``: the source of what was
+    checked, "train.py:12", where it is known."""
 
     law: str
     subject: str
@@ -36,6 +40,10 @@ class Finding:
     expected: str
     outcome: LawOutcome
     meaning: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.law} on {self.subject}: {self.measured}, expected {self.expected}. {self.meaning}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class Verdict:
     def raise_if_failed(self) -> Verdict:
         """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise return the verdict."""
         if not self.holds:
-            lines = [f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}. {f.meaning}" for f in self.failures]
+            lines = [str(f) for f in self.failures]
             raise LawBroken(
                 "the training step breaks a law:\n  " + "\n  ".join(lines) if lines else "nothing was checked."
             )
@@ -85,26 +93,58 @@ class Verdict:
         notes = tuple(dict.fromkeys(self.notes + other.notes))
         return Verdict(self.findings + other.findings, self.cost + other.cost, notes, self.title)
 
+    def at(self, place: str) -> Verdict:
+        """The verdict with ``place`` on every finding that has none."""
+        return replace(self, findings=tuple(f if f.place else replace(f, place=place) for f in self.findings))
+
+    def remarks(self) -> Iterator[str]:
+        """The lines below the table that are not failures: notes, and what to declare."""
+        yield from self.notes
+        yield from dict.fromkeys(f.meaning for f in self.findings if f.outcome == "not declared" and f.meaning)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.markup import escape
+        from rich.table import Table
+
         table = Table(title=escape(self.title), title_justify="left")
-        for column in ("law", "subject", "measured", "expected", "verdict"):
+        for column in COLUMNS:
             table.add_column(column)
         for f in self.findings:
             cells = (escape(cell) for cell in (f.law, f.subject, f.measured, f.expected))
             table.add_row(*cells, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
         yield table
-        for note in self.notes:
-            yield f"[dim]· {escape(note)}[/]"
-        for missing in dict.fromkeys(f.meaning for f in self.findings if f.outcome == "not declared" and f.meaning):
-            yield f"[dim]· {escape(missing)}[/]"
+        for remark in self.remarks():
+            yield f"[dim]· {escape(remark)}[/]"
         for f in self.failures:
             yield f"[red]✗[/] {escape(f'{f.law} on {f.subject}: {f.meaning}')}"
 
     def __str__(self) -> str:
-        console = Console(width=120, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        """The table in plain text."""
+        rows = [tuple(COLUMNS), *((f.law, f.subject, f.measured, f.expected, f.outcome) for f in self.findings)]
+        widths = [min(most, max(map(len, cells))) for most, cells in zip(COLUMNS.values(), zip(*rows), strict=True)]
+        lines = [line for row in rows for line in _wrapped(row, widths)]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        below = [f"· {remark}" for remark in self.remarks()]
+        below += [f"✗ {f.law} on {f.subject}: {f.meaning}" for f in self.failures]
+        folded = [textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) for text in below]
+        return "\n".join([self.title, *lines, *folded]) + "\n"
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """A row of the plain table, on as many lines as its longest cell needs."""
+    cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
+    for parts in zip_longest(*cells, fillvalue=""):
+        yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+
+
+def show(verdict: Verdict) -> None:
+    """Print it: in colour where rich is installed, else in plain text."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(verdict, end="")
+    else:
+        Console().print(verdict)
 
 
 def unchecked(code: str, subject: str, error: Exception) -> Finding:

@@ -31,6 +31,7 @@ from earnest_audit.activity import Between, Mode, StepCounter, at_gradients, hoo
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.measure import is_number, number
+from earnest_audit.places import caller
 from earnest_audit.signals import Signals
 from earnest_audit.together import Together
 from earnest_audit.updates import Cleared, Norm, Rates
@@ -94,6 +95,7 @@ class Watch:
     mode: Mode = field(default_factory=Mode)
     updates: int = 0
     looks: int = 0
+    place: str = ""  # the user's line that began it
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -113,6 +115,7 @@ class Watch:
     def __enter__(self) -> Watch:
         for seen in WATCHED:
             seen.append(self)
+        self.place = self.place or caller()
         self._steps.began, self._steps.ended = True, False
         if self.optimizer is not None:
             self._handles = [
@@ -308,7 +311,7 @@ class Watch:
         """Everything that was watched, up to now."""
         trained = self._steps.gradients and self.updates
         rows = self._findings() if trained else unproved(self._findings())
-        return Verdict((*self._steps.findings(self.updates, self.looks), *rows))
+        return Verdict((*self._steps.findings(self.updates, self.looks), *rows)).at(self.place)
 
     def _findings(self) -> Iterator[Finding]:
         yield from self._broken.values()
@@ -410,8 +413,7 @@ class Watch:
         if finding.outcome != "fails" or key in self._warned:
             return
         self._warned.add(key)
-        text = f"{finding.law} on {finding.subject}: {finding.measured}, expected {finding.expected}. {finding.meaning}"
-        warnings.warn(text, WatchWarning, stacklevel=4)
+        warnings.warn(str(finding), WatchWarning, stacklevel=4)
 
 
 def watch(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from earnest.commands.common import Overrides, show
+from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ def audit(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict as JUnit XML.")] = None,
+    sarif: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict as SARIF 2.1.0.")] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict as Markdown.")] = None,
     tests: Annotated[Path | None, typer.Option(help="List the mutants of --source that these tests miss.")] = None,
     source: Annotated[Path | None, typer.Option(help="With --tests: the file or folder to mutate.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tests: N mutants, evenly spread.")] = None,
@@ -56,11 +59,10 @@ def audit(
         found = _grader_verdict(recipe, overrides or [])
     else:
         found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-    else:
-        show(found)
-    raise typer.Exit(0 if found.holds else 1)
+    from earnest_audit.command import report
+
+    files = {"junit": junit, "sarif": sarif, "markdown": markdown}
+    raise typer.Exit(report(found, as_json=as_json, files=files))
 
 
 def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
@@ -99,16 +101,9 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
 
 
 def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
-    """Run a script under the audit; the script's output goes to stderr."""
-    from contextlib import redirect_stdout
+    from earnest_audit.command import script_verdict
 
-    from rich.console import Console
-
-    from earnest.runs.progress import note_on
-    from earnest_audit.script import audit_script
-
-    with redirect_stdout(sys.stderr):
-        return audit_script(Path(path), arguments, quick=quick, progress=note_on(Console(stderr=True)))
+    return script_verdict(Path(path), arguments, quick=quick)
 
 
 def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:

@@ -1,0 +1,8 @@
+"""``python -m earnest_audit``: the command ``earnest-audit``."""
+
+import sys
+
+from earnest_audit.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

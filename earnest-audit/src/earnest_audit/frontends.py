@@ -1,0 +1,161 @@
+"""Steps from the forms in which other libraries keep a loss: a loss of log-probs (verl, prime-rl), a module with a
+``training_step`` (Lightning), a recipe that owns its model (torchtune).
+
+    audit(verl(my_policy_loss, settings={"clip_ratio": Setting(0.2, "clip")}, config=actor_config))
+    audit(prime_rl(my_loss, settings={"clip_eps": Setting(0.2, "clip")}))
+    audit(lightning(module, batch, roles={"ids": "input_ids", "labels": "labels"}))
+    audit(recipe(torchtune_recipe, batch, roles={"ids": "tokens", "labels": "labels"}))
+
+None of these libraries is imported. A loss of log-probs is audited on a small policy and a batch that are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.measure import result_of
+from earnest_audit.step import Step
+
+VOCABULARY, WIDTH, ROWS, LENGTH = 29, 16, 5, 10
+ROLES = {"ids": "ids", "mask": "mask", "behaviour": "old", "advantages": "advantages"}
+REFERENCE = {"reference": "ref"}
+
+
+def verl(
+    loss_fn: Callable[..., Any], *, config: Any = None, settings: Mapping[str, Any] | None = None,
+    loss_agg_mode: str = "token-mean", seed: int = 0, **declared: Any,
+) -> Step:  # fmt: skip
+    """The step of a policy loss with verl's signature: ``loss_fn(old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode, config)`` -> loss, or (loss, metrics). ``settings`` are fields of ``config``, which they replace."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
+        mask, lp = batch["mask"], _logprobs(model, batch)
+        advantages = batch["advantages"][:, None] * mask
+        return loss_fn(batch["old"], lp, advantages, mask, loss_agg_mode, _Changed(config, changed))
+
+    return _of_logprobs(loss, ROLES, settings, seed, declared)
+
+
+def prime_rl(
+    loss_fn: Callable[..., Any], *, settings: Mapping[str, Any] | None = None, inputs: Callable[..., Any] | None = None,
+    reference: bool = False, seed: int = 0, **declared: Any,
+) -> Step:  # fmt: skip
+    """The step of a loss with prime-rl's signature: ``loss_fn(inputs, **settings)`` -> outputs with ``loss`` and
+    ``metrics``, for one sequence; sequences are summed and divided by the number of trained tokens. ``inputs`` makes
+    the argument (prime-rl's ``LossInputs``), ``reference=True`` where the loss reads ``ref_logprobs``."""
+    make = SimpleNamespace if inputs is None else inputs
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
+        lp, mask = _logprobs(model, batch), batch["mask"]
+        total, logged = lp.new_zeros(()), list[Mapping[str, Any]]()
+        for row in range(len(lp)):
+            found = loss_fn(
+                make(
+                    trainer_logprobs=lp[row],
+                    inference_logprobs=batch["old"][row],
+                    ref_logprobs=batch["ref"][row] if reference else None,
+                    advantages=batch["advantages"][row].expand_as(lp[row]),
+                    loss_mask=mask[row] != 0,
+                    loss_weights=None,
+                ),
+                **changed,
+            )
+            total = total + found.loss
+            logged.append(found.metrics)
+        return total / mask.sum(), {name: sum(float(m[name]) for m in logged) / len(logged) for name in logged[0]}
+
+    return _of_logprobs(loss, ROLES | (REFERENCE if reference else {}), settings, seed, declared)
+
+
+def lightning(module: nn.Module, batch: Mapping[str, Any], **declared: Any) -> Step:
+    """The step of a LightningModule: its ``training_step(batch, 0)``; what it logs are the metrics."""
+
+    def loss(model: Any, changed: Mapping[str, Any], **_: Any) -> Any:
+        logged: dict[str, Any] = {}
+        collect = {"log": lambda name, value, *_, **__: logged.update({name: value}),
+                   "log_dict": lambda values, *_, **__: logged.update(values)}  # fmt: skip
+        with _replaced(model, collect):
+            value, metrics = result_of(model.training_step(dict(changed), 0))
+        return value, {**metrics, **logged}
+
+    return Step(model=module, loss=loss, batch=batch, **declared)
+
+
+def recipe(
+    owner: Any, batch: Mapping[str, Any], *, model: str = "_model", call: str = "_loss_step", **declared: Any
+) -> Step:
+    """The step of an object that owns its model, as torchtune's recipes do: ``owner._loss_step(batch)``."""
+
+    def loss(changed_model: nn.Module, changed: Mapping[str, Any], **_: Any) -> Any:
+        with _replaced(owner, {model: changed_model}):
+            return getattr(owner, call)(dict(changed))
+
+    return Step(model=getattr(owner, model), loss=loss, batch=batch, **declared)
+
+
+class _Changed:
+    """A config with some fields replaced; ``get`` works as well."""
+
+    def __init__(self, config: Any, changed: Mapping[str, Any]) -> None:
+        self._config, self._changed = config, changed
+
+    def __getattr__(self, name: str) -> Any:
+        changed = self.__dict__["_changed"]
+        return changed[name] if name in changed else getattr(self.__dict__["_config"], name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+@contextmanager
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the object has these attributes of its own."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(own)
+
+
+def _logprobs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """log π(ids[t]) for t = 1 …, aligned with ids[:, 1:]."""
+    ids = batch["ids"]
+    found: Tensor = model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return found
+
+
+def _of_logprobs(
+    loss: Callable[..., Any], roles: Mapping[str, str], settings: Mapping[str, Any] | None, seed: int,
+    declared: Mapping[str, Any],
+) -> Step:  # fmt: skip
+    """A small policy, and a ragged batch that is a little off-policy, so that some ratios are at each side of 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCABULARY))
+        ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
+        lengths = torch.randint(LENGTH // 2, LENGTH, (ROWS, 1))
+        mask = (torch.arange(LENGTH - 1) < lengths) & (torch.arange(LENGTH - 1) >= 2)
+        with torch.no_grad():
+            now = _logprobs(model, {"ids": ids})
+        batch = {
+            "ids": ids,
+            "mask": mask.float(),
+            "old": (now + 0.05 * torch.randn_like(now)).clamp(max=-1e-3),
+            "ref": (now - 0.2 * torch.randn_like(now).abs()).clamp(max=-1e-3),
+            "advantages": torch.randn(ROWS),
+        }
+    batch = {key: batch[key] for key in roles.values()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Step(
+        model=model, loss=loss, batch=batch, roles=dict(roles), settings=dict(settings or {}), optimizer=optimizer,
+        logprobs=_logprobs, seed=seed, **declared,
+    )  # fmt: skip

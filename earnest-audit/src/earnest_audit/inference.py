@@ -1,0 +1,364 @@
+"""``infer(model, loss, batch)``: a step whose roles are guessed by perturbation; nothing is read from names.
+
+Each tensor of the batch is changed by itself, and what follows decides its role:
+
+    ids, attention         the model's layers compute something else; whole numbers, or zeros and ones
+    positions, documents   … and along a row the whole numbers count up by one, or stay and rise
+    labels, mask           the layers compute the same and the gradient changes; whole numbers, or zeros and ones
+    advantages             gradient and loss are linear in it, and it has both signs
+    rewards                a constant added to all of it changes nothing
+    behaviour              it matters, and no longer does where the advantages are 0 (or the rewards are equal)
+    reference              … and still does there
+    returns                the gradient is linear in it and the loss is quadratic
+    teacher                a distribution for each token
+    chosen, rejected       two tensors of ids, one of which a step along -gradient makes more likely and the other less
+    reference_chosen, …    one number for each pair: raising it raises the loss, or lowers it
+
+A guess is "sure", "likely" or "weak". The audit uses the sure and the likely ones; a verdict lists all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.gradient import Gradient
+from earnest_audit.measure import Batch, Reading
+from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+
+Sureness = Literal["sure", "likely", "weak"]
+TINY = 1e-6  # a relative change of the gradient that is none
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # two gradients are equal; in 16 bits: ROUGH
+ROUGH = 0.05
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A tensor of the batch, the role that it is taken to have, how sure that is, and what was seen."""
+
+    key: str
+    role: str
+    sure: Sureness
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} is {self.role} ({self.sure}: {self.why})"
+
+
+@dataclass
+class InferredStep(Step):
+    """A step whose roles were guessed; ``inferred`` has all guesses, also the weak ones, which are not used."""
+
+    inferred: tuple[Guess, ...] = ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the verdict adds to its notes."""
+        known = {guess.key for guess in self.inferred} | set(self.roles.values())
+        nothing = ", ".join(k for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known)
+        used = [f"guessed: {guess}" for guess in self.inferred if guess.sure != "weak"]
+        weak = [f"not used: perhaps {guess}" for guess in self.inferred if guess.sure == "weak"]
+        none = [f"no role was found for {nothing}"] if nothing else []
+        return (*used, *weak, *none, "Step(…, roles={role: key}) declares roles instead of guessing them")
+
+
+def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
+    """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared``: further fields of ``Step``; roles
+    that are declared are not guessed."""
+    given = dict(declared.pop("roles", {}))
+    base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
+    probe = Probe(base)
+    with probe.open():
+        found = _Inference(probe, given).run()
+    roles = given | {guess.role: guess.key for guess in found if guess.sure != "weak"}
+    return InferredStep(model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), **declared)
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What changing one tensor does: to the gradient, and to which calls of the model's layers."""
+
+    gradient: float
+    calls: frozenset[int]
+
+
+class _Inference:
+    """The guesses for one batch, made in the order in which they need each other."""
+
+    def __init__(self, probe: Probe, given: Mapping[str, str]) -> None:
+        self.probe, self.batch = probe, dict(probe.step.batch)
+        self.given, self.guesses = given, list[Guess]()
+        self.base, self.layers = self._seen(self.batch)
+        dtypes = {p.dtype for p in probe.parameters.values()}
+        self.close = max(CLOSE.get(dtype, ROUGH) for dtype in dtypes)
+        self.effects: dict[str, _Effect] = {}
+
+    def run(self) -> list[Guess]:
+        declared = set(self.given.values())
+        tensors = {k: v for k, v in self.batch.items() if isinstance(v, Tensor) and v.numel() and k not in declared}
+        for key, tensor in tensors.items():
+            effect = self._effect(key, tensor)
+            if effect is not None and (effect.gradient > TINY or effect.calls):
+                self.effects[key] = effect
+        live = [key for key in tensors if key in self.effects]
+        binary = [k for k in live if _is_binary(tensors[k]) and tensors[k].ndim == 2]
+        whole = [k for k in live if k not in binary and not tensors[k].is_floating_point()]
+        self._tokens([k for k in whole if tensors[k].ndim == 2])
+        self._masks(binary)
+        self._rows([k for k in whole if tensors[k].ndim == 1])
+        self._numbers([k for k in live if k not in binary and tensors[k].is_floating_point()])
+        return self.guesses
+
+    # --- perturbation -------------------------------------------------------------------------------------------------
+
+    def _seen(self, batch: Batch) -> tuple[Reading, list[float]]:
+        """The reading of a batch, and a number for each call of a layer that has parameters of its own."""
+        with _listening(self.probe.step.model) as layers:
+            reading = self.probe.read(batch)
+        return reading, layers
+
+    def _effect(self, key: str, tensor: Tensor) -> _Effect | None:
+        """None where the step refuses every change of this tensor."""
+        for edited in _edits(tensor):
+            with suppress(Exception):
+                reading, layers = self._seen({**self.batch, key: edited})
+                moved = (i for i, (a, b) in enumerate(zip(layers, self.layers, strict=False)) if a != b)
+                return _Effect(self.base.gradient.distance(reading.gradient), frozenset(moved))
+        return None
+
+    def _with(self, changed: Mapping[str, Tensor]) -> Reading:
+        return self.probe.read({**self.batch, **changed})
+
+    def _add(self, key: str, role: str, sure: Sureness, why: str) -> None:
+        """A role that is taken already is not given twice."""
+        taken = {guess.role for guess in self.guesses if guess.sure != "weak"} | set(self.given)
+        self.guesses.append(Guess(key, role, "weak" if role in taken else sure, why))
+
+    def _key(self, *roles: str) -> str | None:
+        found = {guess.role: guess.key for guess in self.guesses if guess.sure != "weak"} | dict(self.given)
+        return next((found[role] for role in roles if role in found), None)
+
+    # --- whole numbers ------------------------------------------------------------------------------------------------
+
+    def _tokens(self, keys: Sequence[str]) -> None:
+        ids = []
+        for key in keys:
+            tensor, effect = self.batch[key], self.effects[key]
+            steps = tensor[:, 1:] - tensor[:, :-1]
+            counting = bool(((steps == 1) | (tensor[:, 1:] == 0)).float().mean() > 0.9) and bool((steps == 1).any())
+            staying = bool(((steps == 0) | (steps == 1)).all()) and len(tensor.unique()) < tensor.shape[1] // 2 + 1
+            if effect.calls and counting:
+                self._add(key, "positions", "likely", "the layers read it, and it counts up along a row")
+            elif staying:
+                self._add(key, "documents", "likely", "it stays or rises by one along a row")
+            elif effect.calls:
+                ids.append(key)
+            elif bool((tensor == -100).any()):
+                self._add(key, "labels", "sure", "only the loss reads it, and it has entries of -100")
+            else:
+                self._add(key, "labels", "likely", "whole numbers that only the loss reads")
+        if len(ids) == 1:
+            self._add(ids[0], "ids", "sure", "whole numbers that the layers read")
+        elif len(ids) == 2:
+            self._pair(ids)
+        else:
+            for key in ids:
+                self._add(key, "ids", "weak", "one of several tensors of whole numbers that the layers read")
+
+    def _pair(self, ids: Sequence[str]) -> None:
+        """A step along -gradient makes the chosen answers more likely and the rejected ones less."""
+        sides = [self._raised(key) for key in ids]
+        if None in sides or sides[0] == sides[1]:
+            for key in ids:
+                self._add(key, "ids", "weak", "one of two tensors of whole numbers that the layers read")
+            return
+        for key, up in zip(ids, sides, strict=True):
+            role, way = ("chosen", "more") if up else ("rejected", "less")
+            self._add(key, role, "sure", f"a step along the negative gradient makes it {way} likely")
+
+    def _raised(self, key: str) -> bool | None:
+        """Whether descending the loss raises the likelihood of these tokens, where the model gives logits for them."""
+        ids = self.batch[key]
+        mask = self.batch[key] != 0
+        try:
+            with torch.enable_grad():
+                found = self.probe.step.model(ids)
+                logits = getattr(found, "logits", found)
+                lp = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+                slope = self.probe.pull((lp * mask[:, 1:]).sum()).dot(self.base.gradient)
+        except Exception:
+            return None
+        return slope < 0 if slope else None
+
+    def _rows(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if _is_binary(self.batch[key]):
+                self._add(key, "correct", "likely", "true or false for each row")
+            else:
+                self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
+
+    # --- zeros and ones -----------------------------------------------------------------------------------------------
+
+    def _masks(self, keys: Sequence[str]) -> None:
+        sides = {role: key for role in ("chosen", "rejected") if (key := self._key(role)) is not None}
+        for key in keys:
+            calls = self.effects[key].calls
+            kind = "attention" if calls else "mask"
+            why = "zeros and ones that the layers read" if calls else "zeros and ones that only the loss reads"
+            if not sides:
+                self._add(key, kind, "sure", why)
+                continue
+            mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
+            if len(mine) == 1:
+                self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
+            else:
+                self._add(key, kind, "weak", why)
+
+    def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
+        """An attention mask is read in the calls that read the ids; where a mask is 0, the ids do not matter."""
+        if calls:
+            return calls <= self.effects[ids].calls
+        off = {key: torch.zeros_like(self.batch[key])}
+        (edited, *_) = _edits(self.batch[ids])
+        try:
+            return self._with(off).gradient.distance(self._with(off | {ids: edited}).gradient) <= TINY
+        except Exception:
+            return False
+
+    # --- numbers ------------------------------------------------------------------------------------------------------
+
+    def _numbers(self, keys: Sequence[str]) -> None:
+        if self._key("chosen") is not None:
+            self._pair_numbers(keys)
+            return
+        left = [key for key in keys if not self.effects[key].calls]  # what the layers read is a feature, not a signal
+        for key in [k for k in left if self.batch[k].ndim <= 2]:
+            if self._signal(key):
+                left.remove(key)
+        zero = self._without_signal()
+        for key in left:
+            self._distribution(key, zero) if self.batch[key].ndim > 2 else self._logprobs(key, zero)
+
+    def _signal(self, key: str) -> bool:
+        """Advantages, rewards, weights, returns: whether it is one of them."""
+        x = self.batch[key]
+        spread = float(x.std()) if x.numel() > 1 else 1.0
+        shifted = self._with({key: x + 1 + spread}).gradient
+        if shifted.distance(self.base.gradient) <= self.close:
+            sure: Sureness = "sure" if x.ndim == 1 else "likely"
+            self._add(key, "rewards", sure, "a constant added to all of it changes nothing")
+            return True
+        none, twice = self._with({key: 0 * x}), self._with({key: 2 * x})
+        own, double = self.base.gradient.minus(none.gradient), twice.gradient.minus(none.gradient)
+        if twice.gradient.distance(self.base.gradient) <= self.close and bool((x >= 0).all()):
+            self._add(key, "weights", "likely", "not negative, and twice all of it changes nothing")
+            return True
+        if not own.norm() or double.distance(own.times(2)) > self.close:
+            return False
+        rise, fall = twice.loss - none.loss, 2 * (self.base.loss - none.loss)
+        linear = abs(rise - fall) <= 10 * self.close * max(abs(rise), abs(fall), 1e-9)
+        if not linear:
+            self._add(key, "returns", "likely", "the gradient is linear in it and the loss is quadratic")
+        elif bool((x < 0).any()) and bool((x > 0).any()):
+            self._add(key, "advantages", "sure", "gradient and loss are linear in it, and it has both signs")
+        elif bool((x > 0).all()) and 0.2 < float(x.median()) < 5:
+            self._add(key, "importance", "weak", "gradient and loss are linear in it, and it is near 1")
+        elif bool((x >= 0).all()):
+            self._add(key, "weights", "likely", "gradient and loss are linear in it, and it is not negative")
+        else:
+            return False
+        return True
+
+    def _without_signal(self) -> dict[str, Tensor] | None:
+        """The change that takes the policy gradient's signal away, where there is one."""
+        if (key := self._key("advantages", "rewards")) is None:
+            return None
+        return {key: torch.zeros_like(self.batch[key])}
+
+    def _logprobs(self, key: str, zero: dict[str, Tensor] | None) -> None:
+        x = self.batch[key]
+        negative = bool((x <= 0).all())
+        if self._key("returns") is not None and not negative:
+            self._add(key, "values", "likely", "beside returns, and not linear")
+        elif zero is not None and negative:
+            (edited, *_) = _edits(x)
+            still = self._with(zero).gradient.minus(self._with(zero | {key: edited}).gradient).norm()
+            if still > TINY * self.base.gradient.norm():
+                self._add(key, "reference", "sure", "log-probs that matter also where the signal is 0")
+            else:
+                self._add(key, "behaviour", "sure", "log-probs that matter only where there is a signal")
+        elif negative:
+            role = "reference" if self._key("labels") is not None else "teacher"
+            self._add(key, role, "weak", "not positive, and there are no advantages or rewards")
+
+    def _distribution(self, key: str, zero: dict[str, Tensor] | None) -> None:
+        if zero is None:
+            self._add(key, "teacher", "sure", "numbers for each token, and there are no advantages or rewards")
+        else:
+            self._add(key, "reference_distribution", "likely", "numbers for each token, beside a signal")
+
+    def _pair_numbers(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            x = self.batch[key]
+            if x.ndim == 2 and x.shape[1] == 2:
+                self._add(key, "reference", "likely", "two numbers for each pair")
+                continue
+            raised = self._with({key: x + 1}).loss - self.base.loss
+            if bool((x >= 0).all()) and raised > 0:
+                self._add(key, "margin", "likely", "not negative, and raising it raises the loss")
+            elif raised:
+                side, way = ("chosen", "raises") if raised > 0 else ("rejected", "lowers")
+                self._add(key, f"reference_{side}", "sure", f"raising it {way} the loss")
+
+
+@contextmanager
+def _listening(model: nn.Module) -> Iterator[list[float]]:
+    """Inside, every call of a layer with parameters of its own adds a number that depends on all of its outputs."""
+    seen: list[float] = []
+
+    def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            flat = output.detach().double().flatten()
+            seen.append(float(flat @ torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))))
+
+    layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
+    handles = [m.register_forward_hook(listen) for m in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_binary(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _edits(tensor: Tensor) -> list[Tensor]:
+    """Changed tensors of the same kind, the mildest first: a step may refuse one of them."""
+    if _is_binary(tensor):
+        flat = tensor.clone().flatten()
+        on, off = (flat != 0).nonzero()[:, 0], (flat == 0).nonzero()[:, 0]
+        edited = flat.clone()
+        edited[on[len(on) // 3 :: 3]] = 0
+        other = flat.clone()
+        other[off[::2]] = 1
+        return [e.view(tensor.shape) for e in (edited, other)]
+    if tensor.is_floating_point():
+        rng = torch.Generator().manual_seed(7)
+        spread = float(tensor.float().std()) if tensor.numel() > 1 else 0.0
+        noise = torch.randn(tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
+        down = tensor - (0.1 + spread) * noise.abs()
+        return [down, tensor + 0.3 * (0.1 + spread) * noise]
+    values = tensor[tensor >= 0].unique()
+    if len(values) < 2:
+        return [torch.where(tensor >= 0, tensor + 1, tensor)]
+    place = torch.searchsorted(values, tensor.clamp(min=int(values[0])).contiguous())
+    turned = values[(place + 1) % len(values)]
+    return [torch.where(tensor >= 0, turned, tensor)]

@@ -1,0 +1,185 @@
+"""The command ``earnest-audit``: its words, its exit codes, and the verdict as JSON, JUnit, SARIF and Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+
+from earnest_audit import Finding, Verdict
+from earnest_audit.command import main
+from earnest_audit.reports import junit, markdown, sarif
+from tests.audit.test_script import STEP, script
+
+HOLDS = Finding("GL", "4 trainable parameters", "4 got a gradient", "all", "holds")
+FAILS = Finding("MI", "padding <|pad|> & more", "2e-3\x1b", "≤ 1e-6", "fails", "More padding | changes it.", "a b.py:7")
+SKIPPED = Finding("KG", "settings", "not checked", "-", "not declared", "Declare settings and it is checked.")
+UNCHECKED = Finding("SE", "splits", "could not be checked (ValueError: x)", "-", "not applicable", "It raised.")
+
+# The parts of the SARIF 2.1.0 schema that are used here, with the properties that GitHub requires.
+TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
+SARIF = {
+    "type": "object",
+    "required": ["$schema", "version", "runs"],
+    "additionalProperties": False,
+    "properties": {
+        "$schema": {"type": "string", "format": "uri"},
+        "version": {"const": "2.1.0"},
+        "runs": {"type": "array", "minItems": 1, "items": {
+            "type": "object",
+            "required": ["tool", "results"],
+            "additionalProperties": False,
+            "properties": {
+                "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+                "tool": {"type": "object", "required": ["driver"], "properties": {"driver": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"rules": {"type": "array", "uniqueItems": True, "items": {
+                        "type": "object",
+                        "required": ["id"],
+                        "properties": {"id": {"type": "string"}, "shortDescription": TEXT, "help": TEXT},
+                    }}},
+                }}},
+                "results": {"type": "array", "items": {
+                    "type": "object",
+                    "required": ["message", "ruleId", "level", "locations"],
+                    "properties": {
+                        "message": TEXT,
+                        "level": {"enum": ["none", "note", "warning", "error"]},
+                        "locations": {"type": "array", "items": {
+                            "type": "object",
+                            "required": ["physicalLocation"],
+                            "properties": {"physicalLocation": {
+                                "type": "object",
+                                "required": ["artifactLocation", "region"],
+                                "properties": {"region": {
+                                    "type": "object",
+                                    "required": ["startLine"],
+                                    "properties": {"startLine": {"type": "integer", "minimum": 1}},
+                                }},
+                            }},
+                        }},
+                    },
+                }},
+            },
+        }},
+    },
+}  # fmt: skip
+
+
+def test_junit_has_a_case_for_each_row_and_counts_that_agree() -> None:
+    """As the schema of JUnit has it: counts, and in each case at most one failure or skipped element."""
+    root = ElementTree.fromstring(junit(Verdict((HOLDS, FAILS, SKIPPED, UNCHECKED))))
+    (suite,) = root
+    cases = list(suite)
+    assert root.tag == "testsuites" and {case.tag for case in cases} == {"testcase"}
+    kinds = [[child.tag for child in case] for case in cases]
+    assert kinds == [[], ["failure"], ["skipped"], ["skipped"]]
+    for name, count in (("tests", 4), ("failures", 1), ("errors", 0), ("skipped", 2)):
+        assert int(suite.attrib[name]) == int(root.attrib[name]) == count
+    assert all(set(case.keys()) >= {"name", "classname", "time"} for case in cases)
+    failure = cases[1][0]
+    assert failure.attrib["type"] == "MI" and "2e-3\ufffd" in failure.attrib["message"]
+    assert "a b.py:7" in str(failure.text)
+
+
+def test_sarif_has_the_law_the_file_and_the_line() -> None:
+    found = json.loads(sarif(Verdict((HOLDS, FAILS, SKIPPED, UNCHECKED)).at("train.py:1")))
+    jsonschema.validate(found, SARIF)
+    (run,) = found["runs"]
+    assert [(r["ruleId"], r["level"]) for r in run["results"]] == [("MI", "error"), ("SE", "warning")]
+    rules = run["tool"]["driver"]["rules"]
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"] and rules[result["ruleIndex"]]["help"]["markdown"]
+    where = run["results"][0]["locations"][0]["physicalLocation"]
+    assert where["artifactLocation"] == {"uri": "a%20b.py", "uriBaseId": "%SRCROOT%"}
+    assert where["region"]["startLine"] == 7
+
+
+def test_markdown_shows_failures_first_and_escapes_its_cells() -> None:
+    text = markdown(Verdict((HOLDS, FAILS, SKIPPED)))
+    assert text.startswith("## ❌") and "1 checks hold, 1 law broken." in text
+    assert "- **MI** on padding \\<\\|pad\\|\\> & more (`a b.py:7`)" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 5 and len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("verdict", [Verdict(()), Verdict((SKIPPED,))])
+def test_a_verdict_in_which_nothing_was_checked_is_a_failure_in_every_format(verdict: Verdict) -> None:
+    assert ElementTree.fromstring(junit(verdict)).attrib["failures"] == "1"
+    assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["error"]
+    assert markdown(verdict).startswith("## ❌")
+
+
+def test_the_plain_table_has_every_row_and_every_meaning() -> None:
+    text = str(Verdict((HOLDS, FAILS, SKIPPED), notes=("dropout was off",)))
+    lines = text.splitlines()
+    assert lines[1].split() == ["law", "subject", "measured", "expected", "verdict"] and set(lines[2]) == {"-", " "}
+    assert "· dropout was off" in lines and "✗ MI on padding <|pad|> & more: More padding | changes it." in lines
+    assert max(map(len, lines)) <= 120
+
+
+def test_one_process_judges_a_script_and_writes_every_format(tmp_path: Path) -> None:
+    """A broken step: exit 1, and each file names the law and the line of the loss in the script."""
+    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss * 0.0"))
+    words = ["--junit", "r/j.xml", path.name, "--sarif", "r/s.sarif", "--lr", "3", "--markdown=r/m.md", "--json", "--", "--quick"]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "earnest_audit", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "hello from ['--lr', '3', '--quick']" in done.stderr and not json.loads(done.stdout)["holds"]
+    line = path.read_text().splitlines().index("def wrong(model, batch, *args, **settings):") + 1
+    assert {f["place"] for f in json.loads(done.stdout)["findings"]} == {f"train.py:{line}"}
+    found = json.loads((tmp_path / "r/s.sarif").read_text())
+    jsonschema.validate(found, SARIF)
+    (place,) = {json.dumps(r["locations"]) for r in found["runs"][0]["results"]}
+    assert '"train.py"' in place and f'"startLine": {line}' in place
+    assert ElementTree.parse(tmp_path / "r/j.xml").getroot().attrib["failures"] != "0"
+    assert f"(`train.py:{line}`)" in (tmp_path / "r/m.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "sentence"),
+    [
+        ("import torch\nraise TypeError('no')", 2, "train.py raised TypeError before it could be judged."),
+        ("import sys; sys.exit(3)", 2, "ended with 3"),
+        ("from tests.audit.test_command import broken; broken().raise_if_failed()", 1, "stopped at a broken law"),
+        ("import sys; from tests.audit.test_command import broken; sys.exit(int(not broken().holds))", 1, ""),
+    ],
+)
+def test_the_exit_code_tells_a_broken_law_from_a_broken_script(
+    text: str, code: int, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(script(tmp_path, text))]) == code
+    assert sentence in capsys.readouterr().err
+
+
+def broken() -> Verdict:
+    from earnest_audit import Census, audit
+
+    return audit(Census(wanted=["a"], found=[]))
+
+
+def test_the_laws_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["laws"]) == 0
+    assert re.search(r"^PG-CLIP +core +Clipping may zero", capsys.readouterr().out, re.MULTILINE)
+    assert main(["laws", "MI"]) == 0
+    assert capsys.readouterr().out.startswith("## MI: masks")
+    assert main(["laws", "--json"]) == 0
+    assert {"MI", "GL"} <= {row["code"] for row in json.loads(capsys.readouterr().out)}
+    assert main(["laws", "MY"]) == 2
+    assert "there is no law 'MY': did you mean 'M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--jsn", "train.py"], ["--sarif"]])
+def test_wrong_words_exit_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
