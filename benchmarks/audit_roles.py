@@ -36,7 +36,18 @@ assert losses and machinery and policy
 RESULTS = Path(__file__).parent / "results" / "audit_roles.json"
 FIELDS = {field.name for field in dataclasses.fields(Step)} - {"model", "loss", "batch", "roles", "settings"}
 # What a user without declarations would not have written.
-UNDECLARED = {"logprobs", "student", "terms", "metrics", "paths", "reference", "family", "weighed", "neutral", "switches"}
+UNDECLARED = {
+    "logprobs",
+    "student",
+    "terms",
+    "metrics",
+    "paths",
+    "reference",
+    "family",
+    "weighed",
+    "neutral",
+    "switches",
+}
 
 
 def stripped(step: Step) -> InferredStep:
@@ -66,7 +77,9 @@ def _makes_a_step(make: Callable[..., Any]) -> bool:
     return signature.return_annotation in ("Step", Step) and not required
 
 
-def judged(name: str, make: Callable[[], Any], right: bool, laws: frozenset[str] = frozenset()) -> dict[str, Any] | None:
+def judged(
+    name: str, make: Callable[[], Any], right: bool, laws: frozenset[str] = frozenset()
+) -> dict[str, Any] | None:
     """One row for each tensor with a declared role; None where this is not a step with roles, or was seen before."""
     try:
         step = make()
@@ -120,7 +133,9 @@ def table(results: list[dict[str, Any]]) -> str:
     fixes = [case for case in results if case["right"]]
     broken = [case for case in results if not case["right"]]
     lines += [
-        "", "| audited with guessed roles | steps | a law fails | … one that the description names |", "|---|---|---|---|",
+        "",
+        "| audited with guessed roles | steps | a law fails | … one that the description names |",
+        "|---|---|---|---|",
         f"| right steps | {len(fixes)} | {sum(bool(case['failed']) for case in fixes)} | |",
         f"| defects | {len(broken)} | {sum(bool(case['failed']) for case in broken)} "
         f"| {sum(case['seen'] for case in broken)} |",

@@ -128,7 +128,7 @@ def test_the_plain_table_has_every_row_and_every_meaning() -> None:
 def test_one_process_judges_a_script_and_writes_every_format(tmp_path: Path) -> None:
     """A broken step: exit 1, and each file names the law and the line of the loss in the script."""
     path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss * 0.0"))
-    words = ["--junit", "r/j.xml", path.name, "--sarif", "r/s.sarif", "--lr", "3", "--markdown=r/m.md", "--json", "--", "--quick"]  # fmt: skip
+    words = f"--junit r/j.xml {path.name} --sarif r/s.sarif --lr 3 --markdown=r/m.md --json -- --quick".split()
     done = subprocess.run(
         [sys.executable, "-m", "earnest_audit", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},

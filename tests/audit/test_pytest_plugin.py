@@ -12,7 +12,6 @@ import pytest
 
 TESTS = '''
 import sys
-import warnings
 
 import pytest
 
@@ -46,9 +45,7 @@ def test_short():
 @pytest.mark.audit
 @pytest.mark.parametrize("rate", [1e-2, 1e-30])
 def test_marked(rate):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loop(rate)
+    loop(rate)
 
 
 @pytest.mark.audit
@@ -77,9 +74,9 @@ def test_fixture(audit_step, factor):
 def outcomes(folder: Path, *words: str) -> tuple[dict[str, str], str, int]:
     (folder / "test_it.py").write_text(TESTS.replace("AUDIT", str("--audit" in words)))
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    plugin = ["-p", "earnest_audit.pytest_plugin"]
+    options = ["-rA", "-W", "error::UserWarning", "--strict-markers", "-p", "earnest_audit.pytest_plugin"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "--strict-markers", *plugin, *words, "test_it.py"], cwd=folder,
+        [sys.executable, "-m", "pytest", *options, *words, "test_it.py"], cwd=folder,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = re.findall(r"^(PASSED|FAILED|ERROR) test_it.py::(\S+)", done.stdout, re.MULTILINE)
@@ -109,6 +106,6 @@ def test_with_audit_every_test_is_watched_and_the_run_fails(workers: tuple[str, 
     """The tests pass, and the exit code and the report at the end show the loop that trains nothing."""
     found, text, code = outcomes(tmp_path, "--audit", "-k", "first or loop or short", *workers)
     assert code == 1 and found == OTHERS, text
-    report = text[text.index("= audit =") :]
+    report = text.split("= audit =")[1].split("short test summary info")[0]
     assert "test_it.py::test_loop[1e-30]" in report and "test_it.py::test_loop[0.01]" not in report
     assert "3 of 4 tests train something: 1 break a law, 1 hold, 1 are too short to be judged." in report

@@ -176,3 +176,75 @@ def test_nothing_to_audit_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as end:
         main(["audit"])
     assert end.value.code == 2 and "give something to audit" in capsys.readouterr().err
+
+
+STRAYS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+torch.manual_seed(0)
+model, judge = Model(), nn.Linear(1, 1)
+{before}
+optimizers = [torch.optim.SGD(p, lr=0.1) for p in ({owned})]
+for _ in range(8):
+    loss = model(torch.randn(4, 3)).square().mean(){more}
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+HEAD, ALL = "model.head.parameters(),", "model.parameters(),"
+JUDGED = " + judge(model(torch.randn(4, 3))).mean()"
+
+
+@pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
+@pytest.mark.parametrize(
+    ("owned", "before", "more", "outcome"),
+    [
+        (ALL, "", "", None),
+        (HEAD, "", "", "fails"),
+        (HEAD, "model.backbone.requires_grad_(False)", "", None),
+        (HEAD + "model.backbone.parameters()", "", "", None),
+        (HEAD, "model(torch.randn(4, 3)).sum().backward(); model.backbone.requires_grad_(False)", "", None),
+        (ALL, "", JUDGED, "not declared"),
+        (ALL, "judge.requires_grad_(False)", JUDGED, None),
+    ],
+    ids=["all", "forgotten", "frozen", "two optimizers", "an old gradient", "a judge", "a frozen judge"],
+)
+def test_parameters_that_no_optimizer_has(
+    owned: str, before: str, more: str, outcome: str | None, tmp_path: Path
+) -> None:
+    """The module that the optimizer owns whole is the head; the backbone beside it is found among all modules."""
+    verdict = audit_script(script(tmp_path, STRAYS.format(owned=owned, before=before, more=more)))
+    rows = [f for f in verdict.findings if f.subject == "parameters without an optimizer"]
+    assert [f.outcome for f in rows] == ([outcome] if outcome else []), str(verdict)
+    assert verdict.holds == (outcome != "fails")
+    if rows:
+        assert ("Model.backbone.weight" if outcome == "fails" else "Linear.weight") in rows[0].meaning
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("hole.py:score", "hole.py:score is a function, not a task: a recipe names it as the grader of its rows"),
+        ("RUN", "RUN is a run folder: `earnest report RUN` shows its verdict, and `earnest audit RUN/config.yaml`"),
+    ],
+)
+def test_what_is_not_audited_by_this_name_has_a_way_out(
+    word: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hole.py").write_text("def score(prompt, completion):\n    return 1.0\n")
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN/run.json").write_text("{}")
+    with pytest.raises(SystemExit) as end:
+        main(["audit", word])
+    assert end.value.code == 2 and sentence in capsys.readouterr().err

@@ -102,8 +102,8 @@ def test_the_wheel_holds_the_package_alone_and_names_the_clone_for_an_experiment
 
 @pytest.mark.integration
 def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """No file is in both wheels, and every file of the package is in its wheel. With torch and numpy alone, without rich
-    and without earnest, it audits a step, prints the verdict, and lists the laws."""
+    """No file is in both wheels, and every file of the package is in its wheel. With torch and numpy alone, without
+    rich and without earnest, it audits a step, prints the verdict, and lists the laws."""
     inside = {name for name in audit_wheel.namelist() if ".dist-info/" not in name}
     assert not inside & set(wheel.namelist())
     folder = ROOT / "earnest-audit" / "src"
@@ -113,10 +113,10 @@ def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zi
     _link(tmp_path / "site", "torch", "numpy")
     (tmp_path / "train.py").write_text(ALONE)
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from earnest_audit.command import main; "
+    code += "sys.exit(main(['--sarif', 'out.sarif', 'train.py']) or main(['laws']))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code + "sys.exit(main(['--sarif', 'out.sarif', 'train.py']) or main(['laws']))"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "[]\n" in done.stderr and "the training step, checked" in done.stdout and "PG-CLIP" in done.stdout
     assert (tmp_path / "out.sarif").is_file()

@@ -27,7 +27,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.gradient import Gradient
 from earnest_audit.measure import Batch, Reading
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -69,8 +68,8 @@ class InferredStep(Step):
 
 
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
-    """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared``: further fields of ``Step``; roles
-    that are declared are not guessed."""
+    """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared``: further fields of ``Step``;
+    roles that are declared are not guessed."""
     given = dict(declared.pop("roles", {}))
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
     probe = Probe(base)

@@ -19,7 +19,8 @@ def place_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)
+    own = vars(type(function)).get("__call__")  # of an object that can be called
+    code = getattr(function, "__code__", None) or getattr(own, "__code__", None)
     return "" if code is None else _place(code.co_filename, code.co_firstlineno)
 
 

@@ -15,7 +15,7 @@ law; the tests keep their own outcomes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,17 +74,13 @@ def _watching(quick: bool) -> Iterator[Callable[[], Verdict]]:
     """Everything that trains inside is watched; the function returns what was found, once the block has ended."""
     import warnings
 
-    from earnest_audit.script import collected, injected, watched
-    from earnest_audit.verdict import Verdict
+    from earnest_audit.script import trained
     from earnest_audit.watcher import WatchWarning
 
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", WatchWarning)  # the findings are reported at the end
-        heard, watches = stack.enter_context(collected())
-        stack.enter_context(injected(quick))
-        stack.enter_context(watched(watches))
-        yield lambda: sum([*heard, *(watch.verdict() for watch in watches)], Verdict(()))
+        with trained(quick) as verdict:
+            yield verdict
 
 
 @pytest.hookimpl(wrapper=True)

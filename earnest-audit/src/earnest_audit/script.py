@@ -7,7 +7,6 @@ this process.
 
 from __future__ import annotations
 
-import gc
 import logging
 import runpy
 import sys
@@ -27,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from earnest_audit import executor
 from earnest_audit.errors import EarnestError
+from earnest_audit.strays import Strays, modules
 from earnest_audit.verdict import LawBroken, Verdict
 from earnest_audit.watcher import WATCHED, Watch
 
@@ -48,23 +48,30 @@ def audit_script(
     """Everything that was found while the script ran."""
     if not path.is_file():
         raise ScriptError(f"there is no script {str(path)!r}.")
-    with collected(progress) as (heard, watches), injected(quick), watched(watches), _called(path, arguments):
+    with trained(quick, progress) as verdict, _called(path, arguments):
         try:
             runpy.run_path(str(path), run_name="__main__")
         except LawBroken as error:
-            if not any(verdict.failures for verdict in heard):
+            if not verdict().failures:
                 raise
             print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
         except SystemExit as stop:
-            if stop.code not in (None, 0) and not any(verdict.failures for verdict in heard):
+            if stop.code not in (None, 0) and not verdict().failures:
                 raise ScriptError(f"{path.name} ended with {stop.code!r} before it could be judged.") from stop
-    verdicts = [*heard, *(w.verdict() for w in watches)]  # the callbacks' audits are heard, their watches seen
-    if not verdicts:
+    if not verdict().findings:
         raise ScriptError(
             f"{path.name} ran, and made no transformers.Trainer, stepped no optimizer of a module and called no "
             f"audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a watch:\n\n{PASTE}\n"
         )
-    return sum(verdicts, Verdict(())).at(f"{path.as_posix()}:1")
+    return verdict().at(f"{path.as_posix()}:1")
+
+
+@contextmanager
+def trained(quick: bool = False, progress: Callable[[str], None] | None = None) -> Iterator[Callable[[], Verdict]]:
+    """Everything that trains inside is under the audit; the function returns what has been found up to now. The
+    callbacks' audits are heard, and their watches are seen."""
+    with collected(progress) as (heard, watches), injected(quick), watched(watches) as strays:
+        yield lambda: sum([*heard, *(w.verdict() for w in watches), strays()], Verdict(()))
 
 
 @contextmanager
@@ -156,16 +163,22 @@ def _without_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def watched(watches: list[Watch]) -> Iterator[None]:
+def watched(watches: list[Watch]) -> Iterator[Callable[[], Verdict]]:
     """Every optimizer that steps inside is watched from its first step on, with the module whose parameters it owns,
-    unless ``watches`` has it already. Steps that an audit makes do not count."""
+    unless ``watches`` has it already. Steps that an audit makes do not count. Yields a function that returns what was
+    found of parameters that no optimizer has."""
     begun: list[Watch] = []
     seen: set[int] = set()
+    strays = Strays()
 
     def begin(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if executor.RUNNING or id(optimizer) in seen:
+        if executor.RUNNING:
+            return
+        if id(optimizer) in seen:
+            strays.look()
             return
         seen.add(id(optimizer))
+        strays.begin(optimizer)
         known = [w.optimizer for w in watches]
         if any(o is optimizer or optimizer in getattr(o, "members", ()) for o in known):
             return
@@ -175,7 +188,7 @@ def watched(watches: list[Watch]) -> Iterator[None]:
 
     handle = register_optimizer_step_pre_hook(begin)
     try:
-        yield
+        yield lambda: Verdict(tuple(strays.findings()))
     except BaseException as error:
         for watch in begun:
             watch.__exit__(type(error), error, None)
@@ -190,7 +203,7 @@ def _owner(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """The smallest module that has all of the optimizer's parameters."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     sizes: list[tuple[int, nn.Module]] = []
-    for module in (m for m in gc.get_objects() if issubclass(type(m), nn.Module)):
+    for module in modules():
         held = {id(p) for p in module.parameters()}
         if owned and owned <= held:
             sizes.append((len(held), module))

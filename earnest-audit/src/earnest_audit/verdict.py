@@ -121,7 +121,8 @@ class Verdict:
     def __str__(self) -> str:
         """The table in plain text."""
         rows = [tuple(COLUMNS), *((f.law, f.subject, f.measured, f.expected, f.outcome) for f in self.findings)]
-        widths = [min(most, max(map(len, cells))) for most, cells in zip(COLUMNS.values(), zip(*rows), strict=True)]
+        cells = list(zip(*rows, strict=True))
+        widths = [min(most, max(map(len, column))) for most, column in zip(COLUMNS.values(), cells, strict=True)]
         lines = [line for row in rows for line in _wrapped(row, widths)]
         lines.insert(1, "  ".join("-" * width for width in widths))
         below = [f"· {remark}" for remark in self.remarks()]

@@ -92,6 +92,11 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
     from earnest import runs
     from earnest.config import from_mapping, recipes
 
+    if (Path(recipe) / "run.json").is_file():
+        raise EarnestError(
+            f"{recipe} is a run folder: `earnest report {recipe}` shows its verdict, and `earnest audit "
+            f"{Path(recipe) / 'config.yaml'}` audits its step again."
+        )
     progress = Console(stderr=True)
     name, data = recipes.read(recipe)
     if "experiment" in data:

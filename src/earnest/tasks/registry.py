@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -69,6 +70,11 @@ def _from_code(entry: str, settings: Mapping[str, Any]) -> Task:
             raise TaskError(f"task: {entry} cannot be made with the settings {dict(settings)}: {error}.") from error
     elif settings:
         raise TaskError(f"task.{next(iter(settings))}: {entry} is an instance and has no settings; leave it out.")
+    if inspect.isfunction(found):
+        raise TaskError(
+            f"task: {entry} is a function, not a task: a recipe names it as the grader of its rows (`grade: {entry}` "
+            "beside `data:`), and `earnest audit RECIPE.yaml` audits it there."
+        )
     if not isinstance(found, Task):
         missing = [n for n in ("name", "description", "prompts", "grade") if not hasattr(found, n)]
         raise TaskError(

@@ -1,5 +1,5 @@
-"""Loops in the form of accelerate, Lightning, torchtune and nanochat, written here: a planted bug is found, and the right
-version is clean."""
+"""Loops in the form of accelerate, Lightning, torchtune and nanochat, written here: a planted bug is found, and the
+right version is clean."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 def test_a_loop_of_nanochat(steps_all: bool) -> None:
     """Two optimizers and accumulation; the planted bug steps only the first of them."""
     model, data = Chat(), batches()
-    optimizers = [torch.optim.SGD(parameters(model, True), lr=1e-2), torch.optim.AdamW(parameters(model, False), lr=1e-2)]
+    optimizers = [
+        torch.optim.SGD(parameters(model, True), lr=1e-2),
+        torch.optim.AdamW(parameters(model, False), lr=1e-2),
+    ]
     with watch(model, optimizers, all_supervised=True) as w:
         for _ in range(24):
             for _ in range(2):

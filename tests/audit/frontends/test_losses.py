@@ -95,7 +95,9 @@ def detached_penalty(inputs: Inputs, ratio_cap: float, kl_weight: float) -> Outp
     return Outputs(none.loss + (found.loss - none.loss).detach(), found.metrics)
 
 
-@pytest.mark.parametrize(("loss", "laws"), [(importance, set()), (everywhere, {"MI"}), (detached_penalty, {"KG", "IG"})])
+@pytest.mark.parametrize(
+    ("loss", "laws"), [(importance, set()), (everywhere, {"MI"}), (detached_penalty, {"KG", "IG"})]
+)
 def test_a_loss_of_prime_rl(loss: Any, laws: set[str]) -> None:
     settings = {"ratio_cap": Setting(1.05, "bound"), "kl_weight": Setting(0.1, "weight")}
     step = prime_rl(

@@ -1,0 +1,88 @@
+"""Parameters that get a gradient and that no optimizer has, found among all modules while a script runs.
+
+Where the module of such a parameter is trained in part, that is a failure: a parameter group was forgotten. A module of
+which nothing is trained may be meant to stay as it is (a perceptual loss), so that is only reported.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from earnest_audit.laws.liveness import some
+from earnest_audit.verdict import Finding, LawOutcome
+
+ENOUGH = 4  # new gradients before a parameter is reported
+SAMPLE = 4096
+
+
+def modules() -> list[nn.Module]:
+    """Every module that exists."""
+    return [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+
+
+@dataclass
+class _Stray:
+    name: str
+    value: Tensor
+    gradient: Tensor
+    looks: int = 0  # new gradients, after which the parameter was what it had been
+
+
+class Strays:
+    """What has been seen of parameters without an optimizer. ``begin`` at the first step of an optimizer, ``look`` at
+    each of its steps."""
+
+    def __init__(self) -> None:
+        self.owned = WeakIdKeyDictionary()
+        self.strays = WeakIdKeyDictionary()
+        self.partly: set[str] = set()
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self.owned[p] = True
+        for module in sorted(modules(), key=lambda m: -sum(1 for _ in m.parameters())):
+            named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            trained = any(p in self.owned for p in named.values())
+            for n, p in named.items():
+                if p in self.owned or p.grad is None or p.layout != torch.strided:
+                    continue
+                if p not in self.strays:
+                    self.strays[p] = _Stray(f"{type(module).__name__}.{n}", _sample(p), _sample(p.grad))
+                if trained:
+                    self.partly.add(self.strays[p].name)
+
+    def look(self) -> None:
+        """Before a step: count new gradients; what has moved is trained by somebody."""
+        for p, stray in list(self.strays.items()):
+            now = None if p.grad is None else _sample(p.grad)
+            if now is None or torch.equal(now, stray.gradient):
+                continue
+            stray.gradient = now
+            value = _sample(p)
+            stray.looks = stray.looks + 1 if torch.equal(value, stray.value) else 0
+            stray.value = value
+
+    def findings(self) -> Iterator[Finding]:
+        found = [s.name for p, s in self.strays.items() if p not in self.owned and s.looks >= ENOUGH]
+        outcomes: tuple[LawOutcome, ...] = ("fails", "not declared")
+        for outcome in outcomes:
+            names = [n for n in found if (n in self.partly) == (outcome == "fails")]
+            if names:
+                yield Finding(
+                    "GL", "parameters without an optimizer", f"{len(names)} get gradients and stay constant", "0",
+                    outcome,
+                    f"{some(names)} get a gradient in every update, and no optimizer has them. Add them to the "
+                    "optimizer's parameters; where they are meant to stay, requires_grad_(False) freezes them.",
+                )  # fmt: skip
+
+
+def _sample(t: Tensor) -> Tensor:
+    flat = t.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].clone()

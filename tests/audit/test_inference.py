@@ -1,0 +1,98 @@
+"""Roles that are guessed by perturbation: right on the four families, printed as guesses, and never from names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from earnest_audit import Step, StepError, audit, infer
+from tests.audit.steps import STEPS, Tiny, grpo_loss, logprobs, policy_batch, policy_step
+
+
+def renamed(step: Step) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
+    """The step's loss on a batch whose keys are meaningless and in another order, and key -> declared role."""
+    names = {key: f"k{number}" for number, key in enumerate(sorted(step.batch, reverse=True))}
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        return step.loss(model, {key: batch[name] for key, name in names.items()}, **step.knobs)
+
+    return loss, {names[key]: step.batch[key] for key in names}, {names[key]: role for role, key in step.roles.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", STEPS)
+def test_every_role_of_the_families_is_found_without_names(family: str, dtype: torch.dtype) -> None:
+    step = STEPS[family](dtype=dtype)
+    loss, batch, truth = renamed(step)
+    inferred = infer(step.model, loss, batch)
+    found = {key: role for role, key in inferred.roles.items()}
+    assert {key: found.get(key) for key in truth} == truth, "\n".join(map(str, inferred.inferred))
+
+
+def test_audit_of_a_model_prints_its_guesses_and_checks_what_follows() -> None:
+    step = policy_step()
+    loss, batch, _ = renamed(step)
+    right = audit(step.model, loss, batch, quick=True)
+    assert right.holds and sum(note.startswith("guessed: ") for note in right.notes) == len(batch), str(right)
+
+    def wrong(model: nn.Module, changed: Mapping[str, Any]) -> Any:
+        """The mask is read and the mean is over the padded width."""
+        value, metrics = loss(model, changed)
+        (mask,) = (t for t in changed.values() if t.is_floating_point() and bool(((t == 0) | (t == 1)).all()))
+        return value * mask.sum() / mask.numel(), metrics
+
+    assert "MI" in {f.law for f in audit(step.model, wrong, batch).failures}
+
+
+def test_a_declared_role_is_not_guessed_again() -> None:
+    step = policy_step()
+    loss, batch, truth = renamed(step)
+    keys = {role: key for key, role in truth.items()}
+    inferred = infer(step.model, loss, batch, roles={"reference": keys["behaviour"]})
+    assert inferred.roles["reference"] == keys["behaviour"]
+    assert keys["behaviour"] not in {guess.key for guess in inferred.inferred}
+
+
+def test_rewards_and_weights_and_unread_tensors() -> None:
+    model = Tiny()
+    batch = policy_batch(model) | {"unread": torch.randn(5), "weights": torch.rand(5) + 2.0}
+    batch["rewards"] = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0])
+    batch["group"] = torch.tensor([3, 3, 3, 5, 5])
+    del batch["advantages"]
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        rewards, group = batch["rewards"], batch["group"]
+        same = (group[:, None] == group).float()
+        advantages = rewards - same @ rewards / same.sum(1)
+        return grpo_loss(model, {**batch, "advantages": advantages * batch["weights"]}, 0.04, 0.2)
+
+    inferred = infer(model, loss, batch)
+    guesses = {guess.key: guess for guess in inferred.inferred}
+    assert guesses["rewards"].role == "rewards" and guesses["group"].role == "group"
+    assert guesses["weights"].role == "weights" and "unread" not in guesses
+    assert guesses["old"].role == "behaviour" and guesses["ref"].role == "reference"
+    assert "no role was found for unread" in inferred.remarks
+    assert any(remark.startswith("guessed: rewards is rewards (sure: a constant added") for remark in inferred.remarks)
+
+
+def test_the_model_and_the_batch_are_left_alone() -> None:
+    step = policy_step()
+    loss, batch, _ = renamed(step)
+    before = {n: p.detach().clone() for n, p in step.model.named_parameters()}
+    kept = {key: t.clone() for key, t in batch.items()}
+    infer(step.model, loss, batch)
+    assert all(p.equal(before[n]) and p.grad is None for n, p in step.model.named_parameters())
+    assert all(t.equal(kept[key]) for key, t in batch.items())
+    assert not any(m._forward_hooks for m in step.model.modules())
+
+
+def test_wrong_calls_have_a_way_out() -> None:
+    step = policy_step()
+    with pytest.raises(StepError, match=r"a model alone cannot be audited: give audit\(model, loss, batch\)"):
+        audit(step.model)
+    with pytest.raises(StepError, match="give the loss, the batch and all declarations to Step"):
+        audit(step, logprobs)
