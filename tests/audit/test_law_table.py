@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+from earnest_audit.facts import KINDS
 from earnest_audit.laws.__main__ import ALL, table
+from earnest_audit.step import ROLES
+from scripts.docs.pages import ROOT
 
 
 def test_the_generated_table_has_every_law() -> None:
@@ -36,3 +41,10 @@ def test_every_law_has_a_page_from_its_own_file() -> None:
     for law in ALL:
         assert law.sentence and law.needs and law.how and law.exceptions and law.detects, law.code
         assert law.page().startswith(f"## {law.code}: ") and law.tier in ("core", "contrib")
+
+
+def test_the_guide_has_every_role_and_every_kind_of_setting() -> None:
+    """A role that no page names cannot be declared by a user."""
+    cells = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs/audit.md").read_text(), re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert {*ROLES, *KINDS} <= named, {*ROLES, *KINDS} - named

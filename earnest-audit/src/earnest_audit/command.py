@@ -37,7 +37,7 @@ MORE = (
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words (by default those of the process), and return its exit code."""
     given = list(sys.argv[1:] if words is None else words)
-    parser = _parser()
+    parser = make_parser()
     own, rest = _split(parser, given)
     options = parser.parse_args(own)
     try:
@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
 FILES = ("junit", "sarif", "markdown")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="earnest-audit", usage="earnest-audit [OPTIONS] train.py [ARGUMENTS] | earnest-audit laws [CODE ...]",
         description="Run a training script and check the laws of training on every trainer and optimizer that it "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.measure import result_of
+from earnest_audit.measure import number, result_of
 from earnest_audit.step import Step
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 29, 16, 5, 10
@@ -68,7 +68,7 @@ def prime_rl(
             )
             total = total + found.loss
             logged.append(found.metrics)
-        return total / mask.sum(), {name: sum(float(m[name]) for m in logged) / len(logged) for name in logged[0]}
+        return total / mask.sum(), {name: sum(number(m[name]) for m in logged) / len(logged) for name in logged[0]}
 
     return _of_logprobs(loss, ROLES | (REFERENCE if reference else {}), settings, seed, declared)
 

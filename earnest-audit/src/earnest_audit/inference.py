@@ -210,7 +210,9 @@ class _Inference:
             calls = self.effects[key].calls
             kind = "attention" if calls else "mask"
             why = "zeros and ones that the layers read" if calls else "zeros and ones that only the loss reads"
-            if not sides:
+            if not sides and calls and self._is_documents(key):
+                self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
+            elif not sides:
                 self._add(key, kind, "sure", why)
                 continue
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
@@ -218,6 +220,15 @@ class _Inference:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
             else:
                 self._add(key, kind, "weak", why)
+
+    def _is_documents(self, key: str) -> bool:
+        """Two documents in a row, or left padding: ids under padding do not matter."""
+        ids, x = self._key("ids"), self.batch[key]
+        if ids is None or x.shape != self.batch[ids].shape or not bool((x[:, 1:] >= x[:, :-1]).all()):
+            return False
+        (edited, *_) = _edits(self.batch[ids])
+        under = torch.where(x == 0, edited, self.batch[ids])
+        return self._with({ids: under}).gradient.distance(self.base.gradient) > TINY
 
     def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
         """An attention mask is read in the calls that read the ids; where a mask is 0, the ids do not matter."""

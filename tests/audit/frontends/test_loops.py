@@ -120,7 +120,7 @@ class Chat(Tiny):
 
     def forward(self, x: Tensor, y: Tensor | None = None, *_: Any) -> Tensor:
         logits = super().forward(x)
-        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
+        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
 def parameters(model: nn.Module, matrices: bool) -> Iterator[nn.Parameter]:
@@ -160,8 +160,8 @@ def right(model: nn.Module, batch: Any) -> Tensor:
 
 
 def sees_its_targets(model: nn.Module, batch: Any) -> Tensor:
-    """x is not cut at the end, so it is y: every token is predicted from itself."""
-    found: Tensor = model(batch["y"], batch["y"])
+    """x is shifted with y: every token is predicted from itself."""
+    found: Tensor = model(batch["x"].roll(-1, 1), batch["y"])
     return found
 
 
@@ -170,5 +170,5 @@ def test_a_step_of_nanochat_with_guessed_roles(loss: Callable[..., Tensor], clea
     model = Chat()
     x, y = next(batches())
     verdict = audit(model, loss, {"x": x, "y": y}, all_supervised=True)
-    assert ("guessed: x is ids (sure: whole numbers that the layers read)" in verdict.notes) == clean
+    assert "guessed: x is ids (sure: whole numbers that the layers read)" in verdict.notes
     assert (not failed(verdict)) == clean, str(verdict)
