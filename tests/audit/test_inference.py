@@ -35,14 +35,14 @@ def test_every_role_of_the_families_is_found_without_names(family: str, dtype: t
 
 def test_audit_of_a_model_prints_its_guesses_and_checks_what_follows() -> None:
     step = policy_step()
-    loss, batch, _ = renamed(step)
+    loss, batch, truth = renamed(step)
     right = audit(step.model, loss, batch, quick=True)
     assert right.holds and sum(note.startswith("guessed: ") for note in right.notes) == len(batch), str(right)
 
     def wrong(model: nn.Module, changed: Mapping[str, Any]) -> Any:
         """The mask is read and the mean is over the padded width."""
         value, metrics = loss(model, changed)
-        (mask,) = (t for t in changed.values() if t.is_floating_point() and bool(((t == 0) | (t == 1)).all()))
+        mask = changed[next(key for key, role in truth.items() if role == "mask")]
         return value * mask.sum() / mask.numel(), metrics
 
     assert "MI" in {f.law for f in audit(step.model, wrong, batch).failures}

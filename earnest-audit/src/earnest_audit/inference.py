@@ -277,7 +277,7 @@ class _Inference:
             self._add(key, "returns", "likely", "the gradient is linear in it and the loss is quadratic")
         elif bool((x < 0).any()) and bool((x > 0).any()):
             self._add(key, "advantages", "sure", "gradient and loss are linear in it, and it has both signs")
-        elif bool((x > 0).all()) and 0.2 < float(x.median()) < 5:
+        elif bool((x > 0).all()) and 0.5 < float(x.median()) < 2:
             self._add(key, "importance", "weak", "gradient and loss are linear in it, and it is near 1")
         elif bool((x >= 0).all()):
             self._add(key, "weights", "likely", "gradient and loss are linear in it, and it is not negative")
@@ -366,6 +366,8 @@ def _edits(tensor: Tensor) -> list[Tensor]:
         noise = torch.randn(tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
         down = tensor - (0.1 + spread) * noise.abs()
         return [down, tensor + 0.3 * (0.1 + spread) * noise]
+    if tensor.ndim == 1:  # names of groups: other names of the same groups would change nothing
+        return [tensor.roll(1)]
     values = tensor[tensor >= 0].unique()
     if len(values) < 2:
         return [torch.where(tensor >= 0, tensor + 1, tensor)]
