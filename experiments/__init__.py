@@ -47,11 +47,11 @@ def find(name: str) -> Experiment:
 def check(data: dict[str, Any], overrides: list[str], *, quick: bool, console: Console) -> Verdict:
     """Prove the steps of an experiment without training it."""
     from earnest.config.load import check_mapping
-    from earnest_audit.progress import shown
+    from earnest.runs.progress import laws_on
 
     experiment = find(data["experiment"])
     config = check_mapping(experiment.Config, data, overrides)
-    with shown(console) as progress:
+    with laws_on(console) as progress:
         return experiment.prove(config, quick=quick, progress=progress)
 
 

@@ -24,12 +24,11 @@ from earnest.runs.folder import RunFolder, default_place, read_json, require_fre
 from earnest.runs.loggers import open_loggers
 from earnest.runs.loop import TrainingLoop, probe_batch
 from earnest.runs.preflight import preflight
-from earnest.runs.progress import note_on, reporter_on
+from earnest.runs.progress import laws_on, note_on, reporter_on
 from earnest.runs.setup import Setup, build
 from earnest.tasks import is_environment
 from earnest.tasks.audit import audit_grader, built_in
 from earnest_audit import Verdict
-from earnest_audit.progress import shown
 
 FROM_PYTHON = "python"
 """The name that stands for the recipe in a run that ``en.train`` started."""
@@ -177,7 +176,7 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
     setup = build(config, note_on(console))
     try:
         batch = probe_batch(setup)
-        with shown(console) as progress:
+        with laws_on(console) as progress:
             found = prove(setup.require_local("an audit"), setup.objective, batch, quick=quick, progress=progress)
         if setup.task is None or is_environment(setup.task) or built_in(setup.task):
             return found

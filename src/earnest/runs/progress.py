@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -37,6 +38,16 @@ def reporter_on(console: Console) -> ProgressReporter:
 def note_on(console: Console) -> Callable[[str], None]:
     """A function that prints what is being done; used until a run has its reporter."""
     return lambda text: console.print(f"{text} …", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def laws_on(console: Console) -> Iterator[Callable[[str], None]]:
+    """A function that shows the law that begins: one line that changes on a terminal, a line for each law elsewhere."""
+    if not console.is_terminal:
+        yield note_on(console)
+        return
+    with console.status("auditing …") as status:
+        yield lambda text: status.update(f"auditing: {escape(text)} …")
 
 
 def facts(line: dict[str, Any]) -> str:
