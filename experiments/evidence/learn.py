@@ -12,7 +12,6 @@ measured by the same evaluation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,7 +75,7 @@ def theirs(task: str, seed: int, out: Path) -> Record:
     import trl
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
     from earnest.tasks import get_task
 
@@ -93,25 +92,15 @@ def theirs(task: str, seed: int, out: Path) -> Record:
             for p, c in zip(given, completions, strict=True)
         ]
 
-    class Times(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.start)
-
     settings = trl.GRPOConfig(
         output_dir=str(out / f"{task}-trl-seed{seed}"), max_steps=STEPS,
         per_device_train_batch_size=PROMPTS * COMPLETIONS, num_generations=COMPLETIONS,
         max_completion_length=NEW_TOKENS, temperature=1.0, beta=0.0, loss_type="grpo", learning_rate=LR,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_steps=1, use_cpu=True, report_to=[],
-        save_strategy="no", disable_tqdm=True, seed=seed, bf16=False, fp16=False, gradient_checkpointing=False,
+        save_strategy="steps", save_steps=5, save_total_limit=1,
+        disable_tqdm=True, seed=seed, bf16=False, fp16=False, gradient_checkpointing=False,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    times = Times()
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         args=settings,
@@ -121,11 +110,11 @@ def theirs(task: str, seed: int, out: Path) -> Record:
             r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, lora_dropout=0.0, task_type="CAUSAL_LM"
         ),
         reward_funcs=reward,
-        callbacks=[times],
     )
-    trainer.train()
-    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    trained = out / f"{task}-trl-seed{seed}" / "merged"
+    place = out / f"{task}-trl-seed{seed}"
+    trainer.train(resume_from_checkpoint=True if list(place.glob("checkpoint-*")) else None)
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    trained = place / "merged"
     trainer.model.merge_and_unload().save_pretrained(trained)
     AutoTokenizer.from_pretrained(folder).save_pretrained(trained)
     return {
@@ -134,8 +123,8 @@ def theirs(task: str, seed: int, out: Path) -> Record:
         "seed": seed,
         "version": trl.__version__,
         "heldout": [measured(task, folder, 0), measured(task, str(trained.resolve()), STEPS)],
-        "reward": rewards,
-        "step_seconds": times.seconds,
+        "reward": [line["reward"] for line in lines],
+        "step_seconds": [line["step_time"] for line in lines],
     }
 
 

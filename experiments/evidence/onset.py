@@ -68,11 +68,11 @@ def train(kind: str, seed: int) -> Record:
             grades = [replace(g, reward=float(g.correct)) for g in grades]
         batch = with_advantages(batch_of(rollouts), [g.reward for g in grades])
         assert batch.advantages is not None
-        rows = batch.rows(batch.row[batch.advantages != 0].unique())
+        chosen = batch.row[batch.advantages != 0].unique()
         logprobs = [lp for r in rollouts for lp in r.logprobs]
         line = {
             "reward": statistics.mean(g.reward for g in grades),
-            "without_spread": 1 - len(rows) / len(rollouts),
+            "without_spread": 1 - len(chosen) / len(rollouts),
             "entropy": -statistics.mean(logprobs),
             "length": statistics.mean(len(r.tokens) for r in rollouts),
             "exploited": statistics.mean(bool(g.extras["exploited"]) for g in grades),
@@ -82,8 +82,8 @@ def train(kind: str, seed: int) -> Record:
             "leak_random": 0.0,
             "removed": 0.0,
         }
-        if len(rows):
-            report = engine.step(rows, OBJECTIVE).update
+        if len(chosen):
+            report = engine.step(batch.rows(chosen), OBJECTIVE).update
             line |= {
                 "gradient_norm": report.gradient_norm,
                 "leak": report.guard["true/leak_gradient"],
