@@ -3,10 +3,11 @@
     python benchmarks/diloco_scale.py            prints a table for N = 4 … 1,000, flat and in groups
 
 Per round a replica announces itself, writes its delta, reads the commit and lists the round after every
-``Rules.pause``, and reads the deltas, ``PARALLEL`` at once: the protocol's own rules, not a copy. *Flat* is what
-earnest does: every replica reads every delta, N² reads. *Groups* is the plan for large N: √N groups commit and average
-among themselves, one member of each writes the group's mean as a delta of the next level, and every replica reads √N of
+``Rules.pause``, and reads the deltas, ``PARALLEL`` at once: the protocol's own rules, not a copy. *Flat* is one level:
+every replica reads every delta, N² reads. *Groups* is ``sync.groups`` = √N: the groups commit and average among
+themselves, one member of each writes the group's mean as a delta of the next level, and every replica reads √N of
 those: 2·N·√N reads. Both levels are the same protocol with the same keys under another prefix.
+`experiments/evidence/layout.py` compares both with 16 processes.
 
 The store is a queue: requests of one prefix are served at a limited rate (S3: 3,500 writes and 5,500 reads a second and
 prefix, as its documentation has it), each with a latency from a lognormal distribution; a replica has a bandwidth of

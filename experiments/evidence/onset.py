@@ -137,9 +137,14 @@ def auc(scores: Sequence[float], positive: Sequence[bool]) -> float:
     return sum((a > b) + 0.5 * (a == b) for a in yes for b in no) / (len(yes) * len(no))
 
 
+def columns(record: Record) -> torch.Tensor:
+    """The changes of all signals, one row per step."""
+    return torch.tensor([change(record, signal) for signal in SIGNALS]).t()
+
+
 def fit(records: Sequence[Record]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A logistic regression on the changes of all signals: mean and spread of each, and the weights."""
-    x = torch.tensor([[change(r, s)[i] for s in SIGNALS] for r in records for i in range(len(r["log"]))])
+    x = torch.cat([columns(r) for r in records])
     y = torch.tensor([float(p) for r in records for p in labels(r)])
     mean, spread_ = x.mean(0), x.std(0).clamp(min=1e-9)
     w = torch.zeros(x.shape[1] + 1, requires_grad=True)
@@ -162,8 +167,7 @@ def monitors(records: Sequence[Record]) -> dict[str, list[list[float]]]:
     combined = []
     for r in records:
         mean, spread_, w = fit([o for o in records if o["seed"] != r["seed"]])
-        x = torch.tensor([[change(r, s)[i] for s in SIGNALS] for i in range(len(r["log"]))])
-        combined.append((((x - mean) / spread_) @ w[:-1] + w[-1]).tolist())
+        combined.append((((columns(r) - mean) / spread_) @ w[:-1] + w[-1]).tolist())
     return found | {"combined": combined}
 
 

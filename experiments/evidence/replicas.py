@@ -215,13 +215,13 @@ def figure(records: Sequence[Record], path: Path) -> None:
             ends = [r["curve"][-1][1] for r in own]
             marker = {"d": "D", "i": "s", "t": "^", "s": "o"}[arm[0]]
             x, y = statistics.mean(r["sent"] for r in own) / 1e3, statistics.mean(ends)
-            axis.errorbar(x, y, yerr=statistics.stdev(ends) if len(ends) > 1 else None, fmt=marker, capsize=3)
-            axis.annotate(arm, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
+            error = statistics.stdev(ends) if len(ends) > 1 else None
+            axis.errorbar(x, y, yerr=error, fmt=marker, markersize=8, capsize=3, label=arm)
         axis.set(
             xscale="log", yscale="log", xlabel="kB sent per replica", ylabel="held-out loss at the end, nats per token"
         )
         axis.set_title(f"{model}: {runs[0]['updates']} updates, four replicas")
-        axis.margins(x=0.25)
+        axis.legend(fontsize=8)
     made.savefig(path)
 
 
