@@ -1,6 +1,6 @@
 """Run mutants of packages of src/earnest, each under the tests that execute its line; see ``scripts.mutants``.
 
-    python -m scripts.mutants.judge PACKAGE… [--each 15]
+    python -m scripts.mutants.judge PACKAGE… [--each 15] [--room 15] [--again]
 
 The operators take turns, and each goes through the changes of the package in an order given by a hash. A mutant runs in
 a forked process, in a copy of the project, with the quickest tests first, until one fails. Results are lines of
@@ -32,8 +32,7 @@ from scripts.mutants import coverage
 from scripts.pins import ROOT
 
 OUT = ROOT / "benchmarks/results/mutation/packages"
-ROOM = 40.0  # seconds of tests for one mutant, as measured
-MOST = 80  # tests for one mutant
+MOST = 40  # tests for one mutant
 FORMULAS = tuple(
     o for o in OPERATORS if o.__name__ in ("arithmetic", "sign", "shifted", "state_dict_emptied", "load_ignored")
 )
@@ -65,28 +64,31 @@ def plan(package: str, each: int) -> list[tuple[Path, Edit]]:
 
 
 def executing(measured: dict[str, Any], file: Path, tree: ast.Module, line: int) -> list[str]:
-    """The tests that execute the line, quickest first. Of a line that runs on import: its function, class or file."""
+    """The tests that execute the line, quickest first.
+
+    A line outside of every function's body runs on import, in any test. For it, the tests are those that execute a body
+    of its function, class or file.
+    """
     lines: dict[int, set[str]] = measured["lines"].get(str(file), {})
-    found = lines.get(line, set())
-    if not found:
-        around = [
-            n for n in ast.walk(tree)
-            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            and n.lineno <= line <= (n.end_lineno or 0)
-        ]  # fmt: skip
-        for node in sorted(around, key=lambda n: (n.end_lineno or 0) - n.lineno):
-            found = found or set().union(*(t for at, t in lines.items() if node.lineno <= at <= (node.end_lineno or 0)))
-    found = found or set().union(*lines.values()) if lines else found
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    called = {at for f in functions for at in range(f.body[0].lineno, (f.end_lineno or 0) + 1)}
+    found = lines.get(line, set()) if line in called else set()
+    if line not in called:
+        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        spans = sorted(((n.end_lineno or 0) - n.lineno, n.lineno) for n in (*functions, *classes))
+        for length, start in [*((size, at) for size, at in spans if at <= line <= at + size), (10**6, 0)]:
+            inside = (tests for at, tests in lines.items() if at in called and start <= at <= start + length)
+            found = found or set().union(*inside)
     seconds = measured["seconds"]
     return sorted((t for t in found if t in seconds), key=lambda t: seconds[t])
 
 
-def within(tests: list[str], seconds: dict[str, float]) -> list[str]:
+def within(tests: list[str], seconds: dict[str, float], room: float) -> list[str]:
     """The quickest tests that fit into the time, and at least one."""
     taken, used = tests[:1], 0.0
     for test in tests[1:MOST]:
         used += seconds[test]
-        if used > ROOM:
+        if used > room:
             break
         taken.append(test)
     return taken
@@ -107,9 +109,11 @@ def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
             os.environ["PYTHONPATH"] = f"{copy / 'src'}{os.pathsep}{copy}"
             for name in [m for m in sys.modules if m.split(".")[0] in ("earnest", "earnest_audit", "scripts", "tests")]:
                 del sys.modules[name]
+            os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
             import pytest
 
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+            plugins = ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "-p", "anyio"]
+            code = int(pytest.main(["-x", "-q", *plugins, *tests]))
         except BaseException:  # the child must never return into the parent's loop
             code = 70
         os._exit(code)
@@ -132,7 +136,7 @@ def first_failure(log: Path) -> str:
     return next((line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))), "")
 
 
-def judge(package: str, each: int, copy: Path, measured: dict[str, Any], again: bool) -> None:
+def judge(package: str, each: int, room: float, copy: Path, measured: dict[str, Any], again: bool) -> None:
     out = OUT / f"{package}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     known = {r["key"]: r for r in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
@@ -142,7 +146,7 @@ def judge(package: str, each: int, copy: Path, measured: dict[str, Any], again: 
         mutant = change.applied(tree)
         key = hashlib.sha256(f"{file}\n{mutant.source}".encode()).hexdigest()[:16]
         all_tests = executing(measured, file, tree, change.line)
-        tests = within(all_tests, measured["seconds"])
+        tests = within(all_tests, measured["seconds"], room)
         old = known.get(key)
         if old is not None and not (again and old["fate"] in ("survived", "no tests") and all_tests):
             continue
@@ -151,7 +155,7 @@ def judge(package: str, each: int, copy: Path, measured: dict[str, Any], again: 
             target, log = copy / file, copy / "build/mutant.log"
             log.parent.mkdir(exist_ok=True)
             if first:
-                assert run(copy, tests[:20], 600, log) == "survived", (
+                assert run(copy, tests[:5], 600, log) == "survived", (
                     "these tests fail without a change:\n" + log.read_text()
                 )
                 first = False
@@ -175,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", nargs="+")
     parser.add_argument("--each", type=int, default=15)
+    parser.add_argument("--room", type=float, default=15.0, help="seconds of tests for one mutant, as measured")
     parser.add_argument("--again", action="store_true", help="run survivors again, with the tests of today")
     words = parser.parse_args()
     # What most tests import, once; a child inherits it.
@@ -185,7 +190,9 @@ def main() -> None:
     import transformers
 
     torch.set_num_threads(1)
-    assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer and transformers.LlamaForCausalLM
+    nano = ROOT / "src/earnest/models/nano"
+    transformers.AutoModelForCausalLM.from_pretrained(nano)
+    transformers.AutoTokenizer.from_pretrained(nano)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "earnest"
         shutil.copytree(
@@ -194,7 +201,7 @@ def main() -> None:
         for environment in ROOT.glob(".venv*"):
             (copy / environment.name).symlink_to(environment.resolve())
         for package in words.packages:
-            judge(package, words.each, copy, coverage.load(), words.again)
+            judge(package, words.each, words.room, copy, coverage.load(), words.again)
 
 
 if __name__ == "__main__":

@@ -71,12 +71,12 @@ def test_a_change_is_on_the_line_where_a_reader_finds_it() -> None:
 def test_the_tests_of_a_mutant_execute_its_line_or_what_is_around_it() -> None:
     tree = ast.parse("import a\n\ndef f(n=1):\n    return n\n\ndef g():\n    return 2\n")
     seconds = {"slow": 3.0, "quick": 1.0, "other": 2.0}
-    measured = {"seconds": seconds, "lines": {"m.py": {4: {"slow", "quick"}, 7: {"other"}}}}
+    measured = {"seconds": seconds, "lines": {"m.py": {3: {"other"}, 4: {"slow", "quick"}, 7: {"other"}}}}
     assert executing(measured, Path("m.py"), tree, 4) == ["quick", "slow"]
     assert executing(measured, Path("m.py"), tree, 3) == ["quick", "slow"], "a default runs on import"
     assert executing(measured, Path("m.py"), tree, 1) == ["quick", "other", "slow"]
     assert executing(measured, Path("n.py"), tree, 1) == []
-    assert within(["a", "b", "c"], {"a": 99.0, "b": 30.0, "c": 30.0}) == ["a", "b"]
+    assert within(["a", "b", "c"], {"a": 99.0, "b": 30.0, "c": 30.0}, 40.0) == ["a", "b"]
 
 
 def test_the_table_counts_the_last_result_and_leaves_equivalents_out_of_the_score(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ assert batches and tiny  # fixtures
 LOSS = en.GRPO(clip=0.5)
 EXPERIMENTS = [name for name in recipes.names() if "experiment" in recipes.read(name)[1]]
 SEEDS = {"float32": 0, "bfloat16": 1}  # in `make test`; the nightly target has twenty for each
+SMALLER = {"agent": ["sampling.prompts_per_step=4", "sampling.completions_per_prompt=4"]}  # conversations take long
 RUNS = [name for name in recipes.names() if name not in EXPERIMENTS]
 GUARDS: dict[str, Callable[[Directions], Any]] = {
     "erase": Erase,
@@ -92,7 +93,8 @@ def recipe_cases() -> list[Any]:
 def test_every_recipe(name: str, dtype: str, seed: int) -> None:
     """`earnest audit RECIPE`, with a line of progress for every law."""
     text = io.StringIO()
-    verdict = check(config.load(name, [f"seed={seed}", f"dtype={dtype}"])[1], Console(file=text, width=100))
+    words = [f"seed={seed}", f"dtype={dtype}", *SMALLER.get(name, [])]
+    verdict = check(config.load(name, words)[1], Console(file=text, width=100))
     assert verdict.holds, str(verdict)
     assert text.getvalue().count("law ") >= 15 and "PG-ONPOLICY on-policy" in text.getvalue()
 

@@ -14,6 +14,7 @@ from earnest.config import from_mapping
 from earnest.errors import SignalError
 from earnest.objectives import OBJECTIVES, Objective
 from earnest.objectives.policy_gradient import PolicyGradient
+from earnest.rollouts.rows import Row
 from earnest.runs.collect import BatchSource
 from earnest.runs.setup import build
 from earnest.seeds import derive
@@ -62,6 +63,14 @@ def test_advantages_correct_answers_and_the_longest_completion_come_with_every_b
     assert both.batch.estimator == "leave_one_out"
     with pytest.raises(SignalError, match=r"rloo: is defined with advantages by leave_one_out.*objective=objective"):
         engine.step(plain.batch, en.RLOO())
+
+
+def test_given_rows_are_groups_of_their_own_of_this_policy(engine: en.LocalEngine) -> None:
+    """A given row must not join the group of a rollout, whose mean reward would then count it."""
+    given = [Row("demonstration", (5, 6), (7, 8), group=0, policy_version=-1) for _ in range(2)]
+    batch = en.collect(engine, TASK, PROMPTS[:2], 2, SPEC, objective=en.GRPO() + en.SFT(), given=given).batch
+    assert batch.group.tolist() == [0, 0, 1, 1, 2, 3]
+    assert set(batch.policy_version.tolist()) == {engine.version}
 
 
 @dataclass(frozen=True, kw_only=True)

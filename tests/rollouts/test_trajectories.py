@@ -15,11 +15,12 @@ import earnest as en
 from earnest.errors import ConfigError, SamplingError, SignalError
 from earnest.models import SampleSpec
 from earnest.rollouts import Rollouts, Segment, Trajectory, TurnSettings, collecting, rewrites_history, rows
+from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.rows import rollout_rows, stack
 from earnest.rollouts.transcript import Transcript
 from earnest.signals import Batch
 from earnest.signals.scorer import LogProbsWanted
-from earnest.tasks import GraderErrors, TaskError
+from earnest.tasks import GraderErrors, StepResult, TaskError
 from tests.rollouts.worlds import Echo, OneTurn
 
 SPEC = SampleSpec(max_new_tokens=24, seed=3)
@@ -280,6 +281,25 @@ def test_an_environment_that_cannot_start_ends_the_run(engine: en.LocalEngine) -
 
     with pytest.raises(TaskError, match="echo could not start a conversation about prompt echo:0: OSError: no display"):
         talk(engine, Echo(wait=broken))
+
+
+def test_a_step_without_a_message_is_a_mistake_of_the_environment(engine: en.LocalEngine) -> None:
+    class Mute(Echo):
+        async def step(self, state: dict[str, Any], message: Any) -> StepResult:
+            return StepResult((), done=False)
+
+    with pytest.raises(GraderErrors, match="step returned no message, and the conversation is not done"):
+        talk(engine, Mute())
+
+
+def test_a_turn_that_ended_without_an_end_token_keeps_its_last_token(engine: en.LocalEngine) -> None:
+    policy = engine.policy
+    transcript = Transcript(policy, [{"role": "user", "content": "tea"}])
+    tokens = tuple(policy.tokenizer("3 1 2", add_special_tokens=False)["input_ids"])
+    said = Rollout(0, 0, transcript.prompt, tokens, (-1.0,) * len(tokens), "length", 0, 1.0)
+    transcript.turn(said, {"role": "assistant", "content": "another parse"})
+    transcript.observe([{"role": "user", "content": "go on"}])
+    assert [m["content"] for m in transcript.messages] == ["tea", "3 1 2", "go on"] and len(transcript.rows) == 1
 
 
 # --- templates that rewrite history -----------------------------------------------------------------------------------
