@@ -39,9 +39,10 @@ def test_a_section_without_text_is_left_out() -> None:
 
 
 def test_hindsight_by_hand() -> None:
-    told = data.hindsight(QUESTION, "No, it is 1235.")
-    assert told[0] == QUESTION[0]
-    assert told[1]["content"] == "Sort 3152.\n\nThe user said afterwards:\nNo, it is 1235."
+    call = {"role": "tool", "content": "1"}
+    shown = data.hindsight([*QUESTION, call], "No, it is 1235.")
+    content = "Sort 3152.\n\nThe user said afterwards:\nNo, it is 1235."
+    assert shown == [QUESTION[0], {**QUESTION[1], "content": content}, call]
 
 
 texts = st.text(min_size=1).filter(str.strip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,17 @@ def test_a_heldout_share_is_near_its_size_and_stable(tmp_path: Path) -> None:
     small, large = load(source, heldout=0.05), load(source, heldout=0.2)
     assert 60 < small.size("heldout") < 140 and 330 < large.size("heldout") < 470
     assert set(prompts(small, "heldout")) < set(prompts(large, "heldout"))
+
+
+def test_a_copy_of_rows_is_not_left_open(tmp_path: Path) -> None:
+    """The rows of a JSON list have no place in a file of lines, so they are copied into one."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(completions(3)))
+    kept = load(str(path))
+    opened = [
+        os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")
+    ]
+    assert kept.size("train") and not [name for name in opened if "earnest-rows-" in name]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv"])

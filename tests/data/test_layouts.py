@@ -89,6 +89,7 @@ def test_tool_calls_tools_and_system_messages_survive() -> None:
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same answer"),
         ({"chosen": [ANSWER], "rejected": [WORSE]}, "there is no prompt"),
         ({"prompt": "q", "chosen": [USER], "rejected": "a"}, "does not end with an assistant message"),
+        ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [WORSE]}, "message 2 is the user's"),
         ({"prompt": "q", "completion": "a", "label": "maybe"}, "label is 'maybe'"),
         ({"prompt": "q", "answer": ""}, "answer is empty"),
         ({"text": "  "}, "text is empty"),

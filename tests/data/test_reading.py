@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from earnest.data.dataset import Dataset, DataSettings
 from earnest.data.reading import DataError, DatasetRow, Problem, rows
+from tests.models import tiny
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Sort: c a", "answer": "a c"},
@@ -70,6 +73,7 @@ def test_a_bad_line_is_a_problem_with_its_number_and_reading_goes_on(tmp_path: P
     problems = [str(p) for p in found if isinstance(p, Problem)]
     assert [p.split(", line ")[1][0] for p in problems] == ["2", "3", "4"]
     assert "not JSON" in problems[0] and "named columns, not a list" in problems[1] and "UTF-8" in problems[2]
+    assert problems[1].endswith("line 3: a row is a JSON object with named columns, not a list.")
 
 
 def test_a_row_of_a_csv_with_too_few_cells_is_a_problem(tmp_path: Path) -> None:
@@ -111,3 +115,12 @@ def test_a_missing_path_and_an_empty_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match="mixes"):
         list(rows(str(tmp_path)))
+
+
+def test_dates_become_texts_also_where_a_row_is_compared(tmp_path: Path) -> None:
+    """JSON has no dates. Two rows that differ in one only are two rows."""
+    made = [{"prompt": "p", "completion": "c", "day": datetime.date(2026, 1, day)} for day in (1, 2)]
+    pq.write_table(pa.Table.from_pylist(made), tmp_path / "a.parquet")
+    found = Dataset.load(DataSettings(train=str(tmp_path / "a.parquet"), heldout=0), tiny.policy(), 100)
+    assert (found.size("train"), found.counts.duplicates) == (2, 0)
+    assert [e.row["day"] for e in found.examples("train")] == ["2026-01-01", "2026-01-02"]

@@ -49,6 +49,7 @@ def part(state: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
     return {k.removeprefix(owner): v for k, v in state.items() if k.startswith(owner)}
 
 
+@pytest.mark.integration
 def test_two_replicas_with_route_are_two_replicas_without(data: dict[str, Any], tmp_path: Path) -> None:
     """Totals bit for bit, one quarantine for both, and the adapter on disk is total minus quarantine."""
     free, routed = trained(data, tmp_path / "free", guard=None), trained(data, tmp_path / "route")

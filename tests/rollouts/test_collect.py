@@ -65,9 +65,10 @@ def test_advantages_correct_answers_and_the_longest_completion_come_with_every_b
         engine.step(plain.batch, en.RLOO())
 
 
-def test_given_rows_are_groups_of_their_own_of_this_policy(engine: en.LocalEngine) -> None:
-    """A given row must not join the group of a rollout, whose mean reward would then count it."""
-    given = [Row("demonstration", (5, 6), (7, 8), group=0, policy_version=-1) for _ in range(2)]
+@pytest.mark.parametrize("number", [0, 2])
+def test_demonstrations_are_groups_of_their_own_of_this_policy(engine: en.LocalEngine, number: int) -> None:
+    """Those of the task and those that are given do not join the group of a rollout."""
+    given = [Row("demonstration", (5, 6), (7, 8), group=0, policy_version=-1) for _ in range(number)]
     batch = en.collect(engine, TASK, PROMPTS[:2], 2, SPEC, objective=en.GRPO() + en.SFT(), given=given).batch
     assert batch.group.tolist() == [0, 0, 1, 1, 2, 3]
     assert set(batch.policy_version.tolist()) == {engine.version}

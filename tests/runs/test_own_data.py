@@ -61,6 +61,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_a_step_has_the_files_rows_chosen_before_rejected(make_config: Make, data: Path) -> None:
     setup = pairs_of(make_config, data)
     found = BatchSource(setup).next(1)
@@ -84,6 +85,7 @@ def own(setup: Setup) -> OwnData:
     return setup.data
 
 
+@pytest.mark.integration
 def test_the_order_is_an_epoch_without_repetition_and_the_seeds(make_config: Make, data: Path) -> None:
     rows = own(pairs_of(make_config, data))
     size = rows.dataset.size("train")
@@ -108,6 +110,7 @@ def test_turns_of_one_conversation_are_on_the_same_side(tmp_path: Path) -> None:
     assert sides[0] and sides[1] and not sides[0] & sides[1]
 
 
+@pytest.mark.integration
 def test_accuracy_and_margin_by_hand(make_config: Make, data: Path) -> None:
     """Against the model's own logits, one answer at a time."""
     setup = pairs_of(make_config, data)
@@ -129,6 +132,7 @@ def test_accuracy_and_margin_by_hand(make_config: Make, data: Path) -> None:
     )
 
 
+@pytest.mark.integration
 def test_a_run_prefers_what_was_chosen_and_records_its_file(
     tmp_path: Path, make_config: Make, quiet: Console, data: Path
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_run_prefers_what_was_chosen_and_records_its_file(
         resume(folder, ["steps=13"], quiet)
 
 
+@pytest.mark.integration
 def test_pairs_that_do_not_fit_need_a_choice(make_config: Make, data: Path) -> None:
     long = [pair("word " * 60, prompt=f"long {i}", trace=f"t{i}") for i in range(5)]
     short = [pair("short", prompt=f"say {i}", trace=f"s{i}") for i in range(N)]
@@ -166,6 +171,7 @@ def test_pairs_that_do_not_fit_need_a_choice(make_config: Make, data: Path) -> N
     assert own(setup).describe()["too_long"] == 5 and any("5 too long" in line for line in said)
 
 
+@pytest.mark.integration
 def test_tool_calls_of_replayed_pairs_are_rendered(data: Path) -> None:
     policy = en.load("nano")
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {"city": {}}}}}
@@ -176,6 +182,7 @@ def test_tool_calls_of_replayed_pairs_are_rendered(data: Path) -> None:
     assert "Tools: clock(city)" in policy.decode(chosen.prompt)
 
 
+@pytest.mark.integration
 def test_rollouts_and_pairs_of_a_file_share_a_batch(make_config: Make, data: Path) -> None:
     setup = build(make_config("objective=[{kind: grpo}, {kind: dpo}]", f"data={data}"), lambda _: None)
     found = BatchSource(setup).next(1)
@@ -183,6 +190,7 @@ def test_rollouts_and_pairs_of_a_file_share_a_batch(make_config: Make, data: Pat
     assert found.batch.behaviour is not None and found.batch.advantages is not None
 
 
+@pytest.mark.integration
 def test_a_run_on_pairs_needs_no_task_and_measures_accuracy(
     tmp_path: Path, make_config: Make, quiet: Console, data: Path
 ) -> None:
@@ -340,6 +348,7 @@ def test_a_further_task_that_cannot_be_measured_is_refused_before_the_folder(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["rows", "pairs"])
 def test_eval_measures_a_run_on_its_own_held_out_rows(
     tmp_path: Path, make_config: Make, quiet: Console, talks: Path, data: Path, kind: str
@@ -376,6 +385,7 @@ def test_a_text_and_a_mapping_are_the_same_setting(make_config: Make, talks: Pat
         make_config(SFT, f"data={{train: {talks}, on_error: ignore}}")
 
 
+@pytest.mark.integration
 def test_what_cannot_be_trained_is_refused(make_config: Make, data: Path, talks: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no term reads the pairs of .*; add a term on preferences"):
         build(make_config(f"data={data}"), lambda _: None)

@@ -62,6 +62,7 @@ def test_mistakes(tmp_path: Path) -> None:
         EvalClient("http://127.0.0.1:9").chat("base", "hi")
 
 
+@pytest.mark.integration
 def test_the_loop(live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     live.state.wait()
     run(preferences.read(None, {"rounds": 1, "per_round": 4, "questions": 3}, ["warm"]), tmp_path, url=live.url)
