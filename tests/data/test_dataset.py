@@ -63,6 +63,12 @@ def test_a_heldout_share_is_near_its_size_and_stable(tmp_path: Path) -> None:
     assert set(prompts(small, "heldout")) < set(prompts(large, "heldout"))
 
 
+def test_trained_tokens_are_counted(tmp_path: Path) -> None:
+    data = load(lines(tmp_path / "a.jsonl", completions(3)))
+    kept = [row for side in ("train", "heldout") for e in data.examples(side) for row in data.rendered(e)]
+    assert len(kept) == 3 and data.counts.trained_tokens == sum(sum(row.trained) for row in kept) > 0
+
+
 def test_a_copy_of_rows_is_not_left_open(tmp_path: Path) -> None:
     """The rows of a JSON list have no place in a file of lines, so they are copied into one."""
     path = tmp_path / "a.json"

@@ -44,6 +44,12 @@ def test_answers_agree_with_an_independent_solver(name: str, seed: int) -> None:
         assert BY_NAME[name].grade(prompt, _solve(prompt.data["question"])) == Grade(1.0, "", True, {"reveal": ""})
 
 
+@pytest.mark.parametrize("attempt", ["ab", "-1", "²"])
+def test_a_number_that_is_not_written_in_digits_has_a_hint(attempt: str) -> None:
+    prompt = BY_NAME["add"].prompts("heldout", 1, 0)[0]
+    assert BY_NAME["add"].grade(prompt, attempt).feedback == f"{attempt} is wrong. Write digits only."
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 @settings(max_examples=60, deadline=None)
 @given(

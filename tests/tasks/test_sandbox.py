@@ -100,6 +100,21 @@ def test_no_call_sees_what_another_one_left_behind(sandbox: Sandbox, tmp_path: P
     assert [sandbox.call(entry, {}).value for _ in range(3)] == [1, 1, 1]
 
 
+def workers() -> dict[str, int]:
+    """The processes of this one that run sandboxed code, each with its number of open files."""
+    children = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    found = [pid for pid in children if b"sandbox_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in found}
+
+
+def test_a_call_leaves_no_file_open(sandbox: Sandbox) -> None:
+    sandbox.run("1")
+    before = workers()
+    sandbox.run("1")
+    sandbox.run("1 / 0")
+    assert before and workers() == before
+
+
 def test_calls_from_many_threads(sandbox: Sandbox) -> None:
     found: dict[int, str] = {}
 
