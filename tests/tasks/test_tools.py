@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from earnest.tasks.environment import Message
 from earnest.tasks.playing import demonstration, play
 from earnest.tasks.sandbox import Limits, Sandbox, SandboxError
 from earnest.tasks.tool_environment import ToolEnvironment
-from earnest.tasks.tool_tasks import CALCULATOR, ENVIRONMENTS, FIX, LOOKUP, calculate, oracle
+from earnest.tasks.tool_tasks import CALCULATOR, ENVIRONMENTS, FIX, LOOKUP, _broken, calculate, oracle
 from earnest.tasks.tools import Tool, Tools
 
 MINE = """
@@ -227,3 +228,10 @@ def test_demonstrations_are_rows_that_can_be_trained_on(tmp_path: Path) -> None:
 def test_a_sandbox_of_ones_own_gives_its_limits() -> None:
     tools = Tools([calculate], Sandbox(Limits(output=4)))
     assert "more than 4 bytes" in tools.call("calculate", {"expression": "123456*1"}).text
+
+
+def test_the_right_fix_adds_the_number_that_is_graded() -> None:
+    for seed in range(12):
+        data, names = _broken(random.Random(seed)), {}
+        exec(data["answer"], names)
+        assert names["f"](0) == data["add"] and data["answer"] != data["code"]

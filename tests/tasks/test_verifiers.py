@@ -78,6 +78,7 @@ def test_a_local_environment_is_a_task(package) -> None:
     task = get_task("verifiers/plus-one-good")
     assert isinstance(task, Task)
     assert task.name == "verifiers/plus-one-good"
+    assert hash(task) == hash(get_task("verifiers/plus-one-good"))
     train, heldout = task.prompts("train", 20, 0), task.prompts("heldout", 4, 0)
     assert not {p.id for p in train} & {p.id for p in heldout}
     assert len({p.id for p in train}) == 20
