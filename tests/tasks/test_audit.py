@@ -14,7 +14,7 @@ import pytest
 
 from earnest import cli
 from earnest.tasks import Grade, Prompt, Split, Task, audit_grader, get_task
-from earnest.tasks.audit import grader_warnings
+from earnest.tasks.audit import _Probe, grader_warnings
 from earnest.tasks.graders import as_grade, build
 
 Score = Callable[[dict[str, Any], str], object]
@@ -216,3 +216,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["audit", f"{place}s"])
     assert end.value.code == 2
     assert "has no 'Sumss'; did you mean 'Sums'?" in capsys.readouterr().err
+
+
+def test_more_than_half_of_the_full_reward_is_credit() -> None:
+    def credit(reward: float, full: float = 1.0) -> bool:
+        prompt = Prompt("x", ({"role": "user", "content": "q"},), {})
+        return _Probe("long", prompt, "words", Grade(reward, "", False)).credit(full)
+
+    assert not credit(0.5) and credit(0.51) and not credit(-1.0, full=0.0)
