@@ -75,6 +75,7 @@ def test_a_broken_one_exits_with_1_and_says_why(tmp_path: Path, capsys: pytest.C
     assert end.value.code == 1 and "The step trains nothing" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_trainer_is_found(tmp_path: Path) -> None:
     from transformers import Trainer

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from earnest import report
+from earnest import cli, report
 from earnest.config import RunConfig
 from earnest.config.schema import Strict
 from earnest.errors import CheckpointError, EarnestError
@@ -209,7 +209,11 @@ def test_graders_that_raise_are_counted_and_stop_the_run_past_the_share(
             "sampling.max_new_tokens=500",
             r"sampling.max_new_tokens: 500 tokens after the \d+ of prompt .* set at most \d+",
         ),
-        ("task=reasoning_gym/knights_knaves", r"task: prompt .* has \d+ tokens, and the context of .* holds 128"),
+        pytest.param(
+            "task=reasoning_gym/knights_knaves",
+            r"task: prompt .* has \d+ tokens, and the context of .* holds 128",
+            marks=pytest.mark.integration,
+        ),
     ],
 )
 @pytest.mark.parametrize("check", ["true", "false"])
@@ -272,11 +276,9 @@ def test_a_disk_that_fills_up_at_a_checkpoint_ends_in_a_sentence(tiny: Path, tmp
     assert "cannot write" in done.stderr and "File too large" in done.stderr
     assert f"continue with: earnest run {tmp_path / 'run'} --resume" in done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
-    again = subprocess.run(
-        [sys.executable, "-m", "earnest", "run", str(tmp_path / "run"), "--resume"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert again.returncode == 0, again.stderr
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", str(tmp_path / "run"), "--resume"])
+    assert end.value.code == 0
 
 
 def test_other_users_can_read_the_weights(folder: Path) -> None:
@@ -380,6 +382,7 @@ def test_derived_seeds_differ() -> None:
     assert len(seeds) == 20 * 3 * 20 and all(0 <= s < 2**62 for s in seeds)
 
 
+@pytest.mark.integration
 def test_no_config_field_is_read_by_nothing(
     tmp_path: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
