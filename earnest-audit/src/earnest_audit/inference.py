@@ -197,7 +197,10 @@ class _Inference:
 
     def _rows(self, keys: Sequence[str]) -> None:
         for key in keys:
-            if _is_binary(self.batch[key]):
+            x = self.batch[key]
+            if self._key("chosen") is not None:
+                self._pair_number(key)
+            elif _is_binary(x) and self._with({key: 1 - x.int()}).gradient.distance(self.base.gradient) > TINY:
                 self._add(key, "correct", "likely", "true or false for each row")
             else:
                 self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
@@ -206,14 +209,16 @@ class _Inference:
 
     def _masks(self, keys: Sequence[str]) -> None:
         sides = {role: key for role in ("chosen", "rejected") if (key := self._key(role)) is not None}
+        several = sum(guess.role == "ids" for guess in self.guesses) > 1
         for key in keys:
             calls = self.effects[key].calls
             kind = "attention" if calls else "mask"
             why = "zeros and ones that the layers read" if calls else "zeros and ones that only the loss reads"
             if not sides and calls and self._is_documents(key):
                 self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
-            elif not sides:
-                self._add(key, kind, "sure", why)
+                continue
+            if not sides:
+                self._add(key, kind, "weak" if several else "sure", why)
                 continue
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
             if len(mine) == 1:
@@ -231,13 +236,18 @@ class _Inference:
         return self._with({ids: under}).gradient.distance(self.base.gradient) > TINY
 
     def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
-        """An attention mask is read in the calls that read the ids; where a mask is 0, the ids do not matter."""
+        """An attention mask is read in the calls that read the ids. Where a mask keeps only the first token of each
+        row, the ids after it do not matter."""
         if calls:
             return calls <= self.effects[ids].calls
-        off = {key: torch.zeros_like(self.batch[key])}
-        (edited, *_) = _edits(self.batch[ids])
+        mask, (edited, *_) = self.batch[key], _edits(self.batch[ids])
+        place = torch.arange(mask.shape[1], device=mask.device)
+        first = mask.int().argmax(1, keepdim=True)
+        columns = torch.arange(edited.shape[1], device=mask.device)
+        off = {key: torch.where(place == first, mask, torch.zeros_like(mask))}
+        after = torch.where(columns > first + 1, edited, self.batch[ids])
         try:
-            return self._with(off).gradient.distance(self._with(off | {ids: edited}).gradient) <= TINY
+            return self._with(off).gradient.distance(self._with(off | {ids: after}).gradient) <= TINY
         except Exception:
             return False
 
@@ -273,6 +283,8 @@ class _Inference:
             return False
         rise, fall = twice.loss - none.loss, 2 * (self.base.loss - none.loss)
         linear = abs(rise - fall) <= 10 * self.close * max(abs(rise), abs(fall), 1e-9)
+        if not linear and bool((x <= 0).all()):
+            return False  # log-probs in a quadratic penalty
         if not linear:
             self._add(key, "returns", "likely", "the gradient is linear in it and the loss is quadratic")
         elif bool((x < 0).any()) and bool((x > 0).any()):
@@ -315,16 +327,19 @@ class _Inference:
 
     def _pair_numbers(self, keys: Sequence[str]) -> None:
         for key in keys:
-            x = self.batch[key]
-            if x.ndim == 2 and x.shape[1] == 2:
-                self._add(key, "reference", "likely", "two numbers for each pair")
-                continue
-            raised = self._with({key: x + 1}).loss - self.base.loss
-            if bool((x >= 0).all()) and raised > 0:
-                self._add(key, "margin", "likely", "not negative, and raising it raises the loss")
-            elif raised:
-                side, way = ("chosen", "raises") if raised > 0 else ("rejected", "lowers")
-                self._add(key, f"reference_{side}", "sure", f"raising it {way} the loss")
+            self._pair_number(key)
+
+    def _pair_number(self, key: str) -> None:
+        x = self.batch[key]
+        if x.ndim == 2 and x.shape[1] == 2:
+            self._add(key, "reference", "likely", "two numbers for each pair")
+            return
+        raised = self._with({key: x + 1}).loss - self.base.loss
+        if bool((x >= 0).all()) and raised > 0:
+            self._add(key, "margin", "likely", "not negative, and raising it raises the loss")
+        elif raised:
+            side, way = ("chosen", "raises") if raised > 0 else ("rejected", "lowers")
+            self._add(key, f"reference_{side}", "sure", f"raising it {way} the loss")
 
 
 @contextmanager
