@@ -136,6 +136,28 @@ def test_peft_reads_it(make: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(theirs), logits(model), rtol=0, atol=1e-5)
 
 
+@pytest.mark.integration
+@MODELS
+def test_pefts_own_files_are_read(make: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    theirs = get_peft_model(make(), LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names)).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    theirs.save_pretrained(str(tmp_path))
+    model = make()
+    adapter = load_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=0, atol=1e-5)
+    assert sum(slot.of_experts for slot in adapter.slots.values()) == 2
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"experts.down_proj",', "").replace(',\n    "experts.down_proj"', ""))
+    with pytest.raises(AdapterError, match=r"target_parameters leaves .* out"):
+        load_adapter(make(), tmp_path)
+
+
 @pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"lora", "full"}))
 def test_other_adapters_refuse_experts(name: str) -> None:
     model = qwen()

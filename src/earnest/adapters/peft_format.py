@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
-from earnest.adapters.layer import Layer
+from earnest.adapters.layer import ExpertsLayer, Layer
 from earnest.adapters.merging import merged_parameters
 from earnest.adapters.runtime import SLOTS, layer_of
-from earnest.adapters.targets import _head, block_index, linears
+from earnest.adapters.targets import _head, adaptable, block_index, linears
 from earnest.adapters.variant import VARIANTS, Variant
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 # PEFT settings that change the result and that earnest does not support: refused unless empty.
 _UNREAD = (
     "rank_pattern", "alpha_pattern", "lambda_pattern", "layer_replication", "lora_bias",
-    "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
+    "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
     "trainable_token_indices", "velora_config", "monteclora_config", "kasa_config", "coft",
     "block_share", "use_orthogonal_share", "apply_GS", "init_weights_svd",
 )  # fmt: skip
@@ -179,6 +179,28 @@ def _expected(model: nn.Module, config: Mapping[str, Any]) -> set[str]:
     return {n for n in found if not hit(config.get("exclude_modules"), n)}
 
 
+def _experts(model: nn.Module, config: Mapping[str, Any]) -> dict[str, ExpertsLayer]:
+    """The modules whose 3-D parameters a PEFT config's target_parameters names: all of them, or none."""
+    wanted = list(config.get("target_parameters") or ())
+    found: dict[str, ExpertsLayer] = {}
+    used: set[str] = set()
+    for path, module in adaptable(model).items():
+        layer = layer_of(path, module)
+        if not isinstance(layer, ExpertsLayer):
+            continue
+        own = {name: f"{path}.{name}" for name in layer.stacks()}
+        hits = {name: w for name, full in own.items() for w in wanted if full == w or full.endswith("." + w)}
+        if hits and len(hits) < len(own):
+            left = next(full for name, full in own.items() if name not in hits)
+            raise AdapterError(f"target_parameters leaves {left} out; name all 3-D parameters of a module, or none")
+        if hits:
+            found[path] = layer
+            used |= set(hits.values())
+    if unknown := [w for w in wanted if w not in used]:
+        raise AdapterError(f"target_parameters names {unknown[0]!r}, no 3-D parameter of {type(model).__name__}")
+    return found
+
+
 def refuse_expressions(config: Mapping[str, Any]) -> None:
     """Raise if a PEFT config selects modules by regular expression instead of by name."""
     for key in ("target_modules", "exclude_modules"):
@@ -250,7 +272,16 @@ def read_peft(
         raise AdapterError(
             f"unexpected tensor {unexpected[0]} (and {len(unexpected) - 1} more) for a {variant.name} adapter"
         )
-    expected, known = _expected(model, config), linears(model)
+    experts = _experts(model, config)
+    if experts and not variant.uses("experts"):
+        raise AdapterError(f"{variant.name} has no form for target_parameters ({next(iter(experts))})")
+    for path, stack in experts.items():
+        nested = {depth: f"{path}{'.base_layer' * depth}" for depth in range(len(stack.stacks()))}
+        if lost := [place for place in nested.values() if place not in groups]:
+            raise AdapterError(f"the file has no tensors for {lost[0]}, which target_parameters names")
+        parts = {depth: groups.pop(place) for depth, place in nested.items()}
+        groups[path] = {f"{'base_layer.' * depth}{k}": v for depth, part in parts.items() for k, v in part.items()}
+    expected, known = _expected(model, config) | set(experts), adaptable(model)
     if not expected:
         raise AdapterError(
             f"target_modules={config.get('target_modules')!r} matches no linear layer of {type(model).__name__}"
@@ -268,10 +299,10 @@ def read_peft(
     for path in known:
         if path not in groups:
             continue
-        absent = [s for s in suffixes if s not in groups[path]]
+        absent = [s for s in suffixes if path not in experts and s not in groups[path]]
         if absent:
             raise AdapterError(f"{PREFIX}{path}.{absent[0]} is missing")
-        layer: Layer = layer_of(path, known[path])
+        layer = layer_of(path, known[path])
         given = {k: v.to(layer.device).float() for k, v in groups[path].items()}
         out[path] = variant.from_peft(layer, given, {k: v.to(layer.device).float() for k, v in shared.items()})
     return variant.as_read(), out, values

@@ -130,6 +130,8 @@ class LoRA(Variant):
         return LoRA(int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora", False)))
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
+        if isinstance(layer, ExpertsLayer):
+            return _experts_from_peft(tensors, layer)
         return {"A": tensors["lora_A.weight"], "B": tensors["lora_B.weight"]}
 
 
@@ -144,4 +146,17 @@ def _experts_to_peft(t: Tensors, layer: ExpertsLayer) -> dict[str, Tensor]:
         place = "base_layer." * depth
         found[f"{place}lora_A.weight"] = a.reshape(-1, a.shape[-1]).contiguous()
         found[f"{place}lora_B.weight"] = b.permute(1, 2, 0).reshape(b.shape[1], -1).contiguous()
+    return found
+
+
+def _experts_from_peft(tensors: Tensors, layer: ExpertsLayer) -> dict[str, Tensor]:
+    """The inverse of ``_experts_to_peft``."""
+    found: dict[str, Tensor] = {}
+    for depth, (name, p) in enumerate(reversed(layer.stacks().items())):
+        count, place = p.shape[0], "base_layer." * depth
+        a, b = tensors[f"{place}lora_A.weight"], tensors[f"{place}lora_B.weight"]
+        a, b = a.view(count, -1, a.shape[-1]), b.view(b.shape[0], -1, count).permute(2, 0, 1)
+        if getattr(layer.module, "is_transposed", False):
+            a, b = b.mT, a.mT
+        found |= {f"{name}_A": a.contiguous(), f"{name}_B": b.contiguous()}
     return found
