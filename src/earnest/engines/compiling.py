@@ -39,8 +39,8 @@ class CompiledLayers:
                 try:
                     return fast(*args, **kwargs)
                 except Exception as error:  # whatever it is, plain code runs instead, or raises the same
-                    lines = str(error).strip().splitlines() or [""]
-                    self.reason = f"{type(error).__name__}: {lines[0][:160]}"
+                    words = " ".join(str(error).split("\n\n")[0].split())
+                    self.reason = f"{type(error).__name__}: {words[:200]}"
                     _log.warning("engine.compile: layers run uncompiled: %s", self.reason)
             return plain(*args, **kwargs)
 
