@@ -38,7 +38,10 @@ class CompiledLayers:
             if self.reason is None and torch.is_grad_enabled():
                 try:
                     return fast(*args, **kwargs)
-                except Exception as error:  # whatever it is, plain code runs instead, or raises the same
+                except Exception as error:
+                    # Others are not about compiling, such as the one with which checkpointing ends a recomputation.
+                    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                        raise
                     words = " ".join(str(error).split("\n\n")[0].split())
                     self.reason = f"{type(error).__name__}: {words[:200]}"
                     _log.warning("engine.compile: layers run uncompiled: %s", self.reason)
