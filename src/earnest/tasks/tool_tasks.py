@@ -22,10 +22,8 @@ from earnest.tasks.tool_environment import Conversation, ToolEnvironment
 from earnest.tasks.tools import Observation, Tools
 
 Data = dict[str, Any]
-_ITEMS = (
-    *("lamp", "basket", "book", "bread", "chair", "clock", "boat", "coat", "letter", "apple", "stone", "window"),
-    *("bridge", "house", "garden", "market", "song", "tree", "horse", "cat", "dog", "bird", "mouse", "fish"),
-)
+_ITEMS = ("lamp", "basket", "book", "bread", "chair", "clock", "boat", "coat", "letter", "apple", "stone", "window")
+"""The things whose names ``nano`` knows in a tool call."""
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,15 +50,15 @@ def calculate(expression: str) -> int:
     return value(ast.parse(expression, mode="eval").body)
 
 
-def price(item: str, _prices: dict[str, int]) -> str:
-    """The price of an item.
+def price(item: str, _prices: dict[str, str]) -> str:
+    """The price of an item, or the item that costs the same.
 
     Args:
         item: The name of the item.
     """
     if item not in _prices:
         raise ValueError(f"there is no item {item}")
-    return f"{_prices[item]} coins"
+    return _prices[item]
 
 
 def check(code: str) -> str:
@@ -111,13 +109,14 @@ def _calculation(rng: random.Random) -> Data:
 
 
 def _lookup(rng: random.Random) -> Data:
-    item, coins = rng.choice(_ITEMS), rng.randint(1, 99)
+    item, other = rng.sample(_ITEMS, 2)
+    answer = f"{rng.randint(1, 99)} coins"
     return {
         "question": f"What does the {item} cost?",
         "content": item,
         "item": item,
-        "prices": {item: coins},
-        "answer": f"{coins} coins",
+        "prices": {item: answer} if rng.random() < 0.5 else {item: f"as the {other}", other: answer},
+        "answer": answer,
     }
 
 
@@ -174,28 +173,28 @@ class FixTask(ToolTask):
 def oracle(prompt: Prompt, history: tuple[Message, ...]) -> Message:
     """The next message of a policy that solves every built-in environment; ``history`` are the messages so far."""
     asked = any(m["role"] == "tool" for m in history)
-    name = prompt.id.partition(":")[0]
+    name, item = prompt.id.partition(":")[0], prompt.data.get("item")
     if asked:
         last = str(history[-1]["content"])
+        if last.startswith("as the "):
+            return _call("price", item=last.removeprefix("as the "))
         if name == "fix":
             return {"role": "assistant", "content": f"def f(x): return x{int(last.rpartition(' ')[2]):+d}"}
-        item = prompt.data.get("item")
         return {"role": "assistant", "content": last if item is None else f"The {item} costs {last}."}
-    calls: dict[str, tuple[str, dict[str, Any]]] = {
-        "calculator": ("calculate", {"expression": prompt.data["content"]}),
-        "lookup": ("price", {"item": prompt.data.get("item")}),
-        "fix": ("check", {"code": prompt.data.get("code")}),
-    }
-    tool, arguments = calls[name]
+    if name == "calculator":
+        return _call("calculate", expression=prompt.data["content"])
+    return _call("price", item=item) if name == "lookup" else _call("check", code=prompt.data["code"])
+
+
+def _call(tool: str, **arguments: Any) -> Message:
     call = {"id": "call_0", "type": "function", "function": {"name": tool, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _fix() -> Fix:
     tools = Tools([check])
-    return Fix(
-        FixTask("fix", "repair a Python function after a look at its failing test", _broken, tools), [], tools=tools
-    )
+    task = FixTask("fix", "repair a Python function after a look at its failing test", _broken, tools)
+    return Fix(task, [], tools=tools, oracle=oracle)
 
 
 CALCULATOR = ToolEnvironment(
