@@ -148,8 +148,9 @@ def task(name: str) -> list[Listing]:
         for key, value in found.options().items():
             settings.add(key, str(value))
         parts.append(settings)
-    if is_environment(found):
-        return [*parts, _environment(found)]
+    either: object = found  # a name may also be that of an environment
+    if is_environment(either):
+        return [*parts, _environment(either)]
     examples = Listing(
         f"{found.name}: {found.description}\nthree held-out prompts",
         ("prompt", "completion", "reward", "feedback"),

@@ -120,7 +120,7 @@ def test_a_hint_needs_a_message_to_stand_in() -> None:
 
 def test_a_collected_batch_reports_what_was_hinted(engine: en.LocalEngine) -> None:
     found = en.collect(
-        engine, CALCULATOR, CALCULATOR.prompts("train", 2, 0), 2, SampleSpec(max_new_tokens=12, seed=1),  # type: ignore[arg-type]
+        engine, CALCULATOR, CALCULATOR.prompts("train", 2, 0), 2, SampleSpec(max_new_tokens=12, seed=1),
         objective=en.GRPO() + en.SDPO(), turns=TurnSettings(max_turns=2),
     )  # fmt: skip
     assert found.metrics["hinted_turns"] == 4  # nano has never seen a calculator: no conversation is right
@@ -130,8 +130,8 @@ def test_a_collected_batch_reports_what_was_hinted(engine: en.LocalEngine) -> No
 
 def test_an_oracle_demonstrates_whole_conversations(engine: en.LocalEngine) -> None:
     policy = engine.policy
-    prompt = LOOKUP.prompts("train", 1, 0)[0]
-    row = demonstration(policy, LOOKUP, prompt, 0, 0)  # type: ignore[arg-type]
+    prompt = next(p for p in LOOKUP.prompts("train", 20, 0) if len(p.data["prices"]) == 1)
+    row = demonstration(policy, LOOKUP, prompt, 0, 0)
     assert row.weights is not None and list(row.prompt) == policy.render(prompt.messages, tools=LOOKUP.tools)
     trained = policy.decode([t for t, w in zip(row.tokens, row.weights, strict=True) if w])
     read = policy.decode([t for t, w in zip(row.tokens, row.weights, strict=True) if not w])
@@ -151,7 +151,7 @@ def test_an_oracle_that_fails_ends_the_run(engine: en.LocalEngine) -> None:
 
     prompt = LOOKUP.prompts("train", 1, 0)[0]
     with pytest.raises(en.tasks.TaskError, match="fails on"):
-        demonstration(engine.policy, Broken(), prompt, 0, 0)  # type: ignore[arg-type]
+        demonstration(engine.policy, Broken(), prompt, 0, 0)
 
 
 def test_tools_and_graders_mark_the_turn() -> None:

@@ -75,7 +75,7 @@ def test_a_conversation_of_one_turn_is_a_rollout_bit_for_bit(engine: en.LocalEng
     task = en.get_task("sort")
     prompts = task.prompts("train", 4, 0)
     plain = en.collect(engine, task, prompts, 4, SPEC, objective=DAPO)
-    turned = en.collect(engine, OneTurn(task), prompts, 4, SPEC, objective=DAPO, turns=TurnSettings(max_turns=1))  # type: ignore[arg-type]
+    turned = en.collect(engine, OneTurn(task), prompts, 4, SPEC, objective=DAPO, turns=TurnSettings(max_turns=1))
     same(plain.batch, turned.batch)
     assert plain.batch.max_length == turned.batch.max_length
     assert plain.texts == turned.texts
@@ -190,9 +190,9 @@ def test_the_timing_of_tools_changes_nothing(engine: en.LocalEngine, at_once: in
 def test_another_seed_gives_other_conversations_and_a_group_has_one_seed(engine: en.LocalEngine) -> None:
     world = Echo()
     prompts = world.prompts("train", 3, 0)
-    a = en.collect(engine, world, prompts, 4, SPEC)  # type: ignore[arg-type]
+    a = en.collect(engine, world, prompts, 4, SPEC)
     assert len(set(world.seeds)) == 3
-    b = en.collect(engine, world, prompts, 4, replace(SPEC, seed=4))  # type: ignore[arg-type]
+    b = en.collect(engine, world, prompts, 4, replace(SPEC, seed=4))
     assert a.texts != b.texts
     assert len(set(a.texts[:4])) > 1
 
@@ -268,11 +268,11 @@ def test_credit_by_hand(engine: en.LocalEngine, credit: Any, discount: float) ->
 def test_the_self_teacher_and_preferences_read_conversations(engine: en.LocalEngine) -> None:
     world = Echo()
     objective = en.DAPO() + en.SDPO() + en.DPO()
-    found = en.collect(engine, world, world.prompts("train", 3, 0), 4, SPEC, objective=objective)  # type: ignore[arg-type]
+    found = en.collect(engine, world, world.prompts("train", 3, 0), 4, SPEC, objective=objective)
     report = engine.step(found.batch, objective)
     assert not report.idle
     with pytest.raises(ConfigError, match="echo has conversations and no right answers to demonstrate"):
-        en.collect(engine, world, world.prompts("train", 3, 0), 4, SPEC, objective=en.SFT())  # type: ignore[arg-type]
+        en.collect(engine, world, world.prompts("train", 3, 0), 4, SPEC, objective=en.SFT())
 
 
 def test_an_environment_that_cannot_start_ends_the_run(engine: en.LocalEngine) -> None:

@@ -135,11 +135,18 @@ def _prompt(environment: Environment, seed: int = 0) -> Prompt:
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
-def test_the_oracle_solves_every_prompt_in_two_turns(environment: ToolEnvironment) -> None:
+def test_the_oracle_solves_every_prompt_in_two_turns_or_three(environment: ToolEnvironment) -> None:
+    """Three turns where a price is that of another item."""
     assert isinstance(environment, Environment)
-    for prompt in environment.prompts("heldout", 4, 0):
+    lengths = set()
+    for prompt in environment.prompts("heldout", 6, 0):
         messages, grade = asyncio.run(play(environment, prompt, oracle))
-        assert (grade.reward, grade.correct, len(messages)) == (1.0, True, 4)
+        calls = len(prompt.data.get("prices", [0]))
+        assert (grade.reward, grade.correct, len(messages)) == (1.0, True, 2 + 2 * calls)
+        _, short = asyncio.run(play(environment, prompt, oracle, max_turns=calls))
+        assert (short.reward, short.feedback) == (0.0, "You gave no answer.")
+        lengths.add(len(messages))
+    assert lengths == ({4, 6} if environment is LOOKUP else {4})
 
 
 def _answers(text: str) -> Callable[[Prompt, tuple[Message, ...]], Message]:
@@ -160,7 +167,7 @@ def test_the_prompt_does_not_contain_the_answer(environment: ToolEnvironment) ->
         for prompt in environment.prompts("train", 40, seed):
             answers.setdefault(str(prompt.messages), set()).add(prompt.data["answer"])
     asked_often = [found for found in answers.values() if len(found) > 1]
-    assert len(asked_often) > 15
+    assert len(asked_often) > 15 or asked_often == list(answers.values())
     prompt = _prompt(environment)
     _, grade = asyncio.run(play(environment, prompt, _answers(prompt.messages[0]["content"])))
     assert grade.reward == 0.0
@@ -218,7 +225,8 @@ def _call(name: str, arguments: dict[str, Any]) -> Message:
 
 
 def test_demonstrations_are_rows_that_can_be_trained_on(tmp_path: Path) -> None:
-    row = asyncio.run(demonstration(LOOKUP, _prompt(LOOKUP), oracle))
+    direct = next(p for p in LOOKUP.prompts("train", 20, 0) if len(p.data["prices"]) == 1)
+    row = asyncio.run(demonstration(LOOKUP, direct, oracle))
     assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert row["tools"][0]["function"]["name"] == "price"
     with pytest.raises(TaskError, match="fails on"):

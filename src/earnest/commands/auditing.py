@@ -69,9 +69,13 @@ def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
     """The audit of the grader of ``my_task.py:Name``."""
     from earnest.config.load import check_mapping
     from earnest.config.schema import TaskConfig
+    from earnest.tasks import is_environment
     from earnest.tasks.audit import audit_grader
 
-    return audit_grader(check_mapping(TaskConfig, {"name": task}, overrides).build())
+    found = check_mapping(TaskConfig, {"name": task}, overrides).build()
+    if is_environment(found):
+        raise EarnestError(f"{task} is an environment; audit its conversations with: earnest audit agent task={task}")
+    return audit_grader(found)
 
 
 def _sampler_verdict(arguments: list[str], model: str, folder: Path | None, key: str) -> Verdict:

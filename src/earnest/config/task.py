@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 from earnest import plugins
 from earnest.config.kinds import Strict
 from earnest.errors import ConfigError
-from earnest.tasks import Task, get_task
+from earnest.tasks import Environment, Task, get_task
 
 
 class TaskConfig(Strict):
@@ -40,7 +40,7 @@ class TaskConfig(Strict):
     def _found_from_anywhere(cls, name: str) -> str:
         return plugins.absolute(name)
 
-    def build(self) -> Task:
+    def build(self) -> Task | Environment:
         """The task; some are large, so it is loaded only here."""
         return get_task(self.name, self.fields)
 

@@ -29,7 +29,7 @@ from earnest.signals.distributions import Distribution
 from earnest.signals.scorer import Wanted, Who
 from earnest.signals.teachers import Informed, TaughtTurn
 from earnest.signals.wants import Wanting
-from earnest.tasks import Grade, Prompt, Task, is_environment
+from earnest.tasks import Environment, Grade, Prompt, Task, is_environment
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
 
 
@@ -78,7 +78,7 @@ class Rollouts:
 
 def collect(
     engine: Source,
-    task: Task | None,
+    task: Task | Environment | None,
     prompts: Sequence[Prompt],
     n: int,
     spec: SampleSpec | None = None,
@@ -162,7 +162,7 @@ def collect(
 
 def graded(
     engine: Source,
-    task: Task,
+    task: Task | Environment,
     prompts: Sequence[Prompt],
     n: int,
     spec: SampleSpec,
@@ -179,7 +179,7 @@ def graded(
     return Conversations(attempt(sample or engine.sample, engine.policy, task, prompts, n, spec, max_grader_errors), {})
 
 
-def _required(task: Task | None) -> Task:
+def _required(task: Task | Environment | None) -> Task | Environment:
     if task is None:
         raise SignalError("the objective reads rows of a task, and there is none; give a task, or all rows.")
     return task

@@ -13,7 +13,7 @@ from earnest.rollouts.attempts import Attempt
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Segments, Trajectory
 from earnest.signals import Batch, Role, pairs_of
-from earnest.tasks import Prompt, Task, is_environment
+from earnest.tasks import Environment, Prompt, Task, is_environment
 from earnest.tasks.playing import demonstration as solve
 from earnest.tasks.playing import run_to_end
 
@@ -105,7 +105,7 @@ def pairs_among(attempts: Sequence[Attempt], version: int, group: int) -> list[R
     return rows
 
 
-def demonstration(policy: PolicyLike, task: Task, prompt: Prompt, version: int, group: int) -> Row:
+def demonstration(policy: PolicyLike, task: Task | Environment, prompt: Prompt, version: int, group: int) -> Row:
     """The task's right answer to a prompt, or the conversation in which an environment's oracle solves it."""
     if is_environment(task):
         return _solved(policy, task, prompt, version, group)
@@ -129,7 +129,7 @@ def demonstrate(policy: PolicyLike, task: Task, prompt: Prompt) -> tuple[list[in
     return reply_tokens(policy, prompt.messages, str(answer))
 
 
-def _solved(policy: PolicyLike, environment: Any, prompt: Prompt, version: int, group: int) -> Row:
+def _solved(policy: PolicyLike, environment: Environment, prompt: Prompt, version: int, group: int) -> Row:
     """A conversation of the environment's ``oracle``; its turns have weight 1, what it reads has weight 0."""
     oracle = getattr(environment, "oracle", None)
     if oracle is None:

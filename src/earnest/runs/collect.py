@@ -14,10 +14,12 @@ from earnest.rollouts.conversing import Conversations
 from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
 from earnest.seeds import derive
-from earnest.tasks import Prompt, PromptStream, Task
+from earnest.tasks import Environment, Prompt, PromptStream, Task
 
 
-def attempt(setup: Setup, prompts: Sequence[Prompt], n: int, seed: int, task: Task | None = None) -> list[Attempt]:
+def attempt(
+    setup: Setup, prompts: Sequence[Prompt], n: int, seed: int, task: Task | Environment | None = None
+) -> list[Attempt]:
     """``n`` graded completions or conversations of every prompt of the run's task, or of ``task``, prompt by prompt,
     with the run's sampler and settings."""
     task, config = task or setup.task, setup.config

@@ -24,7 +24,7 @@ from earnest.rollouts import Attempt, describe
 from earnest.runs.collect import attempt
 from earnest.runs.own_data import HELDOUT_SEED, OwnMeasurement, standard_error
 from earnest.runs.setup import Setup
-from earnest.tasks import Prompt, Task
+from earnest.tasks import Environment, Prompt, Task
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class HeldOutEvaluation:
         }
 
 
-def heldout(setup: Setup, task: Task | None = None) -> list[Prompt]:
+def heldout(setup: Setup, task: Task | Environment | None = None) -> list[Prompt]:
     """The held-out prompts of the run's task, or of ``task``: the same at every evaluation and for every seed."""
     task = task or setup.task
     assert task is not None, "there are prompts only where there is a task"

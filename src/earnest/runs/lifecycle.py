@@ -22,7 +22,7 @@ from earnest.runs.ahead import steps_recorded
 from earnest.runs.evaluate import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
-from earnest.runs.loop import TrainingLoop, probe_batch
+from earnest.runs.loop import TrainingLoop, conversation_verdict, probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import laws_on, note_on, reporter_on
 from earnest.runs.setup import Setup, build
@@ -178,6 +178,7 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
         batch = probe_batch(setup)
         with laws_on(console) as progress:
             found = prove(setup.require_local("an audit"), setup.objective, batch, quick=quick, progress=progress)
+            found += conversation_verdict(setup)
         if setup.task is None or is_environment(setup.task) or built_in(setup.task):
             return found
         return replace(found, findings=(*audit_grader(setup.task).findings, *found.findings))

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from earnest.errors import EarnestError, NothingToTrain
-from earnest.proving import prove
+from earnest.models import SampleSpec
+from earnest.proving import prove, prove_conversations
 from earnest.report.watch import WAY_OUT, RunWatch
 from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
@@ -36,8 +37,9 @@ from earnest.runs.setup import Setup
 from earnest.runs.stopping import Stopper
 from earnest.seeds import derive
 from earnest.signals import Batch
-from earnest.tasks import is_environment
+from earnest.tasks import PromptStream, is_environment
 from earnest.tasks.audit import grader_warnings
+from earnest_audit import Verdict
 
 PROBE_TRIES = 8
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -254,6 +256,7 @@ class TrainingLoop:
                 f"has a row to learn from, so nothing was checked. {WAY_OUT} With check=false the run trains without "
                 "this check."
             )
+        verdict += conversation_verdict(self.setup)
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
 
@@ -326,6 +329,19 @@ def task_warnings(setup: Setup) -> list[str]:
         rewritten = rewrites_history(setup.policy, with_tools=bool(task.tools))
         return [] if rewritten is None else [rewritten]
     return [] if task is None else grader_warnings(task)
+
+
+def conversation_verdict(setup: Setup) -> Verdict:
+    """The laws of conversations, on some with the run's environment; empty for a task of one turn."""
+    if not is_environment(setup.task):
+        return Verdict(())
+    seed = derive(setup.config.seed, "check conversations")
+    prompts = PromptStream(setup.task, seed % 2**31).next(2)
+    sampling = setup.config.sampling
+    spec = SampleSpec(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, seed=seed)
+    turns = setup.config.turns.build()
+    engine = setup.require_local("check")
+    return prove_conversations(engine, setup.task, prompts, 2, spec, turns, sample=setup.elsewhere)
 
 
 def probe_batch(setup: Setup) -> Batch:

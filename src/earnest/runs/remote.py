@@ -13,7 +13,7 @@ from earnest.config import RunConfig
 from earnest.errors import ConfigError, SignalError
 from earnest.models.catalog import served_name
 from earnest.objectives import Objective
-from earnest.tasks import Task
+from earnest.tasks import Environment, Task
 
 if TYPE_CHECKING:
     from earnest.runs.setup import Setup
@@ -72,7 +72,9 @@ def check(config: RunConfig, objective: Objective) -> None:
         )
 
 
-def build(config: RunConfig, task: Task | None, objective: Objective, say: Callable[[str], None]) -> Setup:
+def build(
+    config: RunConfig, task: Task | Environment | None, objective: Objective, say: Callable[[str], None]
+) -> Setup:
     """The parts of a run on a service, after ``check``."""
     from earnest.engines.tinker import RemoteEMA, RemoteTeacher, TinkerEngine
     from earnest.engines.tinker.teach import Teaching

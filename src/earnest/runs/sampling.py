@@ -23,7 +23,7 @@ from earnest.models import load
 from earnest.store import Bucket
 from earnest.sync import bucket as buckets
 from earnest.sync.pool import SamplerPool
-from earnest.tasks import Task
+from earnest.tasks import Environment, Task
 from earnest_audit import Verdict
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def sampling_engine(config: str) -> LocalEngine:
     return LocalEngine(*adapted(made, task, lambda _: None))
 
 
-def samplers_of(config: RunConfig, task: Task, engine: LocalEngine, say: Callable[[str], None]) -> SamplerPool | None:
+def samplers_of(
+    config: RunConfig, task: Task | Environment, engine: LocalEngine, say: Callable[[str], None]
+) -> SamplerPool | None:
     """The samplers of this run, which follow ``engine``; None: the engine samples."""
     policy, wanted = engine.policy, config.sampler or SamplerConfig()
     if wanted.url is None and not wanted.staleness and not config.sampling.workers:

@@ -28,7 +28,7 @@ from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.sync.pool import SamplerPool
-from earnest.tasks import PromptStream, Task
+from earnest.tasks import Environment, PromptStream, Task
 
 CALIBRATION_PROMPTS = 64
 
@@ -39,7 +39,7 @@ class Setup:
 
     config: LoopConfig
     model: str
-    task: Task | None
+    task: Task | Environment | None
     engine: Engine
     objective: Objective
     teacher: TeacherPolicy = field(default_factory=LiveTeacher)
@@ -56,7 +56,7 @@ class Setup:
         return self.data.name
 
     @functools.cached_property
-    def further(self) -> tuple[Task, ...]:
+    def further(self) -> tuple[Task | Environment, ...]:
         """The further tasks of ``eval.task``."""
         tasks = tuple(task.build() for task in self.config.eval.task)
         names = [task.name for task in (*tasks, *([] if self.task is None else [self.task]))]
@@ -175,7 +175,7 @@ def own_data(
     settings: DataSettings | None,
     policy: PolicyLike,
     objective: Objective,
-    task: Task | None,
+    task: Task | Environment | None,
     say: Callable[[str], None],
 ) -> OwnData | None:
     """Read the user's rows, and refuse those that no term reads or that cannot be evaluated."""
@@ -225,7 +225,7 @@ def check_groups(config: LoopConfig, objective: Objective) -> None:
         )
 
 
-def adapted(config: RunConfig, task: Task | None, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
+def adapted(config: RunConfig, task: Task | Environment | None, say: Callable[[str], None]) -> tuple[Policy, Adapter]:
     """The policy and its untrained adapter. Every process that builds this config gets the same weights."""
     say(f"loading {config.model}")
     policy = load(config.model, device=config.device, dtype=config.dtype, say=say)

@@ -21,7 +21,7 @@ from earnest.runs.preflight import preflight
 from earnest.runs.progress import note_on
 from earnest.runs.setup import Setup, check_groups, own_data
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
-from earnest.tasks import Task, get_task
+from earnest.tasks import Environment, Task, get_task
 
 SAME = ("task", "model", "adapter", "objective")
 """The keys of run.json that must be the same when a run continues."""
@@ -29,7 +29,7 @@ SAME = ("task", "model", "adapter", "objective")
 
 def train(
     engine: Engine,
-    task: Task | str | None,
+    task: Task | Environment | str | None,
     objective: Objective | Term,
     *,
     steps: int,

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from earnest.tasks.base import Grade, Prompt, Split
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Message = Mapping[str, Any]
 
@@ -91,6 +94,6 @@ class Environment(Protocol):
         ...
 
 
-def is_environment(task: object) -> TypeGuard[Environment]:
+def is_environment(task: object) -> TypeIs[Environment]:
     """Whether a task has several turns. An environment also has the members of ``Task``, but grades a whole state."""
     return isinstance(task, Environment)

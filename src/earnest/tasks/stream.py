@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from earnest.tasks.base import Prompt, Split, Task, TaskError
+from earnest.tasks.environment import Environment
 from earnest.tasks.split import check_request
 
 _BLOCK = 256
@@ -16,7 +17,7 @@ class PromptStream:
     The stream consists of blocks without repetition; each block has its own seed.
     """
 
-    def __init__(self, task: Task, seed: int, split: Split = "train", position: int = 0) -> None:
+    def __init__(self, task: Task | Environment, seed: int, split: Split = "train", position: int = 0) -> None:
         check_request(split, position)
         self.task, self.seed, self.split, self.position = task, seed, split, position
         self._block: tuple[int, list[Prompt]] | None = None

@@ -103,9 +103,8 @@ class ToolTask:
 
 
 def _calculation(rng: random.Random) -> Data:
-    a, b, sign = rng.randint(11, 99), rng.randint(11, 99), rng.choice("*+")
-    answer = a * b if sign == "*" else a + b
-    return {"question": f"Compute {a}{sign}{b}.", "content": f"{a}{sign}{b}", "answer": str(answer)}
+    a, b = rng.randint(11, 99), rng.randint(11, 99)
+    return {"question": f"Compute {a}+{b}.", "content": f"{a}+{b}", "answer": str(a + b)}
 
 
 def _lookup(rng: random.Random) -> Data:
@@ -121,14 +120,13 @@ def _lookup(rng: random.Random) -> Data:
 
 
 def _broken(rng: random.Random) -> Data:
-    sign, wrong = rng.choice("+-"), rng.randint(10, 199)
-    right = rng.choice([n for n in range(10, 200) if n != wrong])
+    wrong, right = rng.sample(range(10, 200), 2)
     return {
-        "question": f"Fix def f(x): return x{sign}{wrong}",
-        "content": f"{sign}{wrong}",
-        "code": f"def f(x): return x{sign}{wrong}",
-        "add": right if sign == "+" else -right,
-        "answer": f"def f(x): return x{sign}{right}",
+        "question": f"Fix def f(x): return x+{wrong}",
+        "content": f"+{wrong}",
+        "code": f"def f(x): return x+{wrong}",
+        "add": right,
+        "answer": f"def f(x): return x+{right}",
     }
 
 
@@ -198,7 +196,7 @@ def _fix() -> Fix:
 
 
 CALCULATOR = ToolEnvironment(
-    ToolTask("calculator", "sums and products of two numbers, with a calculator", _calculation),
+    ToolTask("calculator", "sums of two numbers, with a calculator", _calculation),
     [calculate],
     needs_call=True,
     oracle=oracle,

@@ -1,0 +1,217 @@
+"""What nano learns on the built-in environments with tools, and what each channel of the recipe ``agent`` contributes.
+
+    python -m benchmarks.agents_learn tasks                  GRPO on calculator, lookup and fix, 5 seeds
+    python -m benchmarks.agents_learn channels               each channel alone and together, on lookup, 5 seeds
+    python -m benchmarks.agents_learn tasks --from benchmarks/results/agents_learn_tasks.json    the table of a JSON
+
+Each seed has its own warm start: supervised steps of all weights on the oracle's conversations, at least as many as
+``WARM``, until a quarter of 32 conversations on training prompts succeeds. Training then starts from those weights with
+a fresh adapter and the recipe's settings. Held-out prompts, with their seeds, are the same before and after; the
+standard error is that of the prompts' differences. "rises" counts the seeds whose gain is above three standard errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from earnest.config import RunConfig, from_mapping, recipes
+from earnest.errors import NothingToTrain
+from earnest.rollouts import Trajectory
+from earnest.runs.collect import BatchSource, attempt
+from earnest.runs.evaluate import HeldOutEvaluation, evaluate
+from earnest.runs.own_data import standard_error
+from earnest.runs.setup import Setup, build
+from earnest.tasks import PromptStream
+
+WARM = {"calculator": 20, "lookup": 12, "fix": 20}
+ENOUGH, MOST = 0.25, 100
+GRPO, SDPO, SIMPO, BARRIER = (
+    {"kind": "grpo", "clip": 0.2},
+    {"kind": "sdpo", "weight": 0.5, "alpha": 0.5, "top_k": 100},
+    {"kind": "simpo", "weight": 0.1},
+    {"kind": "kl_barrier", "tau": 1.0, "over": "rmse"},
+)
+CHANNELS: dict[str, list[dict[str, Any]]] = {
+    "GRPO": [GRPO],
+    "hint SDPO": [SDPO | {"weight": 1.0}],
+    "preferences": [SIMPO | {"weight": 1.0}],
+    "barrier": [BARRIER],
+    "all four": [GRPO, SDPO, SIMPO, BARRIER],
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: the held-out rewards before and after, the gain with its standard error, and how conversations ended.
+
+    ``idle``: steps on which no term had a gradient. ``seconds``: warm start, training.
+    """
+
+    arm: str
+    task: str
+    seed: int
+    warm_steps: int
+    steps: int
+    before: float
+    after: float
+    gain: float
+    se: float
+    endings_before: dict[str, float]
+    endings_after: dict[str, float]
+    rewards: tuple[float, ...]
+    spread: tuple[float, ...]
+    """The share of groups with different rewards, for each step."""
+    idle: int
+    seconds: tuple[float, float]
+
+
+def quiet(_: str) -> None:
+    """No progress lines."""
+
+
+def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
+    """(steps, seconds) of the warm start; the weights go to ``folder``."""
+    started = time.perf_counter()
+    config = RunConfig.model_validate(
+        {
+            "model": "nano",
+            "task": task,
+            "adapter": {"kind": "full"},
+            "objective": [{"kind": "sft"}],
+            "optimizer": {"kind": "adamw", "lr": 1e-3 if task == "lookup" else 1.5e-3},
+            "sampling": {"prompts_per_step": 32, "completions_per_prompt": 2, "max_new_tokens": 48},
+            "turns": {"max_turns": 4},
+            "steps": MOST,
+            "seed": seed,
+        }
+    )
+    setup = build(config, quiet)
+    source = BatchSource(setup)
+    assert setup.task is not None
+    prompts = PromptStream(setup.task, seed + 1).next(16)
+    for step in range(1, MOST + 1):
+        setup.engine.step(source.next(step).batch, setup.objective)
+        if step >= WARM[task] and (step - WARM[task]) % 4 == 0:
+            found = attempt(setup, prompts, 2, step)
+            if sum(a.grade.correct for a in found) >= ENOUGH * len(found):
+                break
+    setup.require_local("the warm start").adapter.save(folder, "nano")
+    return step, time.perf_counter() - started
+
+
+def endings(found: HeldOutEvaluation) -> dict[str, float]:
+    count = Counter(a.rollout.ending for a in found.attempts if isinstance(a.rollout, Trajectory))
+    return {ending: n / len(found.attempts) for ending, n in count.items()}
+
+
+def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model: Path, warmed: tuple[int, float],
+          args: argparse.Namespace) -> Result:  # fmt: skip
+    """The recipe ``agent`` with these terms, from the warm start."""
+    started = time.perf_counter()
+    _, recipe = recipes.read("agent")
+    recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
+    recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 4}
+    setup = build(from_mapping(recipe), quiet)
+    before = evaluate(setup, 0)
+    rewards, spread, idle = _steps(setup, args.steps)
+    after = evaluate(setup, args.steps)
+    gains = [b - a for a, b in zip(before.means, after.means, strict=True)]
+    return Result(
+        arm, task, seed, warmed[0], args.steps, before.value, after.value, after.value - before.value,
+        standard_error(gains) or float("nan"), endings(before), endings(after), rewards, spread, idle,
+        (warmed[1], time.perf_counter() - started),
+    )  # fmt: skip
+
+
+def _steps(setup: Setup, steps: int) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    source, rewards, spread, idle = BatchSource(setup), [], [], 0
+    for step in range(1, steps + 1):
+        found = source.next(step)
+        if found.attempts:
+            groups = setup.config.sampling.prompts_per_step
+            rewards.append(found.reward)
+            spread.append(1 - found.metrics["zero_variance_groups"] / groups)
+        try:
+            setup.engine.step(found.batch, setup.objective)
+        except NothingToTrain:
+            idle += 1
+    return tuple(rewards), tuple(spread), idle
+
+
+def table(results: Sequence[Result]) -> str:
+    by_task = len({r.arm for r in results}) == 1
+    lines = [
+        f"| {'environment' if by_task else 'channel'} | held-out reward before | after | gain | rises, seeds | "
+        "groups with spread | seconds, warm start and training |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(r.task if by_task else r.arm for r in results):
+        own = [r for r in results if name in (r.task, r.arm)]
+        rises = sum(r.gain > 3 * r.se for r in own)
+        spread = [value for r in own for value in r.spread]
+        cells = [
+            name,
+            _spread([r.before for r in own]),
+            _spread([r.after for r in own]),
+            _spread([r.gain for r in own]),
+            f"{rises} of {len(own)}",
+            f"{statistics.fmean(spread):.0%}" if spread else "",
+            " + ".join(f"{statistics.fmean(r.seconds[i] for r in own):.0f}" for i in (0, 1)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.3f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tasks", "channels"])
+    parser.add_argument("--tasks", nargs="*", choices=list(WARM), help="default: all, and lookup for the channels")
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, 4 conversations each")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/agents_learn_WHAT.json")
+    parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")
+    args = parser.parse_args(argv)
+    if args.earlier:
+        data = [one for path in args.earlier for one in json.loads(path.read_text())["results"]]
+        print(table([Result(**one) for one in data]))
+        return 0
+    torch.set_num_threads(1)
+    place = args.json or Path(f"benchmarks/results/agents_learn_{args.what}.json")
+    arms = {"GRPO": [GRPO]} if args.what == "tasks" else CHANNELS
+    results: list[Result] = []
+    for seed in args.seeds:
+        for task in args.tasks or (list(WARM) if args.what == "tasks" else ["lookup"]):
+            with tempfile.TemporaryDirectory() as folder:
+                warmed = warm(task, seed, Path(folder) / "model")
+                for arm, terms in arms.items():
+                    results.append(train(arm, terms, task, seed, Path(folder) / "model", warmed, args))
+                    last = results[-1]
+                    print(
+                        f"{task} seed {seed} {arm}: {last.before:.3f} → {last.after:.3f}", file=sys.stderr, flush=True
+                    )
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    place.write_text(json.dumps({"results": [asdict(r) for r in results]}, indent=1) + "\n")
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""TURNS: the laws of conversations with an environment, on conversations that a run's own code samples and batches.
+
+The batch is compared with the sampler's own record: each turn's prompt, tokens and log-probs as the sampler returned
+them. That record is made before any code of the conversation or the batch runs.
+
+    tokens      a batch trains exactly the tokens that were sampled, each after the tokens that the policy read
+    stops       every stop token that the policy sampled has weight 1
+    log-probs   they are those of the sampler, and those of the engine's current weights
+    version     a row carries the version that sampled it
+    rendering   each turn's prompt is the chat template's rendering of the messages before it
+    label       the author of an observation changes nothing
+    content     the content of an observation changes the log-probs of later turns, and none before it
+    one turn    a conversation of one turn is a rollout, bit for bit
+    unrolled    turns in rows of their own have the same gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from earnest.engines.local import LocalEngine
+from earnest.errors import SignalError
+from earnest.models import SampleSpec
+from earnest.objectives import DAPO
+from earnest.rollouts import Attempt, Rollout, Segment, Trajectory, TurnSettings, collect
+from earnest.rollouts.attempts import Sample
+from earnest.rollouts.conversing import Conversations, converse
+from earnest.rollouts.trajectory import Author
+from earnest.rollouts.transcript import rendered
+from earnest.signals import Batch
+from earnest.signals.scorer import LogProbsWanted
+from earnest.tasks import Environment, Prompt
+from earnest_audit import Finding, Verdict
+
+LAW = "TURNS"
+
+
+def prove_conversations(
+    engine: LocalEngine,
+    environment: Environment,
+    prompts: Sequence[Prompt],
+    n: int,
+    spec: SampleSpec,
+    turns: TurnSettings,
+    *,
+    sample: Sample | None = None,
+) -> Verdict:
+    """Sample ``n`` conversations of every prompt and check the laws on their batch. ``sample`` replaces the engine's
+    sampler. The engine is unchanged afterwards."""
+    talk = _Conversations(engine, environment, tuple(prompts), n, spec, turns, sample)
+    return Verdict(tuple(talk.findings()))
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A turn as the sampler returned it, and its place in the batch: a row and the position of its first target."""
+
+    drawn: Rollout
+    attempt: int
+    number: int
+    row: int
+    first: int
+
+    @property
+    def targets(self) -> slice:
+        return slice(self.first, self.first + len(self.drawn.tokens))
+
+
+@dataclass(frozen=True)
+class _Conversations:
+    engine: LocalEngine
+    environment: Environment
+    prompts: tuple[Prompt, ...]
+    n: int
+    spec: SampleSpec
+    turns: TurnSettings
+    sample: Sample | None
+
+    def findings(self) -> Iterator[Finding]:
+        made = self._converse(self.turns)
+        try:
+            batch = self._batch(made)
+        except SignalError as error:
+            yield _finding("tokens trained", "refused", "those that were sampled", False, str(error))
+            return
+        found = _places(batch, made)
+        yield from self._exact(batch, made, found)
+        if all(isinstance(turn, _Turn) for turn in found):
+            located = [turn for turn in found if isinstance(turn, _Turn)]
+            yield from self._logprobs(batch, located)
+            yield self._rendering(made, located)
+            yield self._label(batch, made)
+            yield from self._content(batch, made, located)
+            yield self._unrolled(batch, located)
+        yield self._one_turn()
+
+    def _converse(self, turns: TurnSettings) -> Conversations:
+        return converse(
+            self.engine,
+            self.engine.policy,
+            self.environment,
+            self.prompts,
+            self.n,
+            self.spec,
+            turns,
+            sample=self.sample,
+            max_errors=1.0,
+        )
+
+    def _batch(self, made: Conversations) -> Batch:
+        """The batch that a step would train, by the code of every step."""
+        return collect(
+            self.engine, self.environment, self.prompts, self.n, self.spec, turns=self.turns, made=made
+        ).batch
+
+    def _exact(self, batch: Batch, made: Conversations, found: Sequence[_Turn | None]) -> Iterator[Finding]:
+        sampled = [turn for turns in made.drawn.values() for turn in turns]
+        wrong = sum(turn is None for turn in found)
+        trained, drawn = batch.active.shape[0], sum(len(turn.tokens) for turn in sampled)
+        yield _finding(
+            "tokens trained",
+            f"{wrong} of {len(sampled)} turns differ, {trained} tokens",
+            f"none, {drawn} tokens",
+            not wrong and trained == drawn,
+            "The batch trains other tokens than the policy sampled, or after other tokens than it read: a turn was "
+            "tokenized again, the mask is shifted, an observation is trained, or the history was changed.",
+        )
+        ends = self.spec.ends(self.engine.policy)
+        stops = [
+            float(batch.weight[turn.row, turn.first + len(turn.drawn.tokens) - 1])
+            for turn in found
+            if turn is not None and turn.drawn.tokens[-1] in ends
+        ]
+        stopped = sum(turn.tokens[-1] in ends for turn in sampled)
+        yield _finding(
+            "stop tokens",
+            f"{sum(weight == 1 for weight in stops)} with weight 1",
+            f"{stopped}",
+            sum(weight == 1 for weight in stops) == stopped,
+            "The policy sampled the end of a turn and is not trained on it, so it unlearns to stop.",
+        )
+
+    def _logprobs(self, batch: Batch, found: Sequence[_Turn]) -> Iterator[Finding]:
+        assert batch.behaviour is not None
+        behaviour = torch.zeros_like(batch.weight, dtype=batch.behaviour.dtype)
+        behaviour[batch.row, batch.position] = batch.behaviour
+        scores = torch.zeros_like(behaviour)
+        scores[batch.row, batch.position] = self._score(batch).to(behaviour.dtype)
+        drawn = [torch.tensor(turn.drawn.logprobs, dtype=behaviour.dtype, device=batch.device) for turn in found]
+        off = max(
+            float((behaviour[turn.row, turn.targets] - own).abs().max()) for turn, own in zip(found, drawn, strict=True)
+        )
+        yield _finding(
+            "log-probs of the sampler",
+            f"off by {off:.2g}",
+            "0",
+            off == 0,
+            "The batch has other log-probs than those that the tokens were sampled with, so every ratio is wrong.",
+        )
+        off = max(float((behaviour[t.row, t.targets] - scores[t.row, t.targets]).abs().max()) for t in found)
+        yield _finding(
+            "log-probs of the weights",
+            f"off by {off:.2g}",
+            f"≤ {self._room:g}",
+            off <= self._room or self.spec.top_p < 1 or self.spec.top_k > 0,
+            "The current weights give other log-probs than the batch has: it was sampled by another version, or after "
+            "other tokens than those of its row.",
+        )
+        wrong = sum(int(batch.policy_version[turn.row]) > turn.drawn.policy_version for turn in found)
+        newest = int(batch.policy_version.max())
+        yield _finding(
+            "policy version",
+            f"{wrong} of {len(found)} turns under a newer one",
+            f"none, at most {self.engine.version}",
+            not wrong and newest <= self.engine.version,
+            "A row carries a version that did not sample it, so its age is not known.",
+        )
+
+    def _rendering(self, made: Conversations, found: Sequence[_Turn]) -> Finding:
+        """Texts are compared without white space and characters that are no text: templates trim contents."""
+        policy, tools = self.engine.policy, self.environment.tools
+        wrong = 0
+        for turn in found:
+            rollout = _trajectory(made.attempts[turn.attempt])
+            opening = len(rollout.histories[0])
+            places = [i for i, m in enumerate(rollout.messages) if i >= opening and m.get("role") == "assistant"]
+            wanted = _letters(rendered(policy, rollout.messages[: places[turn.number]], tools))
+            read = _letters(str(policy.tokenizer.decode(turn.drawn.prompt, skip_special_tokens=False)))
+            wrong += not (read == wanted or read == _letters(str(policy.tokenizer.bos_token)) + wanted)
+        return _finding(
+            "rendering",
+            f"{wrong} of {len(found)} prompts differ",
+            "none",
+            not wrong,
+            "The policy read another history than the chat template writes, and than it reads when it is used: the "
+            "template rewrites earlier turns (many remove the reasoning), and the conversation went on in one row.",
+        )
+
+    def _label(self, batch: Batch, made: Conversations) -> Finding:
+        authors: Mapping[Author, Author] = {"tool": "user", "user": "template", "template": "tool"}
+
+        def renamed(segment: Segment, _: bool) -> Segment:
+            other = authors.get(segment.author)
+            return segment if other is None else replace(segment, author=other)
+
+        again = self._batch(_changed(made, renamed))
+        same = _same(batch, again, "inputs", "targets", "weight", "behaviour", "advantages")
+        return _finding(
+            "label of an observation",
+            "equal" if same else "different",
+            "equal",
+            same,
+            "Who wrote an observation changes what is trained; only what the policy sampled may be treated apart.",
+        )
+
+    def _content(self, batch: Batch, made: Conversations, found: Sequence[_Turn]) -> Iterator[Finding]:
+        later = [turn for turn in found if any(o.row == turn.row and o.first < turn.first for o in found)]
+        if not later:
+            yield Finding(LAW, "content of an observation", "no second turn in a row", "-", "not applicable")
+            return
+
+        def turned(segment: Segment, observed: bool) -> Segment:
+            if not observed or segment.author == "policy":
+                return segment
+            tokens = segment.tokens[1:] + segment.tokens[:1]
+            other = tokens if tokens != segment.tokens else (segment.tokens[0] ^ 1, *segment.tokens[1:])
+            return replace(segment, tokens=other)
+
+        again = self._batch(_changed(made, turned))
+        trained = _same(batch, again, "weight", "behaviour") and torch.equal(batch.token_target, again.token_target)
+        change = torch.zeros_like(batch.weight)
+        change[batch.row, batch.position] = (self._score(again) - self._score(batch)).abs().to(change.dtype)
+        after = max(float(change[turn.row, turn.targets].max()) for turn in later)
+        before = max(float(change[turn.row, turn.targets].max()) for turn in found if turn not in later)
+        yield _finding(
+            "content of an observation",
+            f"later turns change by {after:.2g}",
+            f"> {self._room:g}, and the same tokens trained",
+            after > self._room and trained,
+            "Other observations leave the later turns as they were: the policy does not see them, or they are trained.",
+        )
+        yield _finding(
+            "turns before an observation",
+            f"change by {before:.2g}",
+            f"≤ {self._room:g}",
+            before <= self._room,
+            "A turn depends on what came after it: the row is shifted, or attention is not causal.",
+        )
+
+    def _unrolled(self, batch: Batch, found: Sequence[_Turn]) -> Finding:
+        sign = {turn.attempt: 1.0 - 2.0 * (turn.attempt % 2) for turn in found}
+        values = torch.zeros_like(batch.weight)
+        for turn in found:
+            values[turn.row, turn.targets] = sign[turn.attempt]
+        unrolled = Batch.from_rows(
+            [turn.drawn.prompt for turn in found],
+            [turn.drawn.tokens for turn in found],
+            behaviour=[turn.drawn.logprobs for turn in found],
+            advantages=[sign[turn.attempt] for turn in found],
+            temperature=batch.temperature,
+            pad=self.engine.policy.pad_id,
+            device=batch.device,
+        )
+        ours = self.engine.gradients(batch.with_signals(advantages=batch.flatten(values)), DAPO())
+        theirs = self.engine.gradients(unrolled, DAPO())
+        norm = _norm(theirs.values())
+        off = _norm(ours[name] - theirs[name] for name in theirs) / norm if norm else float("inf")
+        room = 1e-3 if self._exactly else 0.1
+        return _finding(
+            "turns in rows of their own",
+            f"gradient off by {off:.2g}",
+            f"≤ {room:g}",
+            off <= room,
+            "The gradient of a conversation is not the sum of its turns': positions, attention or weights are wrong.",
+        )
+
+    def _one_turn(self) -> Finding:
+        subject = "one turn"
+        if self.sample is not None:
+            return Finding(LAW, subject, "a sampler elsewhere", "-", "not applicable")
+        made = self._converse(replace(self.turns, max_turns=1))
+        first = [made.drawn[a.rollout.prompt_index, a.rollout.sample_index][0] for a in made.attempts]
+        asked = [turn.prompt for turn in first[:: self.n]]
+        if [turn.prompt for turn in first] != [prompt for prompt in asked for _ in range(self.n)]:
+            return Finding(LAW, subject, "a prompt's conversations begin differently", "-", "not applicable")
+        plain = self.engine.sample(asked, self.n, self.spec)
+        wrong = 0
+        for a, b in zip(first, plain, strict=True):
+            end = len(a.tokens) if a.finish == "length" else None  # it may have less room than a rollout
+            wrong += (a.tokens, a.logprobs) != (b.tokens[:end], b.logprobs[:end])
+        return _finding(
+            subject,
+            f"{wrong} of {len(first)} differ from a rollout",
+            "none",
+            not wrong,
+            "A conversation of one turn is sampled in another way than a rollout of the same prompt and seed.",
+        )
+
+    @property
+    def _exactly(self) -> bool:
+        return self.engine.policy.dtype in (torch.float32, torch.float64)
+
+    @property
+    def _room(self) -> float:
+        """By how much two log-probs of the same token and weights may differ, in nats."""
+        return 1e-3 if self._exactly else 0.25
+
+    def _score(self, batch: Batch) -> Tensor:
+        scored = self.engine.score(batch, LogProbsWanted(batch.temperature))
+        assert isinstance(scored, Tensor)
+        return scored
+
+
+def _places(batch: Batch, made: Conversations) -> list[_Turn | None]:
+    """The place of every sampled turn; None where no row of its conversation has its prompt and tokens, or where not
+    every one of its tokens is trained."""
+    found: list[_Turn | None] = []
+    row = 0
+    for number, a in enumerate(made.attempts):
+        end = row + len(a.rollout.rows)
+        for k, turn in enumerate(made.drawn[a.rollout.prompt_index, a.rollout.sample_index]):
+            while row < end and not _begins(batch, row, turn):
+                row += 1
+            placed = _Turn(turn, number, k, row, len(turn.prompt) - 1) if row < end else None
+            found.append(placed if placed and bool((batch.weight[row, placed.targets] != 0).all()) else None)
+            row = min(row, end - 1)
+        row = end
+    return found
+
+
+def _begins(batch: Batch, row: int, turn: Rollout) -> bool:
+    """Whether the row begins with the turn's prompt and tokens."""
+    length = batch.lengths[row]
+    whole = [*batch.inputs[row, :length].tolist(), int(batch.targets[row, length - 1])]
+    own = [*turn.prompt, *turn.tokens]
+    return whole[: len(own)] == own
+
+
+def _changed(made: Conversations, change: Callable[[Segment, bool], Segment]) -> Conversations:
+    """The conversations with every segment changed; the flag is true after the policy's first turn of a row."""
+
+    def row(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        first = next(i for i, segment in enumerate(segments) if segment.author == "policy")
+        return tuple(change(segment, i > first) for i, segment in enumerate(segments))
+
+    attempts = [
+        replace(a, rollout=replace(_trajectory(a), rows=tuple(map(row, _trajectory(a).rows)))) for a in made.attempts
+    ]
+    return Conversations(attempts, made.drawn)
+
+
+def _trajectory(attempt: Attempt) -> Trajectory:
+    assert isinstance(attempt.rollout, Trajectory)
+    return attempt.rollout
+
+
+def _same(a: Batch, b: Batch, *names: str) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def _norm(parts: Iterable[Tensor]) -> float:
+    return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).replace("\ufffd", "")
+
+
+def _finding(subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
+    return Finding(LAW, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
