@@ -265,3 +265,45 @@ def test_several_agents_are_refused(package) -> None:
     package("counting_two", SEVERAL)
     with pytest.raises(TaskError, match="several agents"):
         get_task("verifiers/counting_two")
+
+
+# --- through the training loop ----------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["alphabet_sort", "shop_prices"])
+def test_an_environment_is_sampled_and_trained_with_all_laws_of_conversations(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import earnest as en
+    from earnest.models import SampleSpec
+    from earnest.proving import prove_conversations
+    from earnest.rollouts import Trajectory, TurnSettings
+
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "environments"))
+    environment: Any = get_task(f"verifiers/{name}")
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), targets=("q_proj",), seed=0))
+    prompts, spec, turns = environment.prompts("train", 2, 0), SampleSpec(max_new_tokens=32), TurnSettings(max_turns=3)
+    verdict = prove_conversations(engine, environment, prompts, 2, spec, turns)
+    assert verdict.holds and not verdict.failures, verdict
+    found = en.collect(engine, environment, prompts, 4, spec, turns=turns, objective=en.GRPO() + en.SDPO())
+    talks = [a.rollout for a in found.attempts if isinstance(a.rollout, Trajectory)]
+    assert max(len(talk.turn_rewards) for talk in talks) >= 2
+    if name == "shop_prices":  # the tool was really called
+        assert found.metrics["grade/calls"] > 0
+    engine.step(found.batch, en.GRPO() + en.SDPO())
+    assert engine.version == 1
+
+
+def test_alphabet_sort_grades_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "environments"))
+    environment: Any = get_task("verifiers/alphabet_sort")
+    prompt = environment.prompts("train", 1, 0)[0]
+    wanted = environment.single.tasks[prompt.data["index"]].data.wanted
+    lists = ["<sorted>\n" + "\n".join(names) + "\n</sorted>" for names in wanted]
+    messages, grade = asyncio.run(play(environment, prompt, _says(*lists)))
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 and "new" in lists[1]
+    assert (grade.reward, grade.correct) == (1.0, True)
+    assert asyncio.run(play(environment, prompt, _says(lists[0], "no")))[1].reward == 0.5

@@ -9,6 +9,8 @@ from earnest.report.markup import Html, el, number
 from earnest.report.record import Run, SampleRecord, SegmentRecord
 
 SHOWN = 6
+TAUGHT = 2
+"""Conversations of the training that a teacher with a hint taught."""
 
 
 def section_of(run: Run) -> Html | None:
@@ -18,13 +20,15 @@ def section_of(run: Run) -> Html | None:
         return None
     last = max(found, key=lambda sample: sample.step).step
     chosen = ([s for s in found if s.phase == "after"] or [s for s in found if s.step == last])[:SHOWN]
+    chosen += [s for s in found if s.teacher_read and s not in chosen][-TAUGHT:]
     return section(
         "conversations",
         "Conversations",
         el(
             "p",
-            "Every token that the policy read or sampled. The marked ones were sampled by the policy: they alone are "
-            "trained, with the log-probs that they were sampled with.",
+            "Every token that the policy read or sampled, turn by turn. The underlined ones were sampled by the "
+            "policy: they alone are trained, with the log-probs that they were sampled with. Where a turn failed and a "
+            "teacher read a hint about it, the tokens that it taught have a coloured ground.",
         ),
         _endings(run),
         *(_conversation(sample) for sample in chosen),
@@ -55,10 +59,50 @@ def _conversation(sample: SampleRecord) -> Html:
     head = el("p", " · ".join(part for part in parts if part), el("span", sample.prompt_id, class_="id"), class_="head")
     rows = sorted({segment.row for segment in sample.segments})
     bodies = [_row([s for s in sample.segments if s.row == row], row if len(rows) > 1 else None) for row in rows]
-    return el("article", head, *bodies, class_="conversation")
+    hints = [
+        el("details", el("summary", "what the teacher read before the turn that it taught"), el("pre", text))
+        for text in sample.teacher_read
+    ]
+    return el("article", head, *bodies, *hints, class_="conversation")
 
 
 def _row(segments: Sequence[SegmentRecord], number_: int | None) -> Html:
     label = None if number_ is None else el("p", f"row {number_ + 1}: the template rewrote the history", class_="soft")
-    spans = (el("span", s.text, class_=f"segment {s.author}", title=f"{s.author}, {s.tokens} tokens") for s in segments)
-    return el("div", label, el("p", *spans, class_="completion"))
+    return el("div", label, *(_turn(turn) for turn in _turns(segments)))
+
+
+def _turns(segments: Sequence[SegmentRecord]) -> list[list[SegmentRecord]]:
+    """Each segment of the policy, a tool or a user with the template's tokens before it; the last also has those after
+    it."""
+    turns: list[list[SegmentRecord]] = []
+    before: list[SegmentRecord] = []
+    for segment in segments:
+        if segment.author == "template":
+            before.append(segment)
+        elif turns and not before and turns[-1][-1].author == segment.author != "policy":
+            turns[-1].append(segment)
+        else:
+            turns.append([*before, segment])
+            before = []
+    if before:
+        turns = [*turns[:-1], [*turns[-1], *before]] if turns else [before]
+    return turns
+
+
+def _turn(segments: Sequence[SegmentRecord]) -> Html:
+    author = next((s.author for s in segments if s.author != "template"), "template")
+    own = [s for s in segments if s.author == author]
+    tokens, taught = sum(s.tokens for s in own), sum(s.taught for s in own)
+    parts = [author, f"{tokens} tokens" if tokens != 1 else "1 token"]
+    parts += ["trained"] if author == "policy" else ["read"]
+    parts += [f"{taught} taught"] if taught else []
+    spans = (
+        el(
+            "span",
+            s.text,
+            class_=f"segment {s.author}{' taught' if s.taught else ''}",
+            title=f"{s.author}, {s.tokens} tokens",
+        )
+        for s in segments
+    )
+    return el("div", el("p", " · ".join(parts), class_="who"), el("p", *spans, class_="completion"), class_="turn")

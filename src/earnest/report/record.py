@@ -184,6 +184,8 @@ class SegmentRecord(Record):
     author: Literal["policy", "tool", "user", "template"]
     text: str
     tokens: NonNegativeInt
+    taught: NonNegativeInt = 0
+    """Tokens that a teacher with a hint covered."""
 
 
 class SampleRecord(Record):
@@ -207,6 +209,8 @@ class SampleRecord(Record):
     ending: str | None = None
     turn_rewards: Annotated[tuple[float, ...], Field(strict=False)] = ()
     segments: Annotated[tuple[SegmentRecord, ...], Field(strict=False)] = ()
+    teacher_read: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """The prompts, with the hint, that the teacher of a conversation read; one for each row that it taught."""
 
 
 class CheckRecord(Record):

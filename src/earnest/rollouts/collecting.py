@@ -53,6 +53,8 @@ class Rollouts:
     batch: Batch
     attempts: tuple[Attempt, ...]
     metrics: dict[str, float] = field(default_factory=dict)
+    taught: tuple[tuple[Informed | None, ...], ...] = ()
+    """For each attempt, what the self-teacher read and covered in each of its rows; empty without such a teacher."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -146,6 +148,7 @@ def collect(
             metrics["turns_not_compared"] = float(alone)
         else:
             batch = with_advantages(batch, [a.grade.reward for a in attempts], chosen)
+    taught: tuple[tuple[Informed | None, ...], ...] = ()
     if objective is not None:
         batch = with_reference(engine, batch, objective)
         if "teacher" in wants.signals:
@@ -153,11 +156,13 @@ def collect(
             own = getattr(teacher, "reads", "feedback") == "student"
             seen = None if own else teacher_prompts(policy, attempts, len(batch), tools, turns)
             batch = with_teacher(engine, batch, seen, teacher)
+            each = iter(seen or ())
+            taught = () if seen is None else tuple(tuple(next(each) for _ in a.rollout.rows) for a in attempts)
             if seen is not None and is_environment(task):
                 parts = [part for part in seen if isinstance(part, TaughtTurn)]
                 metrics["hinted_turns"] = float(len(parts))
                 metrics["hinted_tokens"] = float(sum(part.last - part.first for part in parts))
-    return Rollouts(batch, tuple(attempts), metrics)
+    return Rollouts(batch, tuple(attempts), metrics, taught)
 
 
 def graded(

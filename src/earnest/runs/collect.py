@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from earnest.rollouts.conversing import Conversations
 from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
 from earnest.seeds import derive
+from earnest.signals.teachers import Informed, TaughtTurn
 from earnest.tasks import Environment, Prompt, PromptStream, Task
 
 
@@ -79,9 +81,11 @@ class BatchSource:
         )
 
 
-def sample_record(a: Attempt, phase: str, step: int, policy: PolicyLike) -> dict[str, Any]:
-    """A line of samples.jsonl."""
-    return _conversation(a.rollout, policy) | {
+def sample_record(
+    a: Attempt, phase: str, step: int, policy: PolicyLike, taught: Sequence[Informed | None] = ()
+) -> dict[str, Any]:
+    """A line of samples.jsonl. ``taught``: what a self-teacher read and covered, for each row."""
+    return _conversation(a.rollout, policy, taught) | {
         "phase": phase,
         "step": step,
         "version": a.rollout.policy_version,
@@ -96,21 +100,32 @@ def sample_record(a: Attempt, phase: str, step: int, policy: PolicyLike) -> dict
     }
 
 
-def _conversation(rollout: object, policy: PolicyLike) -> dict[str, Any]:
-    """The segments of a conversation, with their author and the text of their tokens; nothing for a completion."""
+def _conversation(rollout: object, policy: PolicyLike, taught: Sequence[Informed | None]) -> dict[str, Any]:
+    """The segments of a conversation, with their author, the text of their tokens and the number of tokens that a
+    teacher covered, and the prompts that it read; nothing for a completion."""
     if not isinstance(rollout, Trajectory):
         return {}
-    segments = [
-        {
-            "row": row,
-            "author": segment.author,
-            "text": str(policy.tokenizer.decode(segment.tokens, skip_special_tokens=False)),
-            "tokens": len(segment.tokens),
-        }
-        for row, segments in enumerate(rollout.rows)
-        for segment in segments
-    ]
-    return {"ending": rollout.ending, "turn_rewards": list(rollout.turn_rewards), "segments": segments}
+
+    def text(tokens: Sequence[int]) -> str:
+        return str(policy.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    found: list[dict[str, Any]] = []
+    read: list[str] = []
+    for row, segments in enumerate(rollout.rows):
+        lesson = taught[row] if taught else None
+        first, last = (lesson.first, lesson.last) if isinstance(lesson, TaughtTurn) else (0, sys.maxsize)
+        if lesson is not None:
+            read.append(text(lesson.prompt if isinstance(lesson, TaughtTurn) else lesson))
+        active = 0
+        for segment in segments:
+            line = {"row": row, "author": segment.author, "text": text(segment.tokens), "tokens": len(segment.tokens)}
+            if segment.author == "policy":
+                if lesson is not None:
+                    line["taught"] = max(0, min(last, active + len(segment.tokens)) - max(first, active))
+                active += len(segment.tokens)
+            found.append(line)
+    made = {"ending": rollout.ending, "turn_rewards": list(rollout.turn_rewards), "segments": found}
+    return made | ({"teacher_read": read} if read else {})
 
 
 def own_samples(

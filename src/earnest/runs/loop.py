@@ -193,8 +193,9 @@ class TrainingLoop:
             line = trained(line, report, objective, engine.learning_rate)
         self.line = line
         self._record_step(line)
-        for a in collected.attempts[: config.samples.train]:
-            self.run.samples.append(sample_record(a, "train", step, self.setup.policy))
+        for number, a in enumerate(collected.attempts[: config.samples.train]):
+            taught = collected.taught[number] if collected.taught else ()
+            self.run.samples.append(sample_record(a, "train", step, self.setup.policy, taught))
 
     def _record_step(self, line: dict[str, Any]) -> None:
         """Write a step's line, show it, and warn if a condition of the watch is true of the last steps."""
