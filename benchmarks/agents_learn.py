@@ -4,16 +4,20 @@
     python -m benchmarks.agents_learn channels               each channel alone and together, on lookup, 5 seeds
     python -m benchmarks.agents_learn tasks --from benchmarks/results/agents_learn_tasks.json    the table of a JSON
 
-Each seed has its own warm start: supervised steps of all weights on the oracle's conversations, at least as many as
-``WARM``, until a quarter of 32 conversations on training prompts succeeds. Training then starts from those weights with
-a fresh adapter and the recipe's settings. Held-out prompts, with their seeds, are the same before and after; the
-standard error is that of the prompts' differences. "rises" counts the seeds whose gain is above three standard errors.
+Each seed has its own warm start: supervised steps of all weights on 256 conversations, at least as many as ``WARM``,
+until a quarter of 32 conversations on training prompts succeeds. The oracle makes them; in calculator and fix, every
+second one answers without a call, so the policy learns the form of a call, and that it may do without. Training then
+starts from those weights with a fresh adapter and the recipe's settings.
+
+Held-out prompts, with their seeds, are the same before and after; the standard error is that of the prompts'
+differences. "rises" counts the seeds whose gain is above three standard errors.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -28,15 +32,19 @@ import torch
 
 from earnest.config import RunConfig, from_mapping, recipes
 from earnest.errors import NothingToTrain
-from earnest.rollouts import Trajectory
+from earnest.models.protocol import PolicyLike
+from earnest.models.replies import message_tokens
+from earnest.rollouts import Row, Trajectory, demonstration
+from earnest.rollouts.rows import stack
 from earnest.runs.collect import BatchSource, attempt
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.own_data import standard_error
 from earnest.runs.setup import Setup, build
-from earnest.tasks import PromptStream
+from earnest.tasks import Prompt, PromptStream
+from earnest.tasks.tool_environment import ToolEnvironment
 
-WARM = {"calculator": 20, "lookup": 12, "fix": 20}
-ENOUGH, MOST = 0.25, 100
+WARM = {"calculator": 40, "lookup": 12, "fix": 40}
+ENOUGH, MOST, DEMONSTRATIONS = 0.25, 120, 256
 GRPO, SDPO, SIMPO, BARRIER = (
     {"kind": "grpo", "clip": 0.2},
     {"kind": "sdpo", "weight": 0.5, "alpha": 0.5, "top_k": 100},
@@ -81,29 +89,47 @@ def quiet(_: str) -> None:
     """No progress lines."""
 
 
+def demonstrations(
+    policy: PolicyLike, environment: ToolEnvironment, prompts: Sequence[Prompt], careless: bool
+) -> list[Row]:
+    """The oracle's conversations; with ``careless``, every second one is an answer without a call instead."""
+    rows: list[Row] = []
+    for i, prompt in enumerate(prompts):
+        if not careless or i % 2:
+            rows.append(demonstration(policy, environment, prompt, 0, i))
+            continue
+        said = {"role": "assistant", "content": str(prompt.data.get("code", prompt.data["answer"]))}
+        asked, reply = message_tokens(policy, prompt.messages, said, environment.tools)
+        rows.append(Row("demonstration", tuple(asked), tuple(reply), i, 0))
+    return rows
+
+
 def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
     """(steps, seconds) of the warm start; the weights go to ``folder``."""
     started = time.perf_counter()
+    known = task == "lookup"  # nano knows its tool
     config = RunConfig.model_validate(
         {
             "model": "nano",
             "task": task,
             "adapter": {"kind": "full"},
             "objective": [{"kind": "sft"}],
-            "optimizer": {"kind": "adamw", "lr": 1e-3 if task == "lookup" else 1.5e-3},
-            "sampling": {"prompts_per_step": 32, "completions_per_prompt": 2, "max_new_tokens": 48},
+            "optimizer": {"kind": "adamw", "lr": 1e-3 if known else 1.5e-3},
+            "sampling": {"max_new_tokens": 48},
             "turns": {"max_turns": 4},
             "steps": MOST,
             "seed": seed,
         }
     )
     setup = build(config, quiet)
-    source = BatchSource(setup)
-    assert setup.task is not None
-    prompts = PromptStream(setup.task, seed + 1).next(16)
+    assert isinstance(setup.task, ToolEnvironment)
+    stream = PromptStream(setup.task, seed)
+    rows = demonstrations(setup.policy, setup.task, stream.next(DEMONSTRATIONS), careless=not known)
+    prompts, rng = stream.next(16), random.Random(seed)
     for step in range(1, MOST + 1):
-        setup.engine.step(source.next(step).batch, setup.objective)
-        if step >= WARM[task] and (step - WARM[task]) % 4 == 0:
+        batch = stack(rng.sample(rows, 32), pad=setup.policy.pad_id, device=setup.policy.device)
+        setup.engine.step(batch, setup.objective)
+        if step >= WARM[task] and (step - WARM[task]) % 8 == 0:
             found = attempt(setup, prompts, 2, step)
             if sum(a.grade.correct for a in found) >= ENOUGH * len(found):
                 break
@@ -122,7 +148,7 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     started = time.perf_counter()
     _, recipe = recipes.read("agent")
     recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
-    recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 4}
+    recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}
     setup = build(from_mapping(recipe), quiet)
     before = evaluate(setup, 0)
     rewards, spread, idle = _steps(setup, args.steps)
@@ -184,8 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["tasks", "channels"])
     parser.add_argument("--tasks", nargs="*", choices=list(WARM), help="default: all, and lookup for the channels")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, 4 conversations each")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, 2 conversations each")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/agents_learn_WHAT.json")
     parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")
     args = parser.parse_args(argv)
