@@ -113,7 +113,7 @@ def other_logprobs(patch: Patch) -> None:
 def unstopped(patch: Patch) -> None:
     def mistake(row: rows.Row) -> rows.Row:
         weights = row.weights or (1.0,) * len(row.tokens)
-        return replace(row, weights=(*weights[:-1], 0.0), logprobs=(row.logprobs or ())[:-1])
+        return replace(row, weights=(*weights[:-1], 0.5))
 
     masked(mistake)(patch)
 
