@@ -18,7 +18,8 @@ from earnest.errors import ConfigError, EarnestError
 from earnest.serve import versions
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
-from earnest.serve.store import NewFeedback, ServerStore, StoredCompletion, check_name
+from earnest.serve.names import check_name
+from earnest.serve.store import NewFeedback, ServerStore, StoredCompletion
 
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 

@@ -173,12 +173,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         if checkpoints.newest(run) is not None:
             loop.restore()
         loop.enter()
-        run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
-        loop.progress.start(config.steps, loop.step)
-        try:
-            loop.train()
-        finally:
-            loop.progress.close()
+        loop.train()
         run.update(status="finished", steps_done=loop.step, seconds=round(loop.seconds, 3))
         run.event("info", f"finished; brought back {outer.heals} times")
     return own

@@ -422,7 +422,10 @@ class LocalEngine:
         layout += "" if self.compiled is None else f", {self.compiled.note}"
         sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
         computed, padding = (sum(size) for size in zip(*sizes, strict=True))
-        return Pass(loss, values, idle, ran, len(parts), batch.active.shape[0], computed, padding, layout)
+        return Pass(
+            loss, values, idle, passes=ran, micro_batches=len(parts), tokens=batch.active.shape[0],
+            computed_tokens=computed, padded_tokens=padding, layout=layout,
+        )  # fmt: skip
 
     def _cut(self, batch: Batch, same_rows: bool = False) -> list[micro.Micro]:
         return self.layouts.cut(batch, self.micro_tokens, same_rows=same_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from earnest.objectives.base import Objective, Value
@@ -44,13 +44,27 @@ class UpdateReport:
     learning_rate: float | None = None
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """The loss, each term's report, the update, and the passes over the batch that ran.
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What was computed: the passes over the batch that ran, and the tokens.
 
-    ``skipped`` terms have weight 0; ``idle`` are live terms without any token in this batch, each with the reason.
     ``computed_tokens`` are the positions that went through the model, ``padded_tokens`` those of them that are
     padding; ``layout`` is "packed", or "padded" with the reason.
+    """
+
+    passes: str
+    micro_batches: int
+    tokens: int
+    computed_tokens: int
+    padded_tokens: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class StepReport(Work):
+    """The loss, each term's report, the update, and the work.
+
+    ``skipped`` terms have weight 0; ``idle`` are live terms without any token in this batch, each with the reason.
     """
 
     loss: float
@@ -58,12 +72,6 @@ class StepReport:
     skipped: tuple[str, ...]
     idle: Mapping[str, str]
     update: UpdateReport
-    passes: str
-    micro_batches: int
-    tokens: int
-    computed_tokens: int
-    padded_tokens: int
-    layout: str
 
     @property
     def learned_nothing(self) -> str | None:
@@ -87,7 +95,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(Work):
     """An objective on a whole batch whose gradient is accumulated but not yet applied.
 
     ``idle`` are the live terms without any token in the batch, each with the reason.
@@ -96,12 +104,6 @@ class Pass:
     loss: float
     values: Mapping[str, Value]
     idle: Mapping[str, str]
-    passes: str
-    micro_batches: int
-    tokens: int
-    computed_tokens: int
-    padded_tokens: int
-    layout: str
 
 
 def report_of(
@@ -124,7 +126,5 @@ def report_of(
         computed = (value.divergence, value.estimator)
         terms[label] = TermReport(term.kind, value.ran, weighted.weight, worth, numbers, norm, share, *computed)
         state[label] = term.advance(state[label], worth, numbers)
-    return StepReport(
-        done.loss, terms, objective.skipped, done.idle, update, done.passes, done.micro_batches, done.tokens,
-        done.computed_tokens, done.padded_tokens, done.layout,
-    )  # fmt: skip
+    work = {part.name: getattr(done, part.name) for part in fields(Work)}
+    return StepReport(done.loss, terms, objective.skipped, done.idle, update, **work)

@@ -208,14 +208,7 @@ def complete(loop: TrainingLoop, console: Console, introduction: Sequence[str]) 
     wanted = config.loggers if setup.mesh.rank == 0 else []
     loop.loggers += open_loggers(wanted, run.path, config.model_dump(mode="json"), loop.step)
     _warn_of_another_horizon(loop, run.header.get("steps", config.steps))
-    run.update(status="running", reason=None, steps=config.steps, steps_done=loop.step)
-    loop.progress.start(config.steps, loop.step)
-    try:
-        loop.train()
-    finally:
-        loop.progress.close()
-        for logger in loop.loggers:
-            logger.close()
+    loop.train()
     with loop.writing():
         with setup.deployed():
             adapter = setup.adapter.save(run.path / "adapter", base_model=setup.model)

@@ -102,7 +102,18 @@ class TrainingLoop:
     # --- the run ------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Check the step, evaluate, train the steps that are left, evaluate again."""
+        """Check the step, evaluate, train the steps that are left, evaluate again; progress and loggers end with it."""
+        config = self.setup.config
+        self.run.update(status="running", reason=None, steps=config.steps, steps_done=self.step)
+        self.progress.start(config.steps, self.step)
+        try:
+            self._train_and_report()
+        finally:
+            self.progress.close()
+            for logger in self.loggers:
+                logger.close()
+
+    def _train_and_report(self) -> None:
         config = self.setup.config
         with Stopper(self.progress.note) as stopper, self.writing():
             try:

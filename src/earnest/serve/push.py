@@ -23,8 +23,9 @@ from earnest.errors import EarnestError
 from earnest.serve import versions
 from earnest.serve.errors import BadRequest, Conflict, ServeError, TooLarge
 from earnest.serve.keys import Caller, Who
+from earnest.serve.names import check_name
 from earnest.serve.state import State
-from earnest.serve.store import PUSHED, check_name
+from earnest.serve.store import PUSHED
 from earnest.serve.wire import ERRORS, StrictBody
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]

@@ -226,7 +226,10 @@ class TinkerEngine:
         (result,) = seen
         passes = f"forward_backward_custom, {columns.targets.shape[1]} targets per position"
         worth, tokens = float(result.loss.detach()), batch.active.shape[0]
-        done = Pass(worth, result.values, idle, passes, 1, tokens, sum(batch.lengths), 0, "by the service")
+        done = Pass(
+            worth, result.values, idle, passes=passes, micro_batches=1, tokens=tokens,
+            computed_tokens=sum(batch.lengths), padded_tokens=0, layout="by the service",
+        )  # fmt: skip
         self.tokens += tokens
         return report_of(objective, done, self.update(), self.objective_state)
 
