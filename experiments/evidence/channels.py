@@ -6,7 +6,7 @@
 
 The model, the task and the settings are those of `experiments.evidence.learn` on chain_sum. A wrong answer's feedback
 has the expected one. "logit" compares the student's 100 likeliest tokens at each position, "token" only the sampled
-token, as an advantage (`engine.estimator: sampled`).
+token, as an advantage (`engine.estimator: sampled`), "sequence" the mean of those over a completion (`sequence.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from experiments.evidence.jobs import Jobs, Record, by, main, plots, spread, tab
 
 GRPO = {"kind": "grpo", "clip": 0.2}
 SDPO = {"kind": "sdpo", "alpha": 0.5, "top_k": 100}
+SAMPLED = {"kind": "sdpo", "alpha": 1.0, "support": "full"}
 SIMPO = {"kind": "simpo", "weight": 0.1}
 BARRIER = {"kind": "kl_barrier", "over": "rmse", "tau": 1.0}
 TASK, SEEDS = "chain_sum", (0, 1, 2)
@@ -28,7 +29,12 @@ TASK, SEEDS = "chain_sum", (0, 1, 2)
 ARMS: dict[str, dict[str, Any]] = {
     "GRPO": {"objective": [GRPO]},
     "SDPO, logit": {"objective": [SDPO]},
-    "SDPO, token": {"objective": [SDPO | {"alpha": 1.0}], "engine": {"estimator": "sampled"}},
+    "SDPO, token": {"objective": [SAMPLED], "engine": {"estimator": "sampled"}},
+    "SDPO, sequence": {
+        "import": [str(Path(__file__).with_name("sequence.py"))],
+        "objective": [SAMPLED | {"kind": "sdpo_sequence"}],
+        "engine": {"estimator": "sampled"},
+    },
     "SDPO, logit + barrier": {"objective": [SDPO, BARRIER]},
     "GRPO + SDPO": {"objective": [GRPO, SDPO]},
     "GRPO + SDPO + SimPO": {"objective": [GRPO, SDPO, SIMPO]},
