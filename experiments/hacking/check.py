@@ -27,7 +27,7 @@ def prove(config: Config, *, quick: bool, progress: Callable[[str], None]) -> Ve
         stream = PromptStream(get_task("holes"), derive(job.seed, "check") % 2**31)
         for attempt in range(TRIES):
             _, batch = rows_with_spread(engine, config, job, stream.next(config.prompts_per_step), None, attempt)
-            if len(batch):
+            if batch is not None:
                 break
         else:
             raise ObjectiveError(

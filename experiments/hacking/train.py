@@ -101,7 +101,7 @@ def train_step(
     """Sample, grade, one update on the groups whose rewards differ."""
     grades, batch = rows_with_spread(engine, config, job, prompts, pool, step)
     line = {"step": float(step), **_rates(grades)}
-    if len(batch):
+    if batch is not None:
         report = engine.step(batch, OBJECTIVE)
         line |= {"update_norm": report.update.update_norm, **report.update.guard}
     return line
@@ -109,8 +109,8 @@ def train_step(
 
 def rows_with_spread(
     engine: LocalEngine, config: Config, job: Job, prompts: Sequence[Prompt], pool: Pool | None, step: int
-) -> tuple[list[Grade], Batch]:
-    """Every answer's grade, and the rows of groups whose rewards differ."""
+) -> tuple[list[Grade], Batch | None]:
+    """Every answer's grade, and the rows of groups whose rewards differ; None: there is no such group."""
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, temperature=1.0, seed=derive(job.seed, "sampling", step))
     rendered = [engine.policy.render(p.messages) for p in prompts]
     rollouts = engine.sample(rendered, config.completions_per_prompt, spec)
@@ -119,7 +119,8 @@ def rows_with_spread(
     grades = _grade(engine, prompts, rollouts)
     batch = with_advantages(batch_of(rollouts), [g.reward for g in grades])
     assert batch.advantages is not None
-    return grades, batch.rows(batch.row[batch.advantages != 0].unique())
+    chosen = batch.row[batch.advantages != 0].unique()
+    return grades, batch.rows(chosen) if len(chosen) else None
 
 
 def _grade(engine: LocalEngine, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Grade]:

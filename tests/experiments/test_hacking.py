@@ -15,7 +15,7 @@ from rich.console import Console
 import experiments
 from earnest.errors import ConfigError
 from earnest.guards import Route
-from earnest.tasks import get_task, holes
+from earnest.tasks import PromptStream, get_task, holes
 from experiments.hacking import Config, place, train
 from experiments.hacking.contrasts import clean_triples, hacking_triples
 from experiments.hacking.figure import write_figure
@@ -33,7 +33,7 @@ from experiments.hacking.results import (
     refreshes,
 )
 from experiments.hacking.tables import left_out_table, main_table, refresh_table
-from experiments.hacking.train import make_engine, run_job
+from experiments.hacking.train import make_engine, run_job, train_step
 
 TINY: dict[str, Any] = {
     "experiment": "hacking", "steps": 3, "triples": 8, "eval_every": 2, "eval_prompts": 4, "refresh": 0,
@@ -283,3 +283,12 @@ def test_from_the_recipe_to_the_page_and_again(tmp_path: Path) -> None:
     assert again == results, "and what was lost comes back the same"
     with pytest.raises(ConfigError, match="lr"):
         experiments.run("hacking", data, [f"out={out}", "lr=0.5"], full=False, resume=True, console=console)
+
+
+def test_a_step_without_a_spread_of_rewards_trains_nothing() -> None:
+    """One prompt and two answers: in most steps both have the same reward, and the step ends without an update."""
+    config = Config(**TINY | {"prompts_per_step": 1, "completions_per_prompt": 2, "max_new_tokens": 4})
+    engine, stream = make_engine(config, 0, None), PromptStream(get_task("holes"), 0)
+    lines = [train_step(engine, config, Job("none", 0), stream.next(1), None, step) for step in range(1, 9)]
+    updated = ["update_norm" in line for line in lines]
+    assert len(lines) == 8 and not all(updated) and engine.version == sum(updated)
