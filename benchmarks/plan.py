@@ -81,12 +81,10 @@ SEVENTY = BILLION | {
 CHECKPOINTED = "engine.checkpoint_activations=true"
 # model, name, GPUs, bytes of each, settings
 PAPER: list[tuple[dict[str, Any], str, int, int, list[str]]] = [
-    (SEVEN, "7B", 1, 24, ["dtype=nf4", CHECKPOINTED]),
     (SEVEN, "7B", 1, 80, []),
     (SEVEN, "7B", 8, 80, ["engine.replicate=8"]),
     (SEVEN, "7B", 8, 24, ["engine.shard=8", CHECKPOINTED]),
     (SEVEN, "7B", 32, 80, ["engine.replicate=32"]),
-    (SEVENTY, "70B", 1, 80, ["dtype=nf4", CHECKPOINTED]),
     (SEVENTY, "70B", 8, 80, ["engine.shard=8", CHECKPOINTED]),
     (SEVENTY, "70B", 32, 80, ["engine.shard=8", "engine.replicate=4", CHECKPOINTED]),
     (SEVENTY, "70B", 32, 80, ["engine.shard=32", CHECKPOINTED]),

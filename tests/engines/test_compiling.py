@@ -25,6 +25,7 @@ def found() -> dict[str, Any]:
     return worker()
 
 
+@pytest.mark.slow  # compiling takes longer than everything else here
 @pytest.mark.parametrize("case", ["compiled", "checkpointed"])
 def test_compiled_layers_give_the_eager_gradient(case: str, found: dict[str, Any]) -> None:
     one = found[case]
@@ -33,6 +34,7 @@ def test_compiled_layers_give_the_eager_gradient(case: str, found: dict[str, Any
     assert one["sampled"] == 2
 
 
+@pytest.mark.slow
 def test_a_failure_is_named_and_the_step_goes_on(found: dict[str, Any]) -> None:
     one = found["broken"]
     assert "not compiled (" in one["layout"] and "no C++ compiler here" in one["layout"], one

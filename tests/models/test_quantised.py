@@ -13,6 +13,7 @@ from torch import nn
 import earnest as en
 from earnest.adapters import AdapterError, attach
 from earnest.config import from_mapping, recipes
+from earnest.engines.packing import balance_of
 from earnest.errors import ConfigError
 from earnest.models.quantised import LEVELS, QuantisedLinear, quantise, stored_bytes
 from earnest.runs.setup import build
@@ -137,6 +138,7 @@ def test_training_on_it_is_training_on_the_dequantised_model(policy: en.Policy) 
 def test_sizes_and_what_is_left_alone(policy: en.Policy) -> None:
     plain = en.load("nano")
     assert policy.parameters == plain.parameters
+    assert balance_of(policy) == balance_of(plain), "rows are packed as on the dense model"
     bits = {"int8": 8, "nf4": 4.5}[policy.notes[-1].split(":")[0].rsplit(" ", 1)[-1]]
     packed = sum(m.numel for m in policy.model.modules() if isinstance(m, QuantisedLinear))
     stored = sum(m.codes.nbytes + m.scale.nbytes for m in policy.model.modules() if isinstance(m, QuantisedLinear))

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from earnest.models.quantised import QuantisedLinear
 from earnest.signals.batch import Batch
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ def balance_of(policy: Policy) -> float:
     config: Any = policy.model.config.get_text_config(decoder=True)
     embeddings = {id(p) for m in policy.body.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     weights = sum(p.numel() for p in policy.body.parameters() if p.ndim > 1 and id(p) not in embeddings)
+    weights += sum(m.numel for m in policy.body.modules() if isinstance(m, QuantisedLinear))
     heads = getattr(config, "num_attention_heads", None) or 1
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return max(1.0, 2 * weights / (ATTENTION_PRICE * 4 * width * max(1, config.num_hidden_layers)))
