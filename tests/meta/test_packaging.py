@@ -121,7 +121,9 @@ def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zi
     assert "[]\n" in done.stderr and "the training step, checked" in done.stdout and "PG-CLIP" in done.stdout
     assert (tmp_path / "out.sarif").is_file()
     (entries,) = [name for name in audit_wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "earnest-audit = earnest_audit.command:main" in audit_wheel.read(entries).decode()
+    written = audit_wheel.read(entries).decode()
+    assert "[console_scripts]\nearnest-audit = earnest_audit.command:main" in written
+    assert "[pytest11]\nearnest-audit = earnest_audit.pytest_plugin" in written
 
 
 ALONE = """
