@@ -128,6 +128,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "engine.tensor": [(2, "Input should be 1"), (1,)],
     "engine.offload": [(True, "set engine.shard to 2 or more"), (False,)],
     "engine.checkpoint_activations": [(True, "engine.checkpoint_activations: with engine.kind tinker"), (False,)],
+    "engine.compile": [(True, "engine.compile: with engine.kind tinker"), (False,)],
     "repeat": [(2,)],
     "guard": [({"kind": "erase", "directions": "d.safetensors"}, "guard: with engine.kind tinker")],
     "engine.kind": [("tinker",)],
