@@ -208,7 +208,7 @@ def test_browser_tests_are_left_out_only_where_there_is_no_browser_and_no_ci(tmp
     tools.mkdir()
     for tool in ("python3", "sh", "grep", "make"):
         (tools / tool).symlink_to(Path(shutil.which(tool) or "").resolve())
-    assert "not slow and not vllm and not browser" in _would_run("test-integrations", PATH=str(tools))
+    assert "not slow and not vllm and not gpu and not browser" in _would_run("test-integrations", PATH=str(tools))
     assert "not browser" not in _would_run("test-integrations", PATH=str(tools), CI="true")
     (tools / "chromium").symlink_to("/bin/true")
     assert "not browser" not in _would_run("test-integrations", PATH=str(tools))
