@@ -235,7 +235,7 @@ def test_parameters_that_no_optimizer_has(
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("hole.py:score", "hole.py:score is a function, not a task: a recipe names it as the grader of its rows"),
+        ("hole.py:score", "hole.py:score is no task but a function: a recipe names it as the grader of its rows"),
         ("RUN", "RUN is a run folder: `earnest report RUN` shows its verdict, and `earnest audit RUN/config.yaml`"),
     ],
 )

@@ -72,7 +72,7 @@ def _from_code(entry: str, settings: Mapping[str, Any]) -> Task:
         raise TaskError(f"task.{next(iter(settings))}: {entry} is an instance and has no settings; leave it out.")
     if inspect.isfunction(found):
         raise TaskError(
-            f"task: {entry} is a function, not a task: a recipe names it as the grader of its rows (`grade: {entry}` "
+            f"task: {entry} is no task but a function: a recipe names it as the grader of its rows (`grade: {entry}` "
             "beside `data:`), and `earnest audit RECIPE.yaml` audits it there."
         )
     if not isinstance(found, Task):
