@@ -279,7 +279,6 @@ def test_every_row_that_does_not_apply_has_its_reason() -> None:
     reasons = {f.subject: f.measured for f in verdict.findings if f.outcome == "not applicable"}
     assert reasons == {
         "3 more columns of padding on the left": "no row of this batch begins with padding",
-        "confident outputs": "the behaviour's log-probs belong to the policy as it is",
     }
     assert outcomes(verdict.findings)["another document in the packed row"] == "not declared", "nothing was said of it"
     coupled = audit(sft_step(rows_interact=True), laws=[masks.LAW]).findings

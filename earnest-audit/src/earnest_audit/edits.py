@@ -194,9 +194,15 @@ def take_rows(step: Step, index: Tensor) -> Batch:
 
 
 def add_masked_row(step: Step) -> Batch:
-    """One more row, a copy of the last, in which the loss is taken nowhere."""
-    rows = torch.arange(step.rows)
-    batch = take_rows(step, torch.cat([rows, rows[-1:]]))
+    """One more row in which the loss is taken nowhere: a copy of the one whose undeclared numbers are the largest, so
+    that they are seen if they enter the loss beside the mask; of the last where there are none."""
+    rows, declared, size = torch.arange(step.rows), set(step.roles.values()), torch.zeros(step.rows)
+    for key, value in step.batch.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (step.rows,):
+            norm = value.detach().cpu().float().reshape(step.rows, -1).norm(dim=-1)
+            size += norm / norm.max().clamp_min(1e-30) if key not in declared else 0.0
+    copied = rows[size.flip(0).argmax()].reshape(1)
+    batch = take_rows(step, torch.cat([rows, step.rows - 1 - copied]))
     if "mask" in step.roles:
         mask = batch[step.roles["mask"]].clone()
         mask[-1] = 0

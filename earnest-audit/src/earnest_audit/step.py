@@ -55,6 +55,7 @@ Role = Literal[
 ]
 ROLES: tuple[str, ...] = get_args(Role)
 Family = Literal["policy gradient", "sft", "divergence", "preference"]
+Reduction = Literal["mean", "sum"]
 Loss = Callable[..., Any]
 
 
@@ -111,6 +112,7 @@ class Step:
                    and what it changes beside the trainable parameters and the optimizer is the caller's to restore
     ``weighed``    term -> the knob that weighs it, for every term of the loss: each has a gradient by itself
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
+    ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
@@ -150,6 +152,7 @@ class Step:
     neutral: Mapping[str, float] = field(default_factory=dict)
     family: Family | None = None
     value_is_loss: bool | None = None
+    reduction: Reduction | None = None
     switches: Sequence[str] = ()
     rows_interact: bool = False
     drops_tokens: bool = False
@@ -200,6 +203,8 @@ class Step:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
         if self.family is not None and self.family not in get_args(Family):
             raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
+        if self.reduction is not None and self.reduction not in get_args(Reduction):
+            raise StepError(f"unknown reduction {self.reduction!r}: {nearest(self.reduction, get_args(Reduction))}")
         if not self.trainable():
             raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
 

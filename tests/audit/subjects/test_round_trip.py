@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,13 +71,23 @@ def test_what_outputs_do_not_show_must_survive_too() -> None:
 def test_a_save_that_loses_everything_is_seen() -> None:
     def trip(keep: bool) -> RoundTrip:
         return RoundTrip(
-            make=lambda: torch.zeros(3), kick=lambda x: x.add_(1.0),
+            make=lambda: torch.zeros(3), perturb=lambda x: x.add_(1.0),
             save=lambda x, f: torch.save(x if keep else torch.zeros(3), f / "x"),
             load=lambda x, f: x.copy_(torch.load(Path(f) / "x")), outputs=lambda x: x,
         )  # fmt: skip
 
     assert audit(trip(True)).holds
     assert {f.law for f in audit(trip(False)).failures} == {"RT"}
+
+
+def test_the_old_name_of_the_perturbation_still_works() -> None:
+    parts: dict[str, Any] = {"save": lambda x, f: torch.save(x, f / "x"), "outputs": lambda x: x}
+    with pytest.warns(DeprecationWarning, match="perturb"):
+        trip = RoundTrip(
+            make=lambda: torch.zeros(3), kick=lambda x: x.add_(1.0),  # type: ignore[call-arg]
+            load=lambda x, f: x.copy_(torch.load(Path(f) / "x")), **parts,
+        )  # fmt: skip
+    assert audit(trip).holds
 
 
 def shaken(model: nn.Module) -> None:

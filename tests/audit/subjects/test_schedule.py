@@ -75,3 +75,22 @@ def test_the_end_is_judged_against_the_declared_floor() -> None:
     """A decay to 0 where a tenth of the peak is declared as the floor: within a tenth of the peak, and wrong."""
     assert audit(Schedule(lambda t, _: [0.1 + 0.9 * r for r in warm(t, "cosine")], 1.0, 0.1)).holds
     assert failed(Schedule(lambda t, _: warm(t, "cosine"), 1.0, 0.1)) == {"end"}
+
+
+def test_every_setting_of_a_schedule_matters() -> None:
+    def rates(total: int, _: int, power: float, floor: float, obeyed: bool = True) -> list[float]:
+        return [floor + (1 - floor) * (1 - k / (total - 1)) ** (power if obeyed else 2.0) for k in range(total)]
+
+    settings = {"power": 2.0, "floor": 0.1}
+    assert audit(Schedule(rates, 1.0, 0.1, settings=settings)).holds
+    ignored = Schedule(lambda t, r, **s: rates(t, r, obeyed=False, **s), 1.0, 0.1, settings=settings)
+    assert failed(ignored) == {"setting power"}
+
+
+def test_a_schedule_does_not_fall_below_its_floor() -> None:
+    def rates(total: int, floored: bool) -> list[float]:
+        found = [math.cos(0.5 * math.pi * k / (total - 6)) if k < total - 5 else 0.1 for k in range(total)]
+        return [max(0.1, r) if floored else r for r in found]
+
+    assert "floor" not in failed(Schedule(lambda t, _: rates(t, True), 1.0, 0.1))
+    assert failed(Schedule(lambda t, _: rates(t, False), 1.0, 0.1)) == {"floor"}

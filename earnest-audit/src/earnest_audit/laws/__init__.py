@@ -1,73 +1,12 @@
-"""The laws of a training step, one file each."""
+"""The laws of a training step, one file each, in the order in which they are checked."""
+
+from importlib import import_module
 
 from earnest_audit.law import Law
-from earnest_audit.laws import (
-    at_reference,
-    averages,
-    clipping,
-    coverage,
-    critic,
-    direction,
-    documents,
-    dropout,
-    entropy,
-    finite_difference,
-    identical,
-    inputs,
-    kl_direction,
-    knobs,
-    likelihood,
-    liveness,
-    masks,
-    metrics,
-    on_policy,
-    pair_metrics,
-    pairs,
-    paths,
-    ratio,
-    reads,
-    rewards,
-    row_length,
-    shadow,
-    shift,
-    splits,
-    sums,
-    targets,
-)
 
-LAWS: tuple[Law, ...] = tuple(
-    module.LAW
-    for module in (
-        liveness,
-        inputs,
-        reads,
-        knobs,
-        on_policy,
-        ratio,
-        clipping,
-        rewards,
-        critic,
-        entropy,
-        at_reference,
-        likelihood,
-        identical,
-        kl_direction,
-        pairs,
-        splits,
-        masks,
-        documents,
-        coverage,
-        shift,
-        paths,
-        metrics,
-        sums,
-        averages,
-        pair_metrics,
-        finite_difference,
-        direction,
-        shadow,
-        dropout,
-        row_length,
-        targets,
-    )
+MODULES = (
+    "liveness inputs reads knobs on_policy ratio clipping rewards critic entropy at_reference likelihood identical "
+    "kl_direction pairs splits masks documents coverage shift paths metrics sums averages pair_metrics "
+    "finite_difference direction dropout row_length targets shadow"
 )
+LAWS: tuple[Law, ...] = tuple(import_module(f"{__name__}.{name}").LAW for name in MODULES.split())

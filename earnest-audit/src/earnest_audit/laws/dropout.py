@@ -38,7 +38,8 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield LAW.not_applicable(SUBJECT, why)
             return
         # A copy of the batch: readings of the declared one are kept, and have no dropout.
-        size, slope, _ = slopes(probe, dict(step.batch), ROOM)
+        batch = dict(step.batch)
+        size, slope, _ = slopes(probe, batch, ROOM, probe.gradient(batch))
     if size == 0:
         yield LAW.not_applicable(SUBJECT, "no gradient, or none that is finite: see GL")
         return
@@ -56,7 +57,8 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 
 def _off_without(probe: Probe) -> float:
-    size, slope, _ = slopes(probe, dict(probe.step.batch), ROOM)
+    batch = dict(probe.step.batch)
+    size, slope, _ = slopes(probe, batch, ROOM, probe.gradient(batch))
     return abs(slope - size) / size if size > 0 else 0.0
 
 

@@ -5,7 +5,7 @@
 Needs: value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and
 preferences are taken to be so
 How: Central differences along the gradient, from a perturbed, off-policy state, at five step lengths; the best one
-counts (a clip has corners).
+counts (a clip has corners). Then each declared term by itself, at a thousand times its weight.
 Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with a
 detached factor (DoRA's norm): they declare value_is_loss=False. So may a loss over the student's own top k, which
 jumps.
@@ -22,12 +22,14 @@ from typing import Any
 import torch
 
 from earnest_audit import edits
+from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 ROOM = 0.05
+STRONG = 1e3  # times its weight a term is the loss: a small weight does not hide it
 TOO_COARSE = 1.0  # from this tolerance on a slope of 0 would pass
 LENGTHS = (1e-3, 1e-2, 1e-4, 3e-5, 1e-5)  # of the parameters' norm: a clip has corners and a sum has rounding
 
@@ -63,21 +65,48 @@ def check(probe: Probe) -> Iterator[Finding]:
             return
     measured = wide or probe  # whether value and gradient agree does not depend on the precision
     with measured.perturbed():
-        size, slope, grain = slopes(measured, measured.off_policy(), room)
-    if wide is not None:
-        probe.cost += wide.cost
+        batch = measured.off_policy()
+        found = slopes(measured, batch, room, measured.gradient(batch))
+        if wide is not None:
+            probe.cost += wide.cost
+        yield judged(LAW, step.name if found[0] == 0 else "loss along its own gradient", found, room, wide is not None)
+        for metric, knob in step.weights.items() if measured is probe and not probe.coarse else ():
+            try:
+                yield _term(probe, batch, f"term {metric} along its own gradient", knob)
+            except Exception:
+                continue  # the step refuses such a weight, as it may
+
+
+def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
+    """The loss with the term a thousand times as heavy, along the term's own gradient. Its slope follows from two
+    gradients that law KG has measured, where they are exact enough."""
+    weight = float(probe.step.knobs[knob]) or 1.0
+    strong, rest = {knob: STRONG * weight}, probe.gradient(batch, {knob: 0.0})
+    twice = probe.gradient(batch, {knob: 2 * weight})
+    own = twice.minus(rest)
+    if probe.tolerance * twice.norm() > ROOM / 4 * own.norm():
+        if not probe.afford(2, keep=2):
+            return LAW.not_applicable(subject, "the budget is spent")
+        own, whole = probe.gradient(batch, strong).minus(rest), probe.gradient(batch, strong)
+    else:
+        whole = rest.plus(own, STRONG / 2)
+    if not probe.afford(1, keep=2):
+        return LAW.not_applicable(subject, "the budget is spent")
+    return judged(LAW, subject, slopes(probe, batch, ROOM, own, whole, strong), ROOM)
+
+
+def judged(law: Law, subject: str, found: tuple[float, float, float], room: float, wide: bool = False) -> Finding:
+    """The row of one finite difference: the gradient's norm, the slope, and how exact that is."""
+    size, slope, grain = found
     if size == 0:
-        yield LAW.not_applicable(step.name, "no gradient, or none that is finite: see GL")
-        return
+        return law.not_applicable(subject, "no gradient, or none that is finite: see GL")
     off = abs(slope - size)
-    if off > room * size and off <= grain:
+    if room * abs(size) < off <= grain:
         why = "The loss's own last bit is larger than what the gradient changes it by: a sum that hides its terms."
-        yield LAW.not_applicable("loss along its own gradient", f"the slope is known up to {grain:.2g} only", why)
-        return
-    yield LAW.finding(
-        "loss along its own gradient",
-        f"finite difference {slope:.4g}, gradient {size:.4g}" + (", in fp32" if wide is not None else ""),
-        f"within {room:.0%}", off <= room * size,
+        return law.not_applicable(subject, f"the slope is known up to {grain:.2g} only", why)
+    return law.finding(
+        subject, f"finite difference {slope:.4g}, gradient {size:.4g}" + (", in fp32" if wide else ""),
+        f"within {room:.0%}", off <= room * abs(size),
         "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, "
         "detach), a backward is hand-written and wrong, or one of them is scaled. Where a factor is detached by design "
         "(DFT, WPO), declare value_is_loss=False.",
@@ -99,22 +128,25 @@ def _wide(probe: Probe) -> Probe | None:
     return twin if reached and not twin.coarse else None
 
 
-def slopes(probe: Probe, batch: Mapping[str, Any], room: float) -> tuple[float, float, float]:
-    """The gradient's norm (0 where there is none that is finite), the nearest finite difference along it, where the
-    signal against rounding is best, and how exact that one is: a loss is rounded to its own last bit."""
-    gradient = probe.gradient(batch)
-    size = gradient.norm()
-    if size == 0 or not gradient.finite():
+def slopes(
+    probe: Probe, batch: Mapping[str, Any], room: float, along: Gradient, gradient: Gradient | None = None,
+    knobs: Mapping[str, Any] | None = None,
+) -> tuple[float, float, float]:  # fmt: skip
+    """The slope along a direction by the gradient (by default: the direction; 0 where there is none that is finite),
+    the nearest finite difference, where the signal against rounding is best, and how exact that one is: a loss is
+    rounded to its own last bit."""
+    if along.norm() == 0 or not along.finite():
         return 0.0, 0.0, 0.0
+    size = along.norm() if gradient is None else gradient.dot(along) / along.norm()
     found: list[tuple[float, float]] = []
     for length in LENGTHS:
         reach, values = probe.reach(length), []
         for sign in (+1, -1):
-            with probe.along(gradient, sign * reach):
-                values.append(probe.look(dict(batch)).loss)
+            with probe.along(along, sign * reach):
+                values.append(probe.look(dict(batch), knobs).loss)
         grain = 4 * min(probe.coarsest, torch.finfo(torch.float32).eps) * max(map(abs, values)) / (2 * reach)
         found.append(((values[0] - values[1]) / (2 * reach), grain))
-        if abs(found[-1][0] - size) <= room * size:
+        if abs(found[-1][0] - size) <= room * abs(size):
             break
     slope, _ = min(found, key=lambda f: abs(f[0] - size))
     return size, slope, min(grain for _, grain in found)

@@ -28,7 +28,9 @@ UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
 
 
-SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies"}  # between 0 and 1, declared or not
+SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
+NOT_SHARES = {"learning", "lr", "decay", "sampling", "token", "tokens", "step", "frame"}  # such rates may be anything
+SPREADS = {"mean", "avg", "min", "max"}  # what stands after such a name
 SAMPLERS = ("behaviour", "proximal")
 # Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
 REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
@@ -63,10 +65,27 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield from _unchanged(probe)
 
 
-def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Undeclared metrics whose names make them shares."""
-    return {name: (0.0, 1.0) for name in found if name not in probe.step.metrics
-            and set(re.split(r"[^a-z]+", name.lower())) & SHARES}  # fmt: skip
+def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    """Undeclared metrics whose names make them shares (0 to 1), or ratios (0 or above)."""
+    ranges: dict[str, tuple[float | None, float | None]] = {}
+    for name in (n for n in found if n not in probe.step.metrics):
+        words = [w for w in re.split(r"[^a-z]+", name.lower()) if w and w not in SPREADS]
+        if set(words) & (SHARES - {"rate"}) or (words[-1:] == ["rate"] and not NOT_SHARES & set(words)):
+            ranges[name] = (0.0, 1.0)
+        elif words[-1:] == ["ratio"] and not {"log", "advantage"} & set(words):
+            ranges[name] = (0.0, 1.0 if "clip" in words else None)
+    return ranges
+
+
+def _must_move(probe: Probe, found: dict[str, float]) -> list[str]:
+    """Undeclared metrics that cannot stay constant over far-off states: the clipped share where there is a clip, and
+    the accuracy of pairs."""
+    step, (low, _) = probe.step, clip_range(probe)
+    clipped = low is not None and step.ratio_role in step.roles
+    return [
+        name for name in _shares(probe, found) if name not in step.still
+        and ((clipped and "clip" in name.lower()) or (step.kind == "preference" and "accurac" in name.lower()))
+    ]  # fmt: skip
 
 
 def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
@@ -90,7 +109,8 @@ def _never_returned(name: str) -> Finding:
 
 
 def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
-    for name in [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]:
+    declared = [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]
+    for name in dict.fromkeys([*declared, *_must_move(probe, states[0])]):
         seen = [s[name] for s in states if name in s]
         if not seen:
             yield _never_returned(name)

@@ -1,7 +1,9 @@
 """F64: The step's gradient agrees with that of a float64 copy, on confident inputs and large margins too.
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
-How: A copy of the model in float64 runs the same batch; once as it is, once with its last matrix scaled up.
+How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
+(log-probs of the batch follow), and with pairs far from their references. Inside the copy, the finite difference along
+the gradient agrees too.
 Exceptions: Hugging Face models cast to fp32 inside norms and rotary embeddings: such modules are counted and reported.
 A parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and is not judged.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
@@ -10,7 +12,8 @@ Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +22,14 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
+from earnest_audit.laws.finite_difference import ROOM, is_integral
 from earnest_audit.probe import Probe, fresh, result_of, seeded
 from earnest_audit.verdict import Finding
+
+SHARPEN = 12.0  # what the last matrix is scaled by, at least
+FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
+MARGIN = 1e4  # a β of 0.02 makes 200 of it, where fp32 has no sigmoid left
+LENGTHS = (1e-4, 1e-5)  # of the parameters' norm; one step of 16 bits is longer
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -33,15 +42,84 @@ def check(probe: Probe) -> Iterator[Finding]:
     except Exception as error:
         yield LAW.not_applicable(step.name, f"the model cannot be copied ({type(error).__name__})")
         return
-    for what, sharpen in (("the batch", 1.0), ("confident outputs", 12.0)):
-        if sharpen > 1 and not probe.afford(2, keep=0):
+    states = {"the batch": _as_it_is, "confident outputs": _confident, "far margins": _far_margins}
+    for what, make in states.items():
+        if make is not _as_it_is and not probe.afford(2, keep=0):
             yield LAW.not_applicable(what, "the budget is spent")
             return
-        found = _compare(probe, shadow, what, sharpen)
-        if found.outcome == "fails" and probe.random():
-            why = "The loss differs between two seeds: in float64 other numbers are drawn."
-            found = LAW.not_applicable(what, "the step is random", why)
-        yield found
+        state = make(probe)
+        if isinstance(state, str):
+            yield LAW.not_applicable(what, state)
+        elif state is not None:
+            yield from map(_fair(probe), _compare(probe, shadow, what, *state))
+
+
+def _fair(probe: Probe) -> Callable[[Finding], Finding]:
+    why = "The loss differs between two seeds: in float64 other numbers are drawn."
+
+    def judge(found: Finding) -> Finding:
+        drawn = found.outcome == "fails" and probe.random()
+        return LAW.not_applicable(found.subject, "the step is random", why) if drawn else found
+
+    return judge
+
+
+def _as_it_is(probe: Probe) -> tuple[float, edits.Batch]:
+    with probe.perturbed():
+        return 1.0, probe.off_policy()
+
+
+def _confident(probe: Probe) -> tuple[float, edits.Batch] | str:
+    """The last matrix is scaled up until log-probs are at -FAR, or margins at 2·FAR; log-probs of the batch follow the
+    policy there, so that no ratio overflows. In 16 bits twelve times, where rounding allows no more."""
+    step, head = probe.step, _head(probe.step.model)
+    given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
+    if head is None or (given and not isinstance(_logprobs(probe), Tensor)):
+        return "no matrix to scale up" if head is None else f"the {given[0]}'s log-probs belong to the policy as it is"
+    factor = SHARPEN
+    with probe.perturbed(), torch.no_grad():
+        batch = dict(probe.off_policy())
+        if not probe.coarse:
+            with _scaled(head, SHARPEN):
+                factor *= min(max(1.0, FAR / max(_farthest(probe), 1e-6)), FAR)
+        if given:
+            with _scaled(head, factor):
+                now = _logprobs(probe)
+            assert isinstance(now, Tensor)
+            for role in given:
+                old: Tensor = batch[step.roles[role]]
+                if old.numel() != now.numel():
+                    return f"the {role}'s log-probs have another shape than logprobs has"
+                less = edits.noise_like(now, edits.generator(step, 83)).abs() * (0.5 if role == "reference" else 0.05)
+                batch[step.roles[role]] = (now - less).clamp(max=-1e-6).reshape(old.shape).to(old.dtype)
+    return factor, batch
+
+
+def _logprobs(probe: Probe) -> Any:
+    return None if probe.step.logprobs is None else probe.forward(probe.step.logprobs, graph=False)
+
+
+def _farthest(probe: Probe) -> float:
+    """How far from 0 log-probs are (half of it for margins of pairs); FAR where that is not known."""
+    step, now = probe.step, _logprobs(probe)
+    if isinstance(now, Tensor):
+        return -float(now.min())
+    if now is not None:
+        return float((now[0] - now[1]).abs().max()) / 2
+    if step.student is not None and (own := probe.forward(step.student, graph=False)).is_floating_point():
+        return -float((own.clamp_min(1e-30).log() if edits.probability_like(own) else own.log_softmax(-1)).min())
+    return abs(probe.look(dict(step.batch)).loss) if step.kind == "sft" else FAR
+
+
+def _far_margins(probe: Probe) -> tuple[float, edits.Batch] | None:
+    """By turns pairs far on the right and on the wrong side of their references."""
+    step = probe.step
+    if step.kind != "preference" or not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
+        return None
+    key = step.roles["reference_chosen"]
+    old: Tensor = step.batch[key]
+    side = torch.where(torch.arange(len(old), device=old.device) % 2 == 0, MARGIN, -MARGIN)
+    return 1.0, {**step.batch, key: old + side.reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)}
 
 
 def exact(probe: Probe, batch: edits.Batch, settings: Sequence[Mapping[str, Any]]) -> list[Gradient] | None:
@@ -64,46 +142,82 @@ def _shadow(model: nn.Module) -> nn.Module:
     return shadow
 
 
-def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float) -> Finding:
+def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float, batch: edits.Batch) -> Iterator[Finding]:
     step = probe.step
     head, twin = _head(step.model), _head(shadow)
-    # Given log-probs belong to the policy as it was: beside a sharpened one their ratios overflow, legitimately.
-    given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
-    if sharpen != 1.0 and (head is None or twin is None or given):
-        why = f"the {given[0]}'s log-probs belong to the policy as it is" if given else "no matrix to scale up"
-        return LAW.not_applicable(what, why)
     units = _units(step.model)
     room, own = min(0.5, units * probe.floor()), 0.0
+    slope: Finding | None = None
     with probe.perturbed(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
         lifted = dict(shadow.named_parameters())
         for name, p in probe.parameters.items():
             if sharpen == 1.0 or p is not head:
                 lifted[name].copy_(p.double())
-        batch = probe.off_policy()
         mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
         try:
             theirs, islands = _shadow_gradient(probe, shadow, batch)
         except Exception as error:
-            return LAW.not_applicable(what, f"the shadow cannot run ({str(error)[:60]})")
+            yield LAW.not_applicable(what, f"the shadow cannot run ({str(error)[:60]})")
+            return
         change = mine.distance(theirs)
         if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
             own = _conditioning(probe, shadow, batch, theirs)
+        if what == "the batch" and is_integral(step) and step.precision is None:
+            slope = _slope(probe, shadow, batch, theirs)
     if theirs.norm() == 0 and mine.norm() > 0:
-        return LAW.not_applicable(what, "the loss does not use the model that it is given")
+        yield LAW.not_applicable(what, "the loss does not use the model that it is given")
+        return
     if not theirs.finite():
-        return LAW.not_applicable(what, "the float64 shadow is not finite either")
+        yield LAW.not_applicable(what, "the float64 shadow is not finite either")
+        return
     if 8 * own > 0.5:
         why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
-        return LAW.not_applicable(what, why)
+        yield LAW.not_applicable(what, why)
+        return
     room = min(0.5, max(room, units * own))
+    yield LAW.finding(
+        what, f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
+        f"≤ {room:.1g}", change <= room,
+        "The step loses its gradient to rounding or overflow: log(softmax(x)), log(sigmoid(x)) or log(1 - p) far out, "
+        "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
+        "logsigmoid, log1mexp, logsumexp).",
+    )  # fmt: skip
+    if slope is not None:
+        yield slope
+
+
+def _slope(probe: Probe, shadow: nn.Module, batch: edits.Batch, gradient: Gradient) -> Finding | None:
+    """The finite difference inside the copy, over steps that only rounding in the loss's own code can hide."""
+    size, own = gradient.norm(), dict(shadow.named_parameters())
+    if size == 0 or not gradient.finite() or not probe.afford(2, keep=0):
+        return None
+    kept = {n: own[n].detach().clone() for n in probe.parameters}
+    slope = grain = math.inf
+    for reach in map(probe.reach, LENGTHS):
+        values = []
+        for sign in (+1, -1):
+            for n, g in gradient.parts.items():
+                own[n].copy_(kept[n] if g is None else kept[n] + g * (sign * reach / size))
+            probe.cost += 1 / 3
+            with seeded(probe.step.seed), torch.no_grad():
+                lifted = edits.lifted(fresh(batch), torch.float64)
+                values.append(float(result_of(probe.step.loss(shadow, lifted, **probe.settings()))[0]))
+        found = (values[0] - values[1]) / (2 * reach)
+        slope = found if abs(found - size) < abs(slope - size) else slope
+        grain = min(grain, 4 * torch.finfo(torch.float32).eps * max(map(abs, values)) / (2 * reach))
+        if abs(slope - size) <= ROOM * size:
+            break
+    for n, p in kept.items():
+        own[n].copy_(p)
+    subject, off = "slopes inside the float64 copy", abs(slope - size)
+    if ROOM * size < off <= grain:
+        return LAW.not_applicable(subject, f"the slope is known up to {grain:.2g} only")
     return LAW.finding(
-        what,
-        f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
-        f"≤ {room:.1g}",
-        change <= room,
-        "The step loses its gradient to rounding: log(sigmoid(x)) or log(1 - p) far out, an eps that is 0 in this "
-        "dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (logsigmoid, log1mexp, logsumexp).",
-    )
+        subject, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {ROOM:.0%}", off <= ROOM * size,
+        "Even in float64 the loss moves in stairs, or not as its gradient: its own code rounds on the way (a cast to "
+        "16 bits, a round), or a part has no gradient. Where a straight-through gradient is intended, declare "
+        "value_is_loss=False.",
+    )  # fmt: skip
 
 
 def _units(model: nn.Module) -> float:

@@ -1,10 +1,10 @@
 """SE: Permuting, repeating or cutting the rows (unevenly) does not change the gradient, up to the normaliser.
 
 permuted rows     the same gradient
-every row twice   the same gradient, twice it (a sum), or something in between (a root of the count)
+every row twice   the same gradient (reduction="mean"), twice it ("sum"); undeclared, or something in between
 whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
 
-Needs: a batch of at least two rows
+Needs: a batch of at least two rows; reduction="mean" or "sum" where that is known
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
 parts: then every row gets equally many tokens. A loss that couples rows by definition declares rows_interact=True.
@@ -28,8 +28,9 @@ from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
-# 1 for a mean, 2 for a sum; in between for a root of the count, or for a sum over rows beside a constant.
-COUNTED = (0.99, 2.02)
+# What doubling the rows multiplies the gradient by; undeclared, a root of the count or a sum beside a constant may be.
+COUNTED = {"mean": (0.99, 1.02), "sum": (1.98, 2.02), None: (0.99, 2.02)}
+EXPECTED = {"mean": '1×, reduction="mean"', "sum": '2×, reduction="sum"', None: "1× to 2×"}
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -48,9 +49,10 @@ def check(probe: Probe) -> Iterator[Finding]:
         both = probe.gradient(edits.take_rows(step, torch.cat([order, order])))
     except Exception:  # twice the rows may be refused where another order is not
         both = whole.times(0.0)
-    factor, rest, holds = probe.scales(both, whole, *COUNTED)
+    factor, rest, holds = probe.scales(both, whole, *COUNTED[step.reduction])
     if holds:
-        yield LAW.finding("permuted, and every row twice", f"{factor:.3g}× the same up to {rest:.2g}", "1× to 2×", True)
+        measured = f"{factor:.3g}× the same up to {rest:.2g}"
+        yield LAW.finding("permuted, and every row twice", measured, EXPECTED[step.reduction], True)
     elif probe.random():
         yield probe.redrawn("permuted, repeated or cut rows")
         return
@@ -87,15 +89,17 @@ def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
-    factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(probe.step)), whole, *COUNTED)
+    step = probe.step
+    factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
     # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
     # see that there are twice as many rows.
-    coupled = not outcome and (probe.step.rows_interact or _grouped(probe.step))
+    coupled = not outcome and (step.rows_interact or _grouped(step))
     yield LAW.finding(
         TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
-        "-" if coupled else "1× to 2×", "not applicable" if coupled else outcome,
-        "Doubling the batch changes the gradient's direction, makes it shorter or more than doubles it: the normaliser "
-        "is not a count of what is summed, or is applied twice.",
+        "-" if coupled else EXPECTED[step.reduction], "not applicable" if coupled else outcome,
+        "Doubling the batch changes the gradient's direction, or its length otherwise than the declared reduction does "
+        "(undeclared: makes it shorter or more than doubles it): the normaliser is not a count of what is summed, is "
+        "missing, or is applied twice.",
     )  # fmt: skip
 
 

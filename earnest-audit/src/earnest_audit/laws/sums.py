@@ -3,7 +3,8 @@
 L = Σ weight·term + Σ fixed terms
 
 Needs: fixed=(metrics of weight 1,), and terms for the others
-How: Loss and metrics of the perturbed step, which are known already: no further evaluation.
+How: Loss and metrics of the perturbed step, which are known already. Then each term by itself: what a thousand times
+its weight adds to the loss.
 Exceptions: A metric with another normaliser than its term does not add up; then leave fixed undeclared.
 Detects: mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
@@ -17,6 +18,7 @@ from earnest_audit.probe import Probe
 from earnest_audit.step import Raises
 from earnest_audit.verdict import Finding
 
+STRONG = 1e3
 ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the loss; a lost term exceeds it
 
 
@@ -39,6 +41,25 @@ def check(probe: Probe) -> Iterator[Finding]:
         abs(total - reading.loss) <= room,
         "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
         "is in the loss.",
+    )  # fmt: skip
+    for metric, knob in step.weights.items():
+        try:
+            yield _alone(probe, metric, knob, reading.metrics[metric])
+        except Exception:
+            continue  # the step refuses such a weight, as it may
+
+
+def _alone(probe: Probe, metric: str, knob: str, value: float) -> Finding:
+    """What the term adds to the loss, per unit of its weight: in the whole sum a small weight would hide it."""
+    weight = STRONG * (float(probe.step.knobs[knob]) or 1.0)
+    there, without = probe.look(None, {knob: weight}).loss, probe.look(None, {knob: 0.0}).loss
+    own = (there - without) / weight * (-1 if isinstance(probe.step.terms[metric], Raises) else 1)
+    grain = 16 * probe.coarsest * max(abs(there), abs(without)) / abs(weight)
+    room = max(ROOM, probe.coarsest) * max(abs(own), abs(value)) + grain
+    return LAW.finding(
+        f"term {metric} by itself", f"it adds {own:.4g} per unit of {knob}, the metric is {value:.4g}",
+        f"equal, up to {room:.1g}", abs(own - value) <= room,
+        f"What {knob} weighs is not what is logged as {metric}: another sign, mask or normaliser, or another term.",
     )  # fmt: skip
 
 

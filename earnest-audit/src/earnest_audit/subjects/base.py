@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from earnest_audit.law import Law
 from earnest_audit.precision import COARSE
 from earnest_audit.verdict import Finding
 
+T = TypeVar("T")
+
 
 @runtime_checkable
 class Subject(Protocol):
@@ -21,6 +25,25 @@ class Subject(Protocol):
     perturbation, a run), only they can restore."""
 
     def check(self) -> Iterator[Finding]: ...
+
+
+def renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
+    """A class whose parameter ``new`` was called ``old`` before: the old keyword still works, with a warning."""
+
+    def change(cls: type[T]) -> type[T]:
+        make: Any = cls.__init__
+
+        @functools.wraps(make)
+        def init(self: T, *args: Any, **given: Any) -> None:
+            if old in given:
+                warnings.warn(f"{cls.__name__}({old}=…) is now {new}=…", DeprecationWarning, stacklevel=2)
+                given[new] = given.pop(old)
+            make(self, *args, **given)
+
+        setattr(cls, "__init__", init)  # noqa: B010 (mypy refuses the plain assignment)
+        return cls
+
+    return change
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.law import Law
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.subjects.base import gap, largest, renamed
 from earnest_audit.verdict import Finding
 
 FOLLOWS = (
@@ -33,9 +33,10 @@ FOLLOWS = (
 )
 
 
+@renamed("kick", "perturb")
 @dataclass
 class RoundTrip:
-    """``make()`` gives a fresh object, ``kick(x)`` perturbs it, ``outputs(x)`` is what must survive.
+    """``make()`` gives a fresh object, ``perturb(x)`` perturbs it, ``outputs(x)`` is what must survive.
     ``save(x, folder)`` and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the
     files in it themselves; ``load`` fills the ``x`` that it is given, or returns another.
 
@@ -44,7 +45,7 @@ class RoundTrip:
     """
 
     make: Callable[[], Any]
-    kick: Callable[[Any], None]
+    perturb: Callable[[Any], None]
     save: Callable[[Any, Path], Any]
     load: Callable[[Any, Path], Any]
     outputs: Callable[[Any], Tensor]
@@ -53,7 +54,7 @@ class RoundTrip:
 
     def check(self) -> Iterator[Finding]:
         initial, saved = self.make(), self.make()
-        self.kick(saved)
+        self.perturb(saved)
         wanted = self._outputs(saved)
         moved = largest(gap(wanted, self._outputs(initial)))
         yield LAW.finding(
@@ -86,7 +87,7 @@ class RoundTrip:
         """Training goes on after a save: another perturbation of what was saved, and the same folder is loaded
         again."""
         try:
-            self.kick(saved)
+            self.perturb(saved)
             loaded = load_onto(self.make(), self.load, folder)
         except Exception:  # a perturbation or a load that is for once only
             return

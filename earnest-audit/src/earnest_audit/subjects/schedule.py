@@ -2,11 +2,12 @@
 for many and for every group; a declared warm-up happens once.
 
 lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its end
-at k = total, not before; each parameter group has its own peak and end
+at k = total, not before, and is never below it after the peak; each parameter group has its own peak and end; another
+value of a setting gives other rates
 
-Needs: rates(total, ranks), peak, final; warmup; restarts=True where it rises again; a rate per group, where there are
-groups
-How: The learning rates of a whole run, for 1 rank and for 4.
+Needs: rates(total, ranks, **settings), peak, final; warmup; settings; restarts=True where it rises again; a rate per
+group, where there are groups
+How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
 Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a quarter
 of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change.
 Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all groups), a
@@ -15,8 +16,8 @@ decay to 0 where a floor is declared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -30,17 +31,19 @@ ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
 class Schedule:
     """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
-    the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design."""
+    the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design.
+    ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter."""
 
-    rates: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]]
+    rates: Callable[..., Sequence[float] | Sequence[Sequence[float]]]
     peak: float | Sequence[float]
     final: float | Sequence[float]
     total: int = 40
     warmup: int | None = None
     restarts: bool = False
+    settings: Mapping[str, float] = field(default_factory=dict)
 
     def check(self) -> Iterator[Finding]:
-        one, many = list(self.rates(self.total, 1)), list(self.rates(self.total, 4))
+        one, many = (list(self.rates(self.total, ranks, **self.settings)) for ranks in (1, 4))
         why = "The schedule is stepped another number of times than there are updates."
         yield LAW.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
         groups = [list(g) for g in zip(*(_row(r) for r in one), strict=True)]
@@ -54,6 +57,25 @@ class Schedule:
         equal = "equal" if one == many else "different"
         why = "The schedule depends on the number of ranks."
         yield LAW.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
+        for name, value in self.settings.items():
+            yield self._setting(name, value, one)
+
+    def _setting(self, name: str, value: float, usual: list[Any]) -> Finding:
+        """Twice the value, half of it, and one more: some other value gives other rates."""
+        whole = isinstance(value, int)
+        refused, others = 0, [value * 2, value // 2 if whole else value / 2, value + 1]
+        for other in (v for v in others if v != value):
+            try:
+                found = list(self.rates(self.total, 1, **{**self.settings, name: other}))
+            except Exception:  # a value that is not allowed
+                refused += 1
+                continue
+            if found != usual:
+                return LAW.finding(f"setting {name}", f"{value:g} → {other:g} gives other rates", "it matters", True)
+        if refused == len(others):
+            return LAW.not_applicable(f"setting {name}", "no other value is taken")
+        why = f"{name} does nothing: it is read and not used, or overwritten on the way."
+        return LAW.finding(f"setting {name}", "no change of any rate", "it matters", False, why)
 
     def _group(self, one: list[float], peak: float, final: float) -> Iterator[tuple[str, str, str, bool, str]]:
         top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
@@ -67,11 +89,19 @@ class Schedule:
         )  # fmt: skip
         # A linear decay is one step above its end in its last step, and that is much in a short run.
         last, near = abs(one[-1] - one[-2]) if len(one) > 1 else 0.0, 0.25 * final if final else 0.1 * peak
+        ends = abs(one[-1] - final) <= max(near, 1.5 * last)
         yield (
-            "end", f"{one[-1]:.3g}", f"{final:.3g}", abs(one[-1] - final) <= max(near, 1.5 * last),
+            "end", f"{one[-1]:.3g}", f"{final:.3g}", ends,
             "The run ends before the schedule does, or long after; or the schedule has another floor than the declared "
             "one.",
         )  # fmt: skip
+        if ends:
+            least = min(one[one.index(top) :])
+            yield (
+                "floor", f"the least rate after the peak is {least:.3g}", f"{low:.3g} or above",
+                least >= low - max(ROUNDED * top, last),
+                "The rate falls below its declared end: the floor is not applied, or only at the last step.",
+            )  # fmt: skip
         if self.warmup is None:
             return
         # The top comes at the end of the warm-up; a step early or late is how steps are counted.

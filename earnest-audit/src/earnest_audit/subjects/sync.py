@@ -1,7 +1,7 @@
 """RT-SYNC: After a push the sampler's log-probs equal the trainer's, and follow a perturbation of all weights and of
 each tensor.
 
-Needs: kick, push, trainer, sampler; precision where a program is coarser than its log-probs; undo to revert the
+Needs: perturb, push, trainer, sampler; precision where a program is coarser than its log-probs; undo to revert the
 perturbation; model (and buffers) for each tensor, at one push per tensor
 How: Log-probs of one text on both sides, before and after a perturbation. The tolerance is 64 units in the last place
 of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the perturbation it is at most an
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.subjects.base import gap, largest, renamed
 from earnest_audit.verdict import Finding
 
 PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
@@ -33,16 +33,17 @@ CLEAR = 8  # times what two programs differ by anyway: there a lost change diffe
 OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights gives the same, in any dtype
 
 
+@renamed("kick", "perturb")
 @dataclass
 class WeightSync:
-    """``kick()`` perturbs the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
+    """``perturb()`` perturbs the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
     text. ``undo()`` takes the perturbation back; without it the trainer stays perturbed.
 
     ``model`` is the trainer's module that a push sends: each of its trainable parameters, and of its buffers those
     whose names match ``buffers`` ("*.running_mean"), is then perturbed alone and pushed, and restored. Frozen ones need
     not be sent, nor buffers that no training moves."""
 
-    kick: Callable[[], None]
+    perturb: Callable[[], None]
     push: Callable[[], Any]
     trainer: Callable[[], Tensor]
     sampler: Callable[[], Tensor]
@@ -65,7 +66,7 @@ class WeightSync:
         )  # fmt: skip
         agree, different = _difference(before, now), "Sampler and trainer are different policies."
         yield LAW.agrees("sampler = trainer after a push", agree, room, different, "log-probs off by {}")
-        self.kick()
+        self.perturb()
         moved = _difference(self._logprobs(self.trainer), now)
         self.push()
         left = self._apart()

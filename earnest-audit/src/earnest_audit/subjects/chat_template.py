@@ -1,0 +1,86 @@
+"""TEMPLATE: What is sampled from is a prefix of what is trained on, and exactly the assistant's words are supervised.
+
+prefix      prompt(messages up to an answer) is the beginning of tokens(messages)
+supervised  another text of the user or the system leaves the supervised tokens as they are; another answer does not
+ends        the end of every answer is supervised
+inputs      the messages are not written into
+
+Needs: tokens(messages) -> (ids, mask), prompt(messages) -> ids; messages with answers of the role "assistant"; end
+How: A conversation is rendered whole, up to each answer, and with one other text at a time.
+Exceptions: Templates that remove earlier reasoning are no prefix by design: prefix=False.
+Detects: Megatron-Bridge #3359, marin #7237 and TRL #4201 (no generation marks: everything or nothing is supervised), a
+system prompt or an end of text on one side only, an end of turn that is masked
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from earnest_audit.law import Law
+from earnest_audit.verdict import Finding
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class ChatTemplate:
+    """``tokens(messages)`` gives the ids that are trained on and which of them are supervised (1 or 0 each);
+    ``prompt(messages)`` the ids that an answer is sampled from; ``end`` is the id that ends an answer. ``prefix=False``
+    where the template rewrites earlier turns by design."""
+
+    tokens: Callable[[list[Mapping[str, Any]]], tuple[Sequence[int], Sequence[int]]]
+    prompt: Callable[[list[Mapping[str, Any]]], Sequence[int]]
+    messages: Messages
+    end: int | None = None
+    prefix: bool = True
+
+    def check(self) -> Iterator[Finding]:
+        given: list[Mapping[str, Any]] = copy.deepcopy(list(self.messages))
+        ids, mask = (list(part) for part in self.tokens(given))
+        same, why = given == list(self.messages), "The template writes into the messages: the next use gets others."
+        yield LAW.finding("the messages afterwards", "unchanged" if same else "changed", "unchanged", same, why)
+        answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        taught = [t for t, on in zip(ids, mask, strict=True) if on]
+        share = f"{len(taught)} of {len(ids)} tokens"
+        why = "Nothing is supervised, or everything is, the prompt included: the template marks no assistant span."
+        yield LAW.finding("supervised share", share, "some, not all", 0 < len(taught) < len(ids), why)
+        if self.prefix:
+            yield from (self._begins(ids, i) for i in answers)
+        others = [i for i in range(len(self.messages)) if i not in answers]
+        moved = [str(i) for i in others if self._taught(i) != taught]
+        more = ": other words of a user or the system change what is supervised: they are supervised themselves."
+        yield LAW.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
+        deaf = [str(i) for i in answers if self._taught(i) == taught]
+        more = ": another answer leaves the supervised tokens as they are: this answer is not supervised."
+        yield LAW.none("the assistant's words", deaf, f"{len(deaf)} of {len(answers)} answers are not supervised", more)
+        if self.end is None:
+            yield LAW.not_declared("ends of answers", "end=…, the id that ends an answer,")
+            return
+        ends = sum(t == self.end for t in taught)
+        why = "An answer's end is not supervised, so the model does not learn to stop."
+        yield LAW.finding("ends of answers", f"{ends} supervised", f"{len(answers)} or more", ends >= len(answers), why)
+
+    def _begins(self, ids: list[int], answer: int) -> Finding:
+        asked = list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
+        common = next(
+            (k for k, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(map(len, (asked, ids)))
+        )
+        return LAW.finding(
+            f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
+            "all of them", common == len(asked),
+            "Answers are sampled after another text than they are trained after: a system prompt, a generation "
+            "prompt or a space is on one side only.",
+        )  # fmt: skip
+
+    def _taught(self, changed: int) -> list[int]:
+        """The supervised tokens where one message has another text."""
+        messages: list[Mapping[str, Any]] = copy.deepcopy(list(self.messages))
+        messages[changed] = {**messages[changed], "content": f"{messages[changed]['content']} 7 x"}
+        ids, mask = self.tokens(messages)
+        return [t for t, on in zip(ids, mask, strict=True) if on]
+
+
+LAW = Law.of("TEMPLATE", "chat template (ChatTemplate)", __doc__, ChatTemplate.check)

@@ -1,0 +1,90 @@
+"""ChatTemplate and Grader: prompts, supervised spans and rewards, each defect beside its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earnest_audit import ChatTemplate, Grader, audit
+
+END = 1
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2 + 2"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3 + 3"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+def ids(text: str) -> list[int]:
+    return [ord(c) + 10 for c in text]
+
+
+def template(fault: str = "") -> ChatTemplate:
+    def head(role: str) -> list[int]:
+        return [2, *ids(role)]
+
+    def tokens(messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        out: list[int] = []
+        mask: list[int] = []
+        for m in messages:
+            own = m["role"] == "assistant" or fault == "all"
+            body = [*ids(m["content"]), END]
+            out += [*head(m["role"]), *body]
+            on = [int(own)] * len(body)
+            if fault == "end":
+                on[-1] = 0
+            if fault == "last" and m is not messages[-1]:
+                on = [0] * len(body)
+            mask += [int(fault == "all")] * len(head(m["role"])) + on
+        if fault == "writes":
+            messages.pop()
+        return out, mask
+
+    def prompt(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        start = messages[1:] if fault == "no system" else messages
+        return tokens(list(start))[0] + head("assistant")
+
+    return ChatTemplate(tokens, prompt, TALK, end=END)
+
+
+def failed(subject: Any) -> set[str]:
+    return {f.subject for f in audit(subject).failures}
+
+
+def test_a_template_supervises_the_assistant_alone() -> None:
+    assert audit(template()).holds and not failed(template())
+    assert {"supervised share", "words of others"} <= failed(template("all"))
+    assert failed(template("end")) == {"ends of answers"}
+    assert failed(template("last")) == {"the assistant's words", "ends of answers"}
+
+
+def test_a_prompt_is_the_beginning_of_what_is_trained_on() -> None:
+    assert failed(template("no system")) == {"the prompt of message 2", "the prompt of message 4"}
+    assert "the messages afterwards" in failed(template("writes"))
+
+
+def grader(fault: str = "") -> Grader:
+    calls = [0]
+
+    def grade(answer: str) -> float:
+        calls[0] += 1
+        if fault == "nan" and not answer.strip():
+            return float("nan")
+        if fault == "empty" and not answer:
+            return 1.0
+        if fault == "state" and calls[0] > 4:
+            return 0.0
+        right = "4" in answer if fault == "loose" else answer.strip().endswith(" 4") or answer == "4"
+        return float(right)
+
+    return Grader(grade, ["4", "it is 4"], ["5", "41"], question="what is 4 + 0?")
+
+
+def test_a_grader_pays_right_answers_alone() -> None:
+    assert audit(grader()).holds and not failed(grader())
+    assert failed(grader("loose")) == {"right above wrong"}
+    assert failed(grader("empty")) == {"no answer"}
+    assert "finite" in failed(grader("nan"))
+    assert failed(grader("state")) == {"again"}
