@@ -5,7 +5,7 @@ Log-probs stay at or below 0, ids stay ids that occur, shapes stay, and only dec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -240,24 +240,18 @@ def _mask_like(step: Step, key: str, value: Tensor) -> bool:
     return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
 
 
-def paddings(step: Step, side: str = "right") -> Iterator[Batch]:
-    """``pad`` in every reading of which tensors belong to the padded ones."""
-    for keys in readings(step):
-        yield pad(step, side, keys=keys)
-
-
-def readings(step: Step) -> Iterator[set[str]]:
-    """Which tensors are as wide as the rows: all that have the width; and as some may have it only by accident (prompts
-    beside completions), only what is declared, and of that no attention that is not the ids' own."""
-    seen: list[set[str]] = []
+def readings(step: Step) -> list[set[str]]:
+    """Which tensors are padded with the rows: ``step.wide``; undeclared, all that have the rows' width (the guess). As
+    some may have it only by accident (prompts beside completions), there are two others: only what has a role, and of
+    that no attention that is not the ids' own."""
     declared = set(step.roles.values())
     ids, shown = step.value("ids"), step.value("attention")
     foreign = {step.roles["attention"]} if ids is not None and shown is not None and shown.shape != ids.shape else set()
-    for keys in (set(step.batch), declared, declared - foreign):
+    found: list[set[str]] = []
+    for keys in [set(step.wide)] if step.wide is not None else [set(step.batch), declared, declared - foreign]:
         wide = {k for k in keys if _is_wide(step, step.batch[k], _widths(step))}
-        if wide not in seen:
-            seen.append(wide)
-            yield wide
+        found += [wide] if wide not in found else []
+    return found
 
 
 def _is_wide(step: Step, value: Any, widths: Collection[int]) -> bool:

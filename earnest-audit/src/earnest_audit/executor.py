@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from earnest_audit import edits
 from earnest_audit.inference import infer
 from earnest_audit.law import Law
 from earnest_audit.laws import LAWS
@@ -83,6 +84,8 @@ def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
     guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
     notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
+    if step.wide is None and len(guess := edits.readings(step)) > 1 and (more := sorted(guess[0] - guess[-1])):
+        notes.append(f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it")
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
     return (*notes, *step.remarks)
 

@@ -108,6 +108,22 @@ class Probe(States):
             except Exception as error:
                 yield self.law.unchecked(subject, error)
 
+    def guessed(self, subject: str, readings: Iterable[Callable[[], Finding]], declare: str) -> Finding:
+        """The row of the first reading, which is declared or a guess. Where that fails and another one holds, only a
+        declaration can decide; where all fail, it fails."""
+        failed: Finding | None = None
+        refused: Exception | None = None
+        for number, reading in enumerate(readings):
+            try:
+                found = reading()
+            except Exception as error:
+                refused = refused or error
+                continue
+            if found.outcome != "fails":
+                return found if number == 0 else self.law.not_declared(subject, declare)
+            failed = failed or found
+        return failed or self.law.refused(subject, refused or ValueError("no tensor has the rows' width"))
+
     def fair(self, finding: Finding) -> Finding:
         """For edits that reorder or resize rows: a failure of a random step is not judged."""
         fails = finding.outcome == "fails" and self.random()

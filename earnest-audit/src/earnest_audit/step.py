@@ -112,6 +112,8 @@ class Step:
                    and what it changes beside the trainable parameters and the optimizer is the caller's to restore
     ``weighed``    term -> the knob that weighs it, for every term of the loss: each has a gradient by itself
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
+    ``wide``       the keys of the tensors that are padded with the rows; by default all that have their width, which
+                   the verdict lists as a guess where some of them have no role
     ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
@@ -153,6 +155,7 @@ class Step:
     family: Family | None = None
     value_is_loss: bool | None = None
     reduction: Reduction | None = None
+    wide: Sequence[str] | None = None
     switches: Sequence[str] = ()
     rows_interact: bool = False
     drops_tokens: bool = False
@@ -203,6 +206,9 @@ class Step:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
         if self.family is not None and self.family not in get_args(Family):
             raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
+        for key in self.wide or ():
+            if key not in self.batch:
+                raise StepError(f"wide names {key!r}, which the batch does not have: {nearest(key, self.batch)}")
         if self.reduction is not None and self.reduction not in get_args(Reduction):
             raise StepError(f"unknown reduction {self.reduction!r}: {nearest(self.reduction, get_args(Reduction))}")
         if not self.trainable():

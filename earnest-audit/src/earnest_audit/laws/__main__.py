@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from earnest_audit.laws import LAWS
+from earnest_audit.laws import LAWS, on_policy
 from earnest_audit.subjects import LAWS as SUBJECTS
 
-ALL = (*LAWS, *SUBJECTS)
+PARTS = {on_policy.LAW: (on_policy.REINFORCED,)}  # whose rows come from the evaluations of another law
+ALL = (*(part for law in LAWS for part in (law, *PARTS.get(law, ()))), *SUBJECTS)
 
 
 def table() -> str:

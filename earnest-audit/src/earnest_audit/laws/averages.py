@@ -13,10 +13,12 @@ Detects: TRL #6121 (an entropy that counts padding), a KL that is summed and log
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 from earnest_audit import edits
 from earnest_audit.law import Law
+from earnest_audit.laws.masks import WIDE
 from earnest_audit.probe import Probe, Reading
 from earnest_audit.verdict import Finding
 
@@ -35,28 +37,13 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     with probe.perturbed():
         here = probe.look()
-        paddable = step.value("ids") is not None and edits.supervised(step) is not None
-        changes = {"3 more columns of padding": list(edits.paddings(step))} if paddable else {}
+        if step.value("ids") is not None and edits.supervised(step) is not None:
+            padded = (partial(_compare, probe, "3 more columns of padding", names, here, edits.pad(step, keys=keys))
+                      for keys in edits.readings(step))  # fmt: skip
+            yield probe.guessed("averages, 3 more columns of padding", padded, WIDE)
         if step.rows > 1 and not step.rows_interact:
-            changes["every row twice"] = [edits.repeat_rows(step)]
-        for subject, batches in changes.items():
-            yield _first_that_holds(probe, subject, names, here, batches)
-
-
-def _first_that_holds(
-    probe: Probe, subject: str, names: list[str], here: Reading, batches: Sequence[edits.Batch]
-) -> Finding:
-    """Of several readings of which tensors are padded, one that holds is enough."""
-    found: Finding | None = None
-    for batch in batches:
-        try:
-            found = probe.fair(_compare(probe, subject, names, here, probe.look(batch)))
-        except Exception as error:
-            found = found or LAW.refused(f"averages, {subject}", error)
-        if found.outcome == "holds":
-            break
-    assert found is not None
-    return found
+            twice = partial(_compare, probe, "every row twice", names, here, edits.repeat_rows(step))
+            yield probe.guessed("averages, every row twice", [twice], WIDE)
 
 
 def is_average(probe: Probe, name: str) -> bool:
@@ -65,7 +52,8 @@ def is_average(probe: Probe, name: str) -> bool:
     return not words & APART and (declared or bool(words & USUAL))
 
 
-def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there: Reading) -> Finding:
+def _compare(probe: Probe, subject: str, names: list[str], here: Reading, batch: edits.Batch) -> Finding:
+    there = probe.look(batch)
     relative = max(1e-3, probe.tolerance)
     grown = there.loss / here.loss if here.loss else 1.0
     off = []
@@ -75,12 +63,12 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, there:
         room = relative * max(abs(was), abs(now)) + min(1e3 * probe.coarsest, max(1e-4, probe.coarsest))
         if abs(now - was) > room and abs(now - grown * was) > room:
             off.append(f"{name} {was:.4g} → {now:.4g}")
-    return LAW.finding(
+    return probe.fair(LAW.finding(
         f"averages, {subject}", "; ".join(off) or f"{len(names)} metrics stay", f"the same, within {relative:.1g}",
         not off,
         "An average that changes with the number of rows or of padded columns is divided by something else than what "
         "it sums, or sums more than what is supervised: what is logged depends on how the batch was cut.",
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 LAW = Law.of("MR-MEAN", "averages", __doc__, check, quick=False, tier="contrib")

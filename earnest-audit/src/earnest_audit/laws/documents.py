@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.law import Law
+from earnest_audit.laws.masks import WIDE
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -164,23 +166,18 @@ def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
         return
     start = int(begins[rows[0]].long().argmax())
     row = edits.only(step, edits.take_rows(step, torch.tensor(rows[:1])), (places > start)[None])
-    off = math.inf
-    for keys in edits.readings(step):
-        cut = {k: v[:, start:] if k in keys else v for k, v in row.items()}
+
+    def cut(keys: set[str]) -> Finding:
+        alone = {k: v[:, start:] if k in keys else v for k, v in row.items()}
         if "positions" in step.roles:  # alone, a document begins at 0
-            cut[step.roles["positions"]] = cut[step.roles["positions"]] - cut[step.roles["positions"]][:, :1]
-        try:
-            off = min(off, _difference(probe, row, cut))
-        except Exception as error:
-            yield LAW.refused(ALONE, error)
-            return
-        if off <= probe.tolerance:
-            break
-    yield probe.same(
-        ALONE, off,
-        "A document has another gradient after another one than alone: its positions run on instead of restarting "
-        "at 0, or it attends to what precedes it.", what="differs from it in its packed row by {}",
-    )  # fmt: skip
+            alone[step.roles["positions"]] = alone[step.roles["positions"]] - alone[step.roles["positions"]][:, :1]
+        return probe.same(
+            ALONE, _difference(probe, row, alone),
+            "A document has another gradient after another one than alone: its positions run on instead of restarting "
+            "at 0, or it attends to what precedes it.", what="differs from it in its packed row by {}",
+        )  # fmt: skip
+
+    yield probe.guessed(ALONE, (partial(cut, keys) for keys in edits.readings(step)), WIDE)
 
 
 def _difference(probe: Probe, a: edits.Batch, b: edits.Batch) -> float:

@@ -5,8 +5,8 @@ Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the atten
 How: Each is changed or added; the gradient must stay the same within the step's own resolution.
 Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
 factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
-accident (prompts beside completions) must not be padded with them, so other readings are tried. Per-token rewards that
-are 0 wherever they are masked may be summed without the mask.
+accident (prompts beside completions) must not be padded with them: declare wide; where only another guess holds, the
+row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the mask.
 Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
 MASKED = "a fully masked row"
+WIDE = 'wide=("…",), the tensors that are padded with the rows,'
 TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
 
@@ -104,33 +106,19 @@ def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
             return
         # Both changes at once; a mean over rows counts the added row, so then the padding alone.
         change = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
-        try:
-            change = change if change <= probe.tolerance else _padded(probe, side)
-        except Exception as error:
-            yield LAW.refused(subject, error)
-            return
-        yield probe.same(
-            subject, change,
-            "The gradient depends on how far the batch is padded: a mean over positions counts "
-            "padding, padded positions are supervised, or positions are counted from the first padded one.", rows=True,
-        )  # fmt: skip
-
-
-def _padded(probe: Probe, side: str) -> float:
-    """The smallest change by padding, over the possible sets of tensors that are padded together."""
-    found: list[float] = []
-    first: Exception = ValueError("no tensor has the rows' width")
-    for number, batch in enumerate(edits.paddings(probe.step, side)):
-        try:
-            found.append(probe.change(batch))
-        except Exception as error:
-            first = error if number == 0 else first
+        if change <= probe.tolerance:
+            yield probe.same(subject, change, "")
             continue
-        if found[-1] <= probe.tolerance:
-            break
-    if not found:
-        raise first
-    return min(found)
+        readings = (partial(_padded, probe, subject, side, keys) for keys in edits.readings(step))
+        yield probe.guessed(subject, readings, WIDE)
+
+
+def _padded(probe: Probe, subject: str, side: str, keys: set[str]) -> Finding:
+    return probe.same(
+        subject, probe.change(edits.pad(probe.step, side, keys=keys)),
+        "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
+        "are supervised, or positions are counted from the first padded one.", rows=True,
+    )  # fmt: skip
 
 
 def _pads_left(probe: Probe) -> bool:

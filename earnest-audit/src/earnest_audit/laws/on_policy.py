@@ -1,14 +1,11 @@
-"""PG-ONPOLICY: With behaviour = current policy the policy gradient is REINFORCE with the loss's own normaliser.
-
-on-policy, no other term:   ∇L = -Σ c_t A_t ∇lp_t,   c_t = -∂L/∂A_t (ratio form)   or   -(∂L/∂A_t)/lp_t (surrogate form)
-and then: linear in A; 0 for A = 0; a clip whose range contains 1 has no effect
+"""PG-ONPOLICY: With behaviour = current policy the policy gradient is linear in the advantages, 0 for advantages of 0,
+raises what was better, and a clip whose range contains 1 has no effect.
 
 Needs: roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off
-How: The normaliser is taken from ∂L/∂A and its share per token from ∂L/∂behaviour; the gradient is rebuilt from them
-and compared. A clip whose range contains 1 must have no effect.
-Exceptions: A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Surrogates
-(−A·lp) are recognised. A step that whitens its advantages over the batch declares rows_interact=True.
-Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283
+How: Advantages are doubled and set to 0, clips are widened, and -∇L is compared with ∇Σ A·lp. Law PG-REINFORCE uses the
+same evaluations.
+Exceptions: A step that whitens its advantages over the batch declares rows_interact=True.
+Detects: TRL #4499, mlx-lm-lora #50, verl #2513, a sign that is lost
 """
 
 from __future__ import annotations
@@ -35,9 +32,23 @@ from earnest_audit.laws.ratio import (
     without_advantages,
 )
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 from earnest_audit.verdict import Finding, LawOutcome
 
 ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift exceeds it
+REBUILT = """PG-REINFORCE: With behaviour = current policy the policy gradient is REINFORCE with the loss's own
+normaliser.
+
+on-policy, no other term:   ∇L = -Σ c_t A_t ∇lp_t,   c_t = -∂L/∂A_t (ratio form)   or   -(∂L/∂A_t)/lp_t (surrogate form)
+
+Needs: roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off
+How: The normaliser is taken from ∂L/∂A and its share per token from ∂L/∂behaviour; the gradient is rebuilt from them
+and compared.
+Exceptions: A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Of the usual
+forms (ratio or surrogate; even shares, the loss's own, a product over the row, a regression) one is enough; a correct
+step of another form is accused. A step that whitens its advantages declares rows_interact=True.
+Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283
+"""
 REINFORCE, LINEAR = "on-policy gradient = REINFORCE", "linear in the advantages, on-policy"
 MEANING = (
     "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
@@ -55,7 +66,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         batch = probe.off_policy()
         left = probe.gradient(without_advantages(probe, batch), quiet).norm()
         yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
-        yield LAW.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
+        yield REINFORCED.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
         return
     rows = list(_at_ratio_one(probe))
     if not step.rows_interact and (bend := proportion(probe)) <= probe.tolerance:
@@ -74,7 +85,7 @@ def _at_ratio_one(probe: Probe) -> Iterator[Finding]:
     if how is None:
         yield from _reinforce(probe, batch, now)
     else:  # ∂L/∂A_t then has every other row's part in it, and is no row's own weight
-        yield LAW.not_applicable(REINFORCE, how)
+        yield REINFORCED.not_applicable(REINFORCE, how)
     yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
@@ -84,7 +95,7 @@ def _own_advantages(probe: Probe) -> Iterator[Finding]:
     if "rewards" not in step.roles:
         yield LAW.not_declared("on-policy gradient", 'roles={"advantages": …}')
         return
-    yield LAW.not_applicable(REINFORCE, "the step computes its own advantages")
+    yield REINFORCED.not_applicable(REINFORCE, "the step computes its own advantages")
     if not wider(probe):
         return
     if step.logprobs is None or step.ratio_role not in step.roles:
@@ -156,7 +167,9 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     here = policy(probe)
     slope = here.inputs["advantages"]
     if slope is None:
-        yield LAW.finding(REINFORCE, "the loss's value does not depend on the advantages", "it does", False, MEANING)
+        yield REINFORCED.finding(
+            REINFORCE, "the loss's value does not depend on the advantages", "it does", False, MEANING
+        )
         return
     total = float((a * slope).double().sum())
     linear = abs(total - here.loss) <= ROOM * float((a * slope).double().abs().sum())
@@ -177,7 +190,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(rebuilt, factors, strict=True))
     room = max(probe.tolerance, ROOM)
     bent = "" if linear else " The loss is not linear in the advantages: c, its derivative by them, may be wrong."
-    yield LAW.finding(
+    yield REINFORCED.finding(
         REINFORCE,
         f"{factor:.3g} × -Σ c·A·∇lp with the loss's own c, up to {off:.2g}" if off <= room
         else f"no multiple of -Σ c·A·∇lp with the loss's own c: off by {off:.2g}",
@@ -258,7 +271,14 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     )  # fmt: skip
 
 
-LAW = Law.of(
-    "PG-ONPOLICY", "on-policy", __doc__, check, quick=False, perturbed=True,
-    when=lambda step: step.kind == "policy gradient",
-)  # fmt: skip
+def _rebuilt(probe: Probe) -> Iterator[Finding]:
+    return (row for row in check(probe) if row.law == REINFORCED.code)
+
+
+def is_policy_gradient(step: Step) -> bool:
+    return step.kind == "policy gradient"
+
+
+LAW = Law.of("PG-ONPOLICY", "on-policy", __doc__, check, quick=False, perturbed=True, when=is_policy_gradient)
+REINFORCED = Law.of("PG-REINFORCE", "REINFORCE", REBUILT, _rebuilt, quick=False, tier="contrib", perturbed=True,
+                    when=is_policy_gradient)  # fmt: skip

@@ -7,7 +7,8 @@ whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0,
 Needs: a batch of at least two rows; reduction="mean" or "sum" where that is known
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
-parts: then every row gets equally many tokens. A loss that couples rows by definition declares rows_interact=True.
+parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
+tokens in every row. A loss that couples rows by definition declares rows_interact=True.
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
 """
 
@@ -137,18 +138,20 @@ def _parts(probe: Probe) -> Iterator[Finding]:
     if not outcome and _grouped(step):
         yield LAW.not_applicable(WHOLE, f"off by {found.rest:.2g}", "Rows of a group are coupled by their rewards.")
         return
-    aside = ""
-    if found.rest > probe.tolerance and (even := _evenly(probe)) is not None:
+    measured, expected = _span_text(probe, found)
+    if not outcome and step.terms_off and _term_by_term(probe):
+        outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
+    if not outcome and (even := _evenly(probe)) is not None and even.within(probe.tolerance):
         # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
         # row has as many tokens, all these means are the same.
-        outcome = even.within(probe.tolerance)
-        if outcome:
-            aside = f"; with equally many tokens in every row by {even.rest:.2g}: terms have normalisers of their own"
-    if not outcome and step.terms_off and _term_by_term(probe):
-        outcome, aside = True, "; every term by itself is a sum of its parts: terms have normalisers of their own"
-    measured, expected = _span_text(probe, found)
+        yield LAW.finding(
+            f"{WHOLE} (uneven)", f"{measured}; with equally many tokens in every row by {even.rest:.2g}", expected,
+            "not declared",
+            "Terms have normalisers of their own. Declare terms={metric: setting}, and each is checked.",
+        )  # fmt: skip
+        return
     yield LAW.finding(
-        f"{WHOLE} (uneven)", measured + aside, expected, outcome,
+        f"{WHOLE} (uneven)", measured, expected, outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
         "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
         "Where rows are coupled on purpose, or terms divide by counts that no role declares, declare "
