@@ -20,37 +20,12 @@ Batch = dict[str, Any]
 # Roles whose values are log-probs of single tokens: never above 0.
 LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
 # Roles with one value per token, which must not matter where the loss is not taken.
-PER_TOKEN = (
-    "advantages",
-    "behaviour",
-    "proximal",
-    "reference",
-    "reference_distribution",
-    "teacher",
-    "importance",
-    "weights",
-    "values",
-    "returns",
-    "rewards",
-)
+PER_TOKEN = ("advantages", "behaviour", "proximal", "reference", "reference_distribution", "teacher", "importance",
+             "weights", "values", "returns", "rewards")  # fmt: skip
 SIDES = ("chosen", "rejected")
 # Roles that the gradient must depend on, in the order in which they are tried.
-INPUTS = (
-    "advantages",
-    "rewards",
-    "behaviour",
-    "proximal",
-    "reference",
-    "reference_chosen",
-    "reference_rejected",
-    "reference_distribution",
-    "teacher",
-    "importance",
-    "weights",
-    "values",
-    "returns",
-    "margin",
-)
+INPUTS = ("advantages", "rewards", *LOGPROBS, "reference_distribution", "teacher", "importance", "weights", "values",
+          "returns", "margin")  # fmt: skip
 
 
 def generator(step: Step, salt: int = 0) -> torch.Generator:
@@ -166,10 +141,6 @@ def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
 def lifted(batch: Mapping[str, Any], dtype: torch.dtype) -> Batch:
     """The same numbers in a wider dtype."""
     return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
-
-
-def permute_rows(step: Step, order: Tensor) -> Batch:
-    return take_rows(step, order)
 
 
 def repeat_rows(step: Step) -> Batch:
@@ -391,9 +362,6 @@ def log_like(t: Tensor) -> bool:
 
 
 def probability_like(t: Tensor) -> bool:
-    return (
-        t.is_floating_point()
-        and bool((t >= 0).all())
-        and t.ndim >= 2
-        and torch.allclose(t.float().sum(-1), torch.ones_like(t[..., 0], dtype=torch.float32), atol=1e-3)
-    )
+    if not t.is_floating_point() or t.ndim < 2 or not bool((t >= 0).all()):
+        return False
+    return torch.allclose(t.float().sum(-1), torch.ones_like(t[..., 0], dtype=torch.float32), atol=1e-3)

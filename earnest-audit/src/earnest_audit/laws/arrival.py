@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.gradient import Gradient
+from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.restore import held, seeded
 
-COARSE = 1e-4  # the eps of fp32 is far below, those of bf16 and fp16 above
 SHARE = 0.5  # rounding to nearest that is fair overall keeps about all of an update
 ENTRIES = 2**24  # at most N entries are followed, of parameters spread over the model
 REPEATS = 256  # of the same gradient; fewer where they take long
@@ -42,10 +42,6 @@ class Arrival:
     @property
     def arrives(self) -> bool:
         return self.random or self.share is None or self.share >= SHARE
-
-
-def coarse(p: Tensor) -> bool:
-    return p.is_floating_point() and torch.finfo(p.dtype).eps > COARSE
 
 
 def arrival(probe: Probe, gradient: Gradient, still: list[str]) -> Arrival | None:
@@ -78,7 +74,7 @@ def _handed(probe: Probe, gradient: Gradient, still: list[str]) -> dict[str, Ten
     assert step.optimizer is not None
     owned = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
     live = {n: g for n, g in gradient.parts.items() if g is not None and bool((g != 0).any())}
-    mine = [n for n in live if coarse(probe.parameters[n]) and id(probe.parameters[n]) in owned]
+    mine = [n for n in live if is_coarse(probe.parameters[n]) and id(probe.parameters[n]) in owned]
     factor = 1.0
     if step.max_grad_norm is not None:
         bounded = None if step.clipped is None else {id(p) for p in step.clipped}
@@ -172,7 +168,7 @@ def _step(optimizer: torch.optim.Optimizer, probe: Probe, gradients: Mapping[int
 
 def _masters(optimizer: torch.optim.Optimizer, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies that the optimizer keeps in more bits: tensors that round to the parameter."""
-    wider = [t for t in held(optimizer) if t.is_floating_point() and not coarse(t)]
+    wider = [t for t in held(optimizer) if t.is_floating_point() and not is_coarse(t)]
     found: dict[str, Tensor] = {}
     for n, p in mine.items():
         for t in wider:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -53,8 +53,8 @@ def candidates(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [value + 1, max(1, value // 2), value * 4 + 3]
     if isinstance(value, float):
-        # A threshold far from the present state matters only when it is crossed, so the last values are extreme.
-        return [0.1, 1.0, 100.0] if value == 0 else [value * f for f in (1.5, 0.5, 0.1, 10.0, 100.0, 1000.0)]
+        # A threshold far from the present state matters only when it is crossed: extreme values after two mild ones.
+        return [0.1, 1.0, 100.0] if value == 0 else [value * f for f in (1.5, 0.5, 1000.0, 0.1, 10.0, 100.0)]
     return []
 
 
@@ -93,7 +93,8 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
     tiny = clip and isinstance(value, float) and 0 < value < 0.1  # such as GSPO's: every ratio is beyond it
     if tiny and value < 0.01:
         others.reverse()  # the far end first
-    for other, batch in (*(_near_the_clip(probe, base, value) if tiny else ()), *_tries(probe, base, others)):
+    rows = _whole_rows(probe, base, knob, others) if clip else ()
+    for other, batch in (*(_near_the_clip(probe, base, value) if tiny else ()), *_tries(probe, base, others, rows)):
         if tried and not probe.afford(1 if batch is base else 2):
             break
         if (change := _moved(probe, batch, {knob: other})) is None:
@@ -133,12 +134,26 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
         )  # fmt: skip
 
 
-def _tries(probe: Probe, base: edits.Batch, others: list[Any]) -> Iterator[tuple[Any, edits.Batch]]:
-    """With both signs of the advantages, since one side of a clip acts on one sign; two values, then all others."""
+def _tries(
+    probe: Probe, base: edits.Batch, others: list[Any], rows: Iterable[tuple[Any, edits.Batch]]
+) -> Iterator[tuple[Any, edits.Batch]]:
+    """With both signs of the advantages, since one side of a clip acts on one sign; two values, then ratios of whole
+    rows, then all other values."""
     opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(probe.step, base) or {})
-    for some in (others[:2], others[2:]):
-        for batch in (base, opposite) if opposite else (base,):
-            yield from ((other, batch) for other in some)
+    signs = (base, opposite) if opposite else (base,)
+    yield from ((other, batch) for batch in signs for other in others[:2])
+    yield from rows
+    yield from ((other, batch) for batch in signs for other in others[2:])
+
+
+def _whole_rows(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> Iterator[tuple[Any, edits.Batch]]:
+    """Ratios of whole rows beside the clip: they leave every clip at once."""
+    step, value = probe.step, probe.step.knobs[knob]
+    if step.ratio_role in step.roles and step.logprobs is not None:
+        for odd in (0, 1):
+            make = functools.partial(_ratios, probe, base, value, odd)
+            batch = probe.kept_batch(f"ratios of rows beside {value}, {odd}", make)
+            yield from ((other, batch) for other in others[:2])
 
 
 def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
@@ -149,9 +164,9 @@ def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[An
     if step.kinds.get(knob) == "target":
         beyond = [-value, -1e3]  # a hinge whose every pair is active
     states: list[tuple[str, edits.Batch, list[Any]]] = [("as it is", base, beyond)]
-    if step.ratio_role in step.roles and step.logprobs is not None:
-        rows = [_ratios(probe, base, value, odd) for odd in (0, 1)]
-        states += [("with ratios of whole rows beside it", batch, others[:2]) for batch in rows]
+    if knob not in step.clips:
+        rows = _whole_rows(probe, base, knob, others)
+        states += [("with ratios of whole rows beside it", batch, [other]) for other, batch in rows]
     if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
         distant = [far(step, base, references, 30.0, odd) for odd in (0, 1)]
         states += [("with far references", batch, others[:2]) for batch in distant]

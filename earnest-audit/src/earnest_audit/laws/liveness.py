@@ -25,7 +25,8 @@ from torch import Tensor
 
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
-from earnest_audit.laws.arrival import SHARE, after_warmup, arrival, coarse
+from earnest_audit.laws.arrival import SHARE, after_warmup, arrival
+from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -48,13 +49,10 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Iterator[Fin
     step, norm = probe.step, first.norm()
     alone = "" if step.weighed or step.active is None else _inactive(step, step.name.removeprefix("term "))
     yield LAW.finding(
-        step.name,
-        f"gradient norm {norm:.3g}{alone}",
-        "finite and above 0",
-        first.finite() and norm > 0,
+        step.name, f"gradient norm {norm:.3g}{alone}", "finite and above 0", first.finite() and norm > 0,
         "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero "
         "mask.",
-    )
+    )  # fmt: skip
     yield from terms
     if not first.finite():
         return
@@ -116,13 +114,11 @@ def _unwritten(probe: Probe) -> Finding:
     if moved and not probe.written_again():  # a norm that is held in place (an embedding's max_norm) settles at once
         moved = []
     return LAW.finding(
-        "the weights, after one call of the loss",
-        f"{len(moved)} tensors changed",
-        "none: only the optimizer moves them",
-        not moved,
+        "the weights, after one call of the loss", f"{len(moved)} tensors changed",
+        "none: only the optimizer moves them", not moved,
         f"The loss writes into the weights themselves: {some(moved)}. Noise that is added in place, a clamp or a "
         "renormalisation adds up from call to call, at evaluations too.",
-    )
+    )  # fmt: skip
 
 
 def _clipped(probe: Probe) -> Finding:
@@ -134,13 +130,11 @@ def _clipped(probe: Probe) -> Finding:
     mine = {id(p) for p in probe.step.model.parameters()}
     strangers = len(ids - mine)
     return LAW.finding(
-        "the clipped parameters",
-        f"{len(free)} trainable ones missing, {strangers} that are not the model's",
-        "every trainable parameter, and the model's only",
-        not free and not strangers,
+        "the clipped parameters", f"{len(free)} trainable ones missing, {strangers} that are not the model's",
+        "every trainable parameter, and the model's only", not free and not strangers,
         f"The gradient's norm is taken and bounded over another set than what is trained: "
         f"{some(free) or 'see the counts'}. What is left out is updated at its full length, whatever max_grad_norm is.",
-    )
+    )  # fmt: skip
 
 
 def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
@@ -163,12 +157,9 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
     rate = _rate(step)
     if rate == 0:
         yield LAW.finding(
-            "learning rate",
-            "0",
-            "above 0",
-            False,
+            "learning rate", "0", "above 0", False,
             "The learning rate is 0: no parameter moves, and one that waits for another to move gets no gradient.",
-        )
+        )  # fmt: skip
     # What is added to both answers of a pair (a bias after the last non-linearity) cancels: reached, and exactly 0.
     offset = [
         n for n, p in probe.parameters.items()
@@ -195,12 +186,10 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and alive[n]]
     found = arrival(probe, first, still)
     if found is not None:  # what could not be written yet may be kept for later, or rounded at random
-        still = [n for n in still if n not in found.moved and not (found.random and coarse(probe.parameters[n]))]
+        still = [n for n in still if n not in found.moved and not (found.random and is_coarse(probe.parameters[n]))]
     yield LAW.finding(
-        f"{len(names)} trainable parameters",
-        f"{live - len(still)} changed their bits",
-        f"all that got a gradient ({live})",
-        not still,
+        f"{len(names)} trainable parameters", f"{live - len(still)} changed their bits",
+        f"all that got a gradient ({live})", not still,
         f"{some(still)} get a gradient and do not move: "
         + (
             "the learning rate is 0."
@@ -208,7 +197,7 @@ def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
             else "the optimizer does not own them, or the update is lost when it is rounded to their dtype (keep "
             "trainable parameters in fp32, or raise the learning rate)."
         ),
-    )
+    )  # fmt: skip
     if found is not None and found.share is not None:
         yield LAW.finding(
             "updates in 16 bits",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
 from earnest_audit.restore import perturbation_sizes
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.subjects.base import gap, largest, outputs, relative
 from earnest_audit.verdict import Finding
 
 
@@ -40,7 +40,7 @@ class AdapterStart:
     tolerance: float | None = None  # none: rounding in the outputs' dtype, relative to the largest
 
     def check(self) -> Iterator[Finding]:
-        before = self._outputs(self.model)
+        before = outputs(self.outputs, self.model)
         base = {id(p): (name, p, p.detach().clone()) for name, p in self.model.named_parameters()}
         adapted = self.attach(self.model) or self.model
         if self.identity:
@@ -58,7 +58,7 @@ class AdapterStart:
             rng = torch.Generator().manual_seed(0)
             for p, size in zip(own, perturbation_sizes(own, 1.0), strict=True):
                 p.add_((size * torch.randn(p.shape, generator=rng)).to(p.device, p.dtype))
-        moved = largest(gap(self._outputs(adapted), before))
+        moved = largest(gap(outputs(self.outputs, adapted), before))
         why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."
         yield LAW.finding("perturbed", f"outputs moved by {moved:.2g}", "above 0", moved > 0, why)
         if self.disable is None:
@@ -73,15 +73,9 @@ class AdapterStart:
         changed = [name for name, p, old in base.values() if not torch.equal(p.detach(), old)]
         yield LAW.none("base weights", changed, f"{len(changed)} changed", " changed when the adapter was attached.")
 
-    def _outputs(self, model: nn.Module) -> Tensor:
-        with torch.no_grad():
-            return self.outputs(model).detach().clone()
-
     def _same(self, subject: str, before: Tensor, model: nn.Module, meaning: str) -> Finding:
-        size = max(largest(before[before.isfinite()].abs()), 1e-12)
         room = rounding(before) if self.tolerance is None else self.tolerance
-        off = largest(gap(self._outputs(model), before)) / size
-        return LAW.agrees(subject, off, room, meaning, "outputs off by {}")
+        return LAW.agrees(subject, relative(before, outputs(self.outputs, model)), room, meaning, "outputs off by {}")
 
 
 LAW = Law.of("ADAPTER", "adapter at initialization (AdapterStart)", __doc__, AdapterStart.check)

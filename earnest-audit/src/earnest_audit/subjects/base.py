@@ -52,6 +52,16 @@ def gap(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, torch.zeros_like(a - b), (a - b).abs())
 
 
+def relative(a: Tensor, b: Tensor) -> float:
+    """The largest difference of a and b, over the largest finite size of a."""
+    return largest(gap(a, b)) / max(largest(a.detach()[a.isfinite()].abs()), 1e-12)
+
+
+def outputs(call: Callable[..., Tensor], *given: Any) -> Tensor:
+    with torch.no_grad():
+        return call(*given).detach().clone()
+
+
 def largest(t: Tensor) -> float:
     """The largest entry; 0 where there is none, NaN where one is NaN."""
     return float(t.max()) if t.numel() else 0.0

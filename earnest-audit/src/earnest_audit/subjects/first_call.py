@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
 from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.subjects.base import gap, largest, outputs, relative
 from earnest_audit.verdict import Finding
 
 
@@ -66,13 +65,11 @@ class FirstCall:
             return self.make()
 
     def _call(self, x: Any) -> Tensor:
-        with seeded(self.seed), torch.no_grad():
-            return self.call(x).detach().clone()
+        with seeded(self.seed):
+            return outputs(self.call, x)
 
     def _same(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
-        size = max(largest(a[a.isfinite()].abs()), 1e-12)
-        room = rounding(a) if self.tolerance is None else self.tolerance
-        return LAW.agrees(subject, largest(gap(a, b)) / size, room, meaning)
+        return LAW.agrees(subject, relative(a, b), rounding(a) if self.tolerance is None else self.tolerance, meaning)
 
 
 LAW = Law.of("FIRST-CALL", "first call (FirstCall)", __doc__, FirstCall.check)

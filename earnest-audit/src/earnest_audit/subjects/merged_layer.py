@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.subjects.base import outputs, relative
 from earnest_audit.verdict import Finding
 
 
@@ -32,7 +31,7 @@ class MergedLayer:
     tolerance: float | None = None  # none: rounding in the outputs' dtype, relative to the largest
 
     def check(self) -> Iterator[Finding]:
-        before = self._outputs()
+        before = outputs(self.outputs)
         self.merge()
         once = "The merged layer has another output: it still adds its adapter beside the merged weights, or "
         yield self._row("outputs, merged", before, f"{once}merges with another scale.")
@@ -50,14 +49,9 @@ class MergedLayer:
         back = "Merging and unmerging do not cancel: another scale, a cast, or a flag that is not restored."
         yield self._row("outputs, unmerged", before, back)
 
-    def _outputs(self) -> Tensor:
-        with torch.no_grad():
-            return self.outputs().detach().clone()
-
     def _row(self, subject: str, before: Tensor, meaning: str) -> Finding:
-        size = max(largest(before[before.isfinite()].abs()), 1e-12)
         room = rounding(before) if self.tolerance is None else self.tolerance
-        return LAW.agrees(subject, largest(gap(self._outputs(), before)) / size, room, meaning)
+        return LAW.agrees(subject, relative(before, outputs(self.outputs)), room, meaning)
 
 
 LAW = Law.of("DF-MERGED", "merged layer (MergedLayer)", __doc__, MergedLayer.check)

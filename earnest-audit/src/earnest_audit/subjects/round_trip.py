@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from earnest_audit.law import Law
-from earnest_audit.subjects.base import gap, largest, renamed
+from earnest_audit.subjects.base import gap, largest, outputs, renamed
 from earnest_audit.verdict import Finding
 
 FOLLOWS = (
@@ -55,8 +54,8 @@ class RoundTrip:
     def check(self) -> Iterator[Finding]:
         initial, saved = self.make(), self.make()
         self.perturb(saved)
-        wanted = self._outputs(saved)
-        moved = largest(gap(wanted, self._outputs(initial)))
+        wanted = outputs(self.outputs, saved)
+        moved = largest(gap(wanted, outputs(self.outputs, initial)))
         yield LAW.finding(
             "the perturbation", f"moved the outputs by {moved:.2g}", "above 0", moved > 0,
             "The perturbation changes nothing, so a save that loses everything would pass.",
@@ -65,7 +64,7 @@ class RoundTrip:
             folder = Path(name)
             self.save(saved, folder)
             loaded = load_onto(self.make(), self.load, folder)
-            found = self._outputs(loaded)
+            found = outputs(self.outputs, loaded)
             follows = list(self._follows(saved, folder, wanted, found))
         off = largest(gap(found, wanted))
         yield LAW.finding(
@@ -79,10 +78,6 @@ class RoundTrip:
         if self.for_training and isinstance(saved, nn.Module) and isinstance(loaded, nn.Module):
             yield from _structure(saved, loaded)
 
-    def _outputs(self, x: Any) -> Tensor:
-        with torch.no_grad():
-            return self.outputs(x).clone()
-
     def _follows(self, saved: Any, folder: Path, wanted: Tensor, found: Tensor) -> Iterator[Finding]:
         """Training goes on after a save: another perturbation of what was saved, and the same folder is loaded
         again."""
@@ -91,7 +86,10 @@ class RoundTrip:
             loaded = load_onto(self.make(), self.load, folder)
         except Exception:  # a perturbation or a load that is for once only
             return
-        moved, off = largest(gap(self._outputs(saved), wanted)), largest(gap(self._outputs(loaded), found))
+        moved, off = (
+            largest(gap(outputs(self.outputs, saved), wanted)),
+            largest(gap(outputs(self.outputs, loaded), found)),
+        )
         if moved > self.tolerance:
             measured, room = f"outputs off by {off:.2g} (it went on by {moved:.2g})", f"≤ {self.tolerance:g}"
             yield LAW.finding("load, after the saved one went on", measured, room, off <= self.tolerance, FOLLOWS)
