@@ -1,8 +1,10 @@
-"""MR: A metric equals the quantity that it names, stays in its range, varies, and is neutral for an unchanged policy.
+"""MR: A metric stays in its range, varies, is neutral for an unchanged policy, and "loss" is the loss.
 
 Needs: a step that returns (loss, metrics); metrics={name: (low, high)} and terms
-How: Metrics on the batch, in distant states, and with behaviour = current policy.
-Exceptions: Counts and settings are constant by nature; only declared metrics must vary, and those in still need not.
+How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
+and accuracies have a range by their names. Law MR-FORM uses the same evaluations.
+Exceptions: Counts and settings are constant by nature; only declared metrics, clipped shares and accuracies of pairs
+must vary, and those in still need not.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0
 """
 
@@ -22,6 +24,16 @@ from earnest_audit.laws.ratio import on_policy
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
+RECOMPUTED = """MR-FORM: A KL, a ratio or a clipped share is one of the quantities that its name may mean.
+
+k1, k2, k3, |·|, their opposites; plain or weighed by the ratio; mean over tokens or rows, or sum
+
+Needs: a metric with a usual name (approx_kl, ratio, clip_fraction, kl); roles behaviour or reference; logprobs=fn
+How: The usual definitions are computed from the log-probs and compared with what is logged.
+Exceptions: There are many definitions, and one that is none of the usual ones is accused. Steps that drop tokens are not
+checked.
+Detects: a KL whose mask, sign or normaliser is off
+"""
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
 # are one.
 UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
@@ -171,7 +183,7 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
         near = min(known, key=lambda k: abs(k - value))
         # Of a KL to the reference there are many definitions, and a wide room would find one for any number.
         room = max(1e-3 if kind == "reference" else 2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2)
-        yield LAW.finding(
+        yield FORM.finding(
             f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
             abs(value - near) <= room,
             f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
@@ -222,4 +234,9 @@ def _means(values: Tensor, mask: Tensor) -> list[float]:
     return [float(whole / mask.sum()), float(by_row.mean()), float(whole), float(whole / rows.sum())]
 
 
+def _forms(probe: Probe) -> Iterator[Finding]:
+    return (row for row in check(probe) if row.law == FORM.code)
+
+
 LAW = Law.of("MR", "metrics", __doc__, check)
+FORM = Law.of("MR-FORM", "definitions of metrics", RECOMPUTED, _forms, tier="contrib")

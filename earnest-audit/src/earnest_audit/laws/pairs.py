@@ -155,6 +155,7 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
     # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
     if referred and cosine <= 0.05:
+        alike = min(alike, _at_reference(probe, part, wider, by_length=True))
         measured += f", {-alike:+.2f} at the reference"
     yield probe.descends(
         "descending widens the margin", measured, max(cosine, -alike),
@@ -167,7 +168,9 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
         return
     enough, why = 1 - max(probe.tolerance, 1e-2), None
     if abs(alike) <= enough:
-        if _by_itself(probe, part):
+        if abs(_at_reference(probe, part, wider, by_length=True)) > enough:
+            why = "References are sums where log-probs are means, or the other way round: declare both in one form."
+        elif _by_itself(probe, part):
             why = "Each answer is weighed by itself against the reference: where intended, declare pairwise=False."
         elif (offset := _offset(probe, part, wider, enough)) is not None:
             why = f"{offset!r} shifts each margin by its own amount; with 0 in its place all have the same weight."
@@ -192,26 +195,24 @@ def _offset(probe: Probe, part: Part, wider: Gradient, enough: float) -> str | N
     return None
 
 
-def _at_reference(probe: Probe, part: Part, wider: Gradient, more: Mapping[str, Tensor] | None = None) -> float:
-    """The cosine between ∇L and the margins' gradient where the policy is its own reference. Cached references may be
-    sums where the policy's are means: the loss then divides by the answer's length itself, so both are tried."""
+def _at_reference(
+    probe: Probe, part: Part, wider: Gradient, more: Mapping[str, Tensor] | None = None, by_length: bool = False
+) -> float:
+    """The cosine between ∇L and the margins' gradient where the policy is its own reference; ``by_length``: where the
+    references are its log-probs times the answers' lengths (sums, where the policy's are means)."""
     step, now = probe.step, _now(probe)
+    masks = [m for m in map(step.value, ("chosen_mask", "rejected_mask")) if m is not None]
+    if by_length:
+        lengths = [m.sum(-1).clamp_min(1) for m in masks]
+        if len(masks) < 2 or any(n.shape != v.shape for n, v in zip(lengths, now, strict=True)):
+            return 0.0
+        now = [v * n for v, n in zip(now, lengths, strict=True)]
     ones: edits.Batch = dict(more or {})  # with these every pair counts alike
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = step.batch[step.roles[role]]
         mean = value.float().mean().to(value.dtype).expand_as(value).clone()
         ones[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
-
-    def cosine(values: list[Tensor]) -> float:
-        return part.gradient(probe, {**step.batch, **ones, **_as_reference(step, values)}).cosine(wider)
-
-    found = cosine(now)
-    masks = [m for m in map(step.value, ("chosen_mask", "rejected_mask")) if m is not None]
-    if abs(found) <= 1 - max(probe.tolerance, 1e-2) and len(masks) == 2:
-        lengths = [m.sum(-1).clamp_min(1) for m in masks]
-        if all(n.shape == v.shape for n, v in zip(lengths, now, strict=True)):
-            found = max(found, cosine([v * n for v, n in zip(now, lengths, strict=True)]), key=abs)
-    return found
+    return part.gradient(probe, {**step.batch, **ones, **_as_reference(step, now)}).cosine(wider)
 
 
 def _now(probe: Probe) -> list[Tensor]:
