@@ -30,8 +30,8 @@ k1, k2, k3, |·|, their opposites; plain or weighed by the ratio; mean over toke
 
 Needs: a metric with a usual name (approx_kl, ratio, clip_fraction, kl); roles behaviour or reference; logprobs=fn
 How: The usual definitions are computed from the log-probs and compared with what is logged.
-Exceptions: There are many definitions, and one that is none of the usual ones is accused. Steps that drop tokens are not
-checked.
+Exceptions: There are many definitions, and a correct metric that is none of the usual ones is accused. Steps that drop
+tokens are not checked.
 Detects: a KL whose mask, sign or normaliser is off
 """
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
