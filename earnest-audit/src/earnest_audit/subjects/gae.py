@@ -66,73 +66,52 @@ class GAE:
             why = "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards."
             yield untouched(LAW, lambda *handed: self.fn(*handed, self.gamma, self.lam), inputs, why)[1]
         room = rounding(rewards) * self.length * max(1.0, float(base.abs().max()))
-        yield from self._own_return(rewards, mask, room)
-        yield self._without_values(rewards, (values, other), mask, room)
-        if not self.whitened:
-            yield self._without_future(rewards, values, mask, room)
-            yield self._product(rewards, mask, room)
-        yield from self._masked(rewards, values, mask, (base, returns), room)
+        for subject, a, b, on, meaning in self._relations(rewards, (values, other), mask, (base, returns)):
+            yield LAW.agrees(subject, float((a - b)[on.bool()].abs().max()), room, meaning)
         if returns is not None:
             yield self._returns(base, returns - values, mask, room)
 
-    def _own_return(self, rewards: Tensor, mask: Tensor, room: float) -> Iterator[Finding]:
-        """The values of a critic that knows the future: there is nothing to be surprised at."""
-        known = _discounted(rewards, mask, self.gamma)
+    def _relations(
+        self, rewards: Tensor, values: tuple[Tensor, Tensor], mask: Tensor, base: tuple[Tensor, Tensor | None]
+    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, str]]:
+        """Subject, two computations that agree, where, and what a failure means."""
+        known, last, zero = _discounted(rewards, mask, self.gamma), _last(mask), torch.zeros_like(rewards)
         for lam in (self.lam, 0.0, 1.0):
             found, returns = self._run(rewards, known, mask, lam=lam)
-            if self.whitened:
-                assert returns is not None
-                found = (returns - known) * mask
-            yield _near(
-                f"values = what really came, λ = {lam:g}", found, torch.zeros_like(found), mask, room,
+            yield (
+                f"values = what really came, λ = {lam:g}",
+                found if not self.whitened or returns is None else (returns - known) * mask, zero, mask,
                 "A critic that knows the future leaves nothing to learn, and still there are advantages: γ is missing "
                 "in the temporal difference, the next value is another token's, or the last token bootstraps from "
                 "what comes after the answer.",
             )  # fmt: skip
-
-    def _without_values(self, rewards: Tensor, values: tuple[Tensor, Tensor], mask: Tensor, room: float) -> Finding:
-        """λ = 1 is Monte Carlo: a token's return is the sum of what came after it."""
-        totals = []
-        for v in values:
-            found, returns = self._run(rewards, v, mask, lam=1.0)
-            totals.append(returns if returns is not None else found + v)
-        return _near(
-            "λ = 1: returns do not depend on the values", totals[0], totals[1], mask, room,
+        totals = [found + v if returns is None else returns for v in values
+                  for found, returns in [self._run(rewards, v, mask, lam=1.0)]]  # fmt: skip
+        yield (
+            "λ = 1: returns do not depend on the values", totals[0], totals[1], mask,
             "With λ = 1 a return is the sum of the rewards, and here the critic's values are in it: the carry is "
             "weighed by something else than γ·λ, or advantages were whitened before the returns were made.",
         )  # fmt: skip
-
-    def _without_future(self, rewards: Tensor, values: Tensor, mask: Tensor, room: float) -> Finding:
-        """λ = 0 looks one step ahead, to a value; what is paid at the answers' last tokens reaches none before."""
-        last = _last(mask)
-        changed, _ = self._run(rewards + 2.0 * last.to(rewards), values, mask, lam=0.0)
-        base, _ = self._run(rewards, values, mask, lam=0.0)
-        return _near(
-            "λ = 0: no later reward", changed, base, mask * ~last, room,
-            "With λ = 0 a token's advantage contains its own reward and the next value, and nothing else: λ does not "
-            "weigh the carry.",
-        )  # fmt: skip
-
-    def _product(self, rewards: Tensor, mask: Tensor, room: float) -> Finding:
-        zero = torch.zeros_like(rewards)
-        one, _ = self._run(rewards, zero, mask, gamma=0.9, lam=0.5)
-        two, _ = self._run(rewards, zero, mask, gamma=0.5, lam=0.9)
-        return _near(
-            "values 0: γ·λ is one number", one, two, mask, room,
-            "Without values, γ = 0.9 and λ = 0.5 must give what γ = 0.5 and λ = 0.9 give: one of the two is not used, "
-            "or is used twice.",
-        )  # fmt: skip
-
-    def _masked(
-        self, rewards: Tensor, values: Tensor, mask: Tensor, base: tuple[Tensor, Tensor | None], room: float
-    ) -> Iterator[Finding]:
-        hidden = 1 - mask
-        for name, r, v in (("rewards", rewards + 3 * hidden, values), ("values", rewards, values - 3 * hidden)):
-            found = self._run(r, v, mask)
-            for what, mine, theirs in zip(("advantages", "returns"), found, base, strict=True):
+        if not self.whitened:
+            paid = rewards + 2.0 * last.to(rewards)  # at the answers' last tokens: with λ = 0 it reaches none before
+            later, sooner = (self._run(r, values[0], mask, lam=0.0)[0] for r in (paid, rewards))
+            yield (
+                "λ = 0: no later reward", later, sooner, mask * ~last,
+                "With λ = 0 a token's advantage contains its own reward and the next value, and nothing else: λ does "
+                "not weigh the carry.",
+            )  # fmt: skip
+            one, two = (self._run(rewards, zero, mask, gamma=g, lam=k)[0] for g, k in ((0.9, 0.5), (0.5, 0.9)))
+            yield (
+                "values 0: γ·λ is one number", one, two, mask,
+                "Without values, γ = 0.9 and λ = 0.5 must give what γ = 0.5 and λ = 0.9 give: one of the two is not "
+                "used, or is used twice.",
+            )  # fmt: skip
+        hidden = 3 * (1 - mask)
+        for name, r, v in (("rewards", rewards + hidden, values[0]), ("values", rewards, values[0] - hidden)):
+            for what, mine, theirs in zip(("advantages", "returns"), self._run(r, v, mask), base, strict=True):
                 if mine is not None and theirs is not None:
-                    yield _near(
-                        f"{name} where masked, in the {what}", mine, theirs, mask, room,
+                    yield (
+                        f"{name} where masked, in the {what}", mine, theirs, mask,
                         f"{name.capitalize()} of masked tokens (prompt, padding) reach the {what} of the answer's: the "
                         "last token bootstraps from padding, or a mean is taken over everything.",
                     )  # fmt: skip
@@ -177,11 +156,6 @@ def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def _last(mask: Tensor) -> Tensor:
     places = torch.arange(mask.shape[1]) * (mask != 0)
     return places == places.amax(-1, keepdim=True)
-
-
-def _near(subject: str, a: Tensor, b: Tensor, mask: Tensor, room: float, meaning: str) -> Finding:
-    on = mask.bool()
-    return LAW.agrees(subject, float((a - b)[on].abs().max()), room, meaning)
 
 
 LAW = Law.of("GAE", "GAE (GAE)", __doc__, GAE.check)
