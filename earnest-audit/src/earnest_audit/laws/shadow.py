@@ -28,7 +28,8 @@ from earnest_audit.verdict import Finding
 
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
-MARGIN = 1e4  # a β of 0.02 makes 200 of it, where fp32 has no sigmoid left
+MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
+INFINITE = "the float64 shadow is not finite either"
 LENGTHS = (1e-4, 1e-5)  # of the parameters' norm; one step of 16 bits is longer
 
 
@@ -42,16 +43,17 @@ def check(probe: Probe) -> Iterator[Finding]:
     except Exception as error:
         yield LAW.not_applicable(step.name, f"the model cannot be copied ({type(error).__name__})")
         return
-    states = {"the batch": _as_it_is, "confident outputs": _confident, "far margins": _far_margins}
-    for what, make in states.items():
-        if make is not _as_it_is and not probe.afford(2, keep=0):
-            yield LAW.not_applicable(what, "the budget is spent")
-            return
-        state = make(probe)
-        if isinstance(state, str):
-            yield LAW.not_applicable(what, state)
-        elif state is not None:
-            yield from map(_fair(probe), _compare(probe, shadow, what, *state))
+    yield from map(_fair(probe), _compare(probe, shadow, "the batch", *_as_it_is(probe)))
+    if not probe.afford(2, keep=0):
+        yield LAW.not_applicable("confident outputs", "the budget is spent")
+        return
+    state = _confident(probe)
+    if isinstance(state, str):
+        yield LAW.not_applicable("confident outputs", state)
+    else:
+        yield from map(_fair(probe), _compare(probe, shadow, "confident outputs", *state))
+    if step.kind == "preference" and {"reference_chosen", "reference_rejected"} <= step.roles.keys():
+        yield from map(_fair(probe), _far_margins(probe, shadow))
 
 
 def _fair(probe: Probe) -> Callable[[Finding], Finding]:
@@ -111,15 +113,19 @@ def _farthest(probe: Probe) -> float:
     return abs(probe.look(dict(step.batch)).loss) if step.kind == "sft" else FAR
 
 
-def _far_margins(probe: Probe) -> tuple[float, edits.Batch] | None:
-    """By turns pairs far on the right and on the wrong side of their references."""
-    step = probe.step
-    if step.kind != "preference" or not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-        return None
-    key = step.roles["reference_chosen"]
-    old: Tensor = step.batch[key]
-    side = torch.where(torch.arange(len(old), device=old.device) % 2 == 0, MARGIN, -MARGIN)
-    return 1.0, {**step.batch, key: old + side.reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)}
+def _far_margins(probe: Probe, shadow: nn.Module) -> list[Finding]:
+    """By turns pairs far on the right and on the wrong side of their references: as far as float64 can follow."""
+    key = probe.step.roles["reference_chosen"]
+    old: Tensor = probe.step.batch[key]
+    side = torch.where(torch.arange(len(old), device=old.device) % 2 == 0, 1.0, -1.0)
+    for margin in MARGINS:
+        if not probe.afford(2, keep=0):
+            break
+        far = old + (margin * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
+        rows = list(_compare(probe, shadow, "far margins", 1.0, {**probe.step.batch, key: far}))
+        if rows[0].measured != INFINITE:
+            return rows
+    return [LAW.not_applicable("far margins", "the budget is spent, or float64 is not finite either")]
 
 
 def exact(probe: Probe, batch: edits.Batch, settings: Sequence[Mapping[str, Any]]) -> list[Gradient] | None:
@@ -168,7 +174,7 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float, batch: 
         yield LAW.not_applicable(what, "the loss does not use the model that it is given")
         return
     if not theirs.finite():
-        yield LAW.not_applicable(what, "the float64 shadow is not finite either")
+        yield LAW.not_applicable(what, INFINITE)
         return
     if 8 * own > 0.5:
         why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
