@@ -77,7 +77,7 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
             report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
             with nullcontext() if law.from_start else probe.active():
                 findings += checked(law, probe)
-    return Verdict(tuple(findings), round(probe.cost, 6), probe.notes + _facts(subject))
+    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + _facts(subject))
 
 
 def _facts(step: Step) -> tuple[str, ...]:

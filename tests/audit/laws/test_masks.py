@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Step, StepError, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import coverage, masks
 from earnest_audit.verdict import Finding
@@ -110,8 +110,15 @@ def test_prompts_that_are_as_wide_as_completions_by_accident(counted: bool, prom
         return -(lp * batch["advantages"][:, None] * mask).sum() / total
 
     roles = {"ids": "completion", "mask": "completion_mask", "advantages": "advantages"}
-    found = outcomes(Step(model=model, loss=loss, batch=batch, roles=roles))
-    assert found["3 more columns of padding on the right"] == ("fails" if counted else "holds")
+    subject = "3 more columns of padding on the right"
+    guessed = audit(Step(model=model, loss=loss, batch=batch, roles=roles), laws=[masks.LAW])
+    found = {f.subject: f.outcome for f in guessed.findings}
+    assert found[subject] == ("fails" if counted else "not declared"), "all of one width are padded together: a guess"
+    assert any("prompt is padded with the rows" in note or "prompt, prompt_mask" in note for note in guessed.notes)
+    declared = Step(model=model, loss=loss, batch=batch, roles=roles, wide=("completion", "completion_mask"))
+    assert outcomes(declared)[subject] == ("fails" if counted else "holds")
+    with pytest.raises(StepError, match="wide names 'completions'"):
+        Step(model=model, loss=loss, batch=batch, roles=roles, wide=("completions",))
 
 
 @pytest.mark.parametrize("by", ["tokens", "rows", "width"])
