@@ -41,7 +41,9 @@ UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0,
 
 
 SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
-NOT_SHARES = {"learning", "lr", "decay", "sampling", "token", "tokens", "step", "frame"}  # such rates may be anything
+NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens", "step"}  # such rates may be anything
+RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
+PAIRED = {"rewards", "reward", "pair", "pairs", "preference", "accuracy", "accuracies", "train"}
 SPREADS = {"mean", "avg", "min", "max"}  # what stands after such a name
 SAMPLERS = ("behaviour", "proximal")
 # Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
@@ -84,7 +86,7 @@ def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | No
         words = [w for w in re.split(r"[^a-z]+", name.lower()) if w and w not in SPREADS]
         if set(words) & (SHARES - {"rate"}) or (words[-1:] == ["rate"] and not NOT_SHARES & set(words)):
             ranges[name] = (0.0, 1.0)
-        elif words[-1:] == ["ratio"] and not {"log", "advantage"} & set(words):
+        elif words[-1:] == ["ratio"] and set(words) <= RATIOS:
             ranges[name] = (0.0, 1.0 if "clip" in words else None)
     return ranges
 
@@ -94,10 +96,12 @@ def _must_move(probe: Probe, found: dict[str, float]) -> list[str]:
     the accuracy of pairs."""
     step, (low, _) = probe.step, clip_range(probe)
     clipped = low is not None and step.ratio_role in step.roles
-    return [
-        name for name in _shares(probe, found) if name not in step.still
-        and ((clipped and "clip" in name.lower()) or (step.kind == "preference" and "accurac" in name.lower()))
-    ]  # fmt: skip
+    names = []
+    for name in (n for n in _shares(probe, found) if n not in step.still):
+        short, words = name.lower().rsplit("/", 1)[-1], set(re.split(r"[^a-z]+", name.lower())) - {""}
+        pair = step.kind == "preference" and words & {"accuracy", "accuracies"} and words <= PAIRED
+        names += [name] if pair or (clipped and short.startswith("clip") and short in UNCHANGED) else []
+    return names
 
 
 def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
