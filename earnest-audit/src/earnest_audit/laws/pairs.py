@@ -151,14 +151,16 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     wider = probe.pull((chosen - rejected).sum())
     cosine = -part.gradient(probe, step.batch).cosine(wider)
     referred = set(REFERENCES) <= step.roles.keys()
-    alike = _at_reference(probe, part, wider) if referred else 0.0
+    alike = there = _at_reference(probe, part, wider) if referred else 0.0
+    enough, why = 1 - max(probe.tolerance, 1e-2), None
     measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
     # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
     if referred and cosine <= 0.05:
-        alike = min(alike, _at_reference(probe, part, wider, by_length=True))
-        measured += f", {-alike:+.2f} at the reference"
+        if abs(alike) <= enough:  # references may be sums where log-probs are means
+            there = max(alike, _at_reference(probe, part, wider, by_length=True), key=abs)
+        measured += f", {-there:+.2f} at the reference"
     yield probe.descends(
-        "descending widens the margin", measured, max(cosine, -alike),
+        "descending widens the margin", measured, max(cosine, -there),
         "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", 0.05,
     )  # fmt: skip
     if not referred:
@@ -166,7 +168,6 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     if not step.pairwise or step.value_is_loss is False:
         yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
         return
-    enough, why = 1 - max(probe.tolerance, 1e-2), None
     if abs(alike) <= enough:
         if abs(_at_reference(probe, part, wider, by_length=True)) > enough:
             why = "References are sums where log-probs are means, or the other way round: declare both in one form."
