@@ -35,6 +35,7 @@ settings.load_profile(os.environ.get("EARNEST_HYPOTHESIS") or ("ci" if os.enviro
 
 INTEGRATIONS = (
     "adapters/test_peft.py",
+    "audit/frontends/test_loops.py",
     "audit/trainers",
     "audit/watch/test_training.py",
     "data/test_malformed.py",
