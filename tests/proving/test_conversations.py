@@ -128,8 +128,18 @@ def unstopped(patch: Patch) -> None:
         (other_version, "policy version"),
         (other_logprobs, "log-probs of the weights"),
         (unstopped, "stop tokens"),
+        (unstopped, "turns in rows of their own"),
     ],
-    ids=["re-tokenised", "mask shifted", "observation trained", "tool credited", "version", "log-probs", "stop"],
+    ids=[
+        "re-tokenised",
+        "mask shifted",
+        "observation trained",
+        "tool credited",
+        "version",
+        "log-probs",
+        "stop",
+        "weight",
+    ],
 )
 def test_a_mistake_breaks_a_law(
     engine: en.LocalEngine, monkeypatch: Patch, mistake: Callable[[Patch], None], law: str
