@@ -27,8 +27,8 @@ def section_of(run: Run) -> Html | None:
         el(
             "p",
             "Every token that the policy read or sampled, turn by turn. The underlined ones were sampled by the "
-            "policy: they alone are trained, with the log-probs that they were sampled with. Where a turn failed and a "
-            "teacher read a hint about it, the tokens that it taught have a coloured ground.",
+            "policy: they alone are trained, with the log-probs that they were sampled with. Where a teacher read a "
+            "hint or a solution, the tokens that it taught have a coloured ground.",
         ),
         _endings(run),
         *(_conversation(sample) for sample in chosen),
@@ -60,7 +60,7 @@ def _conversation(sample: SampleRecord) -> Html:
     rows = sorted({segment.row for segment in sample.segments})
     bodies = [_row([s for s in sample.segments if s.row == row], row if len(rows) > 1 else None) for row in rows]
     hints = [
-        el("details", el("summary", "what the teacher read before the turn that it taught"), el("pre", text))
+        el("details", el("summary", "what the teacher read before the tokens that it taught"), el("pre", text))
         for text in sample.teacher_read
     ]
     return el("article", head, *bodies, *hints, class_="conversation")
