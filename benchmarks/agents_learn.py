@@ -5,9 +5,9 @@
     python -m benchmarks.agents_learn tasks --from benchmarks/results/agents_learn_tasks.json    the table of a JSON
 
 Each seed has its own warm start: supervised steps of all weights on 256 conversations, at least as many as ``WARM``,
-until a quarter of 32 conversations on training prompts succeeds. The oracle makes them; in calculator and fix, every
-second one answers without a call, so the policy learns the form of a call, and that it may do without. Training then
-starts from those weights with a fresh adapter and the recipe's settings.
+until a quarter of 32 conversations on training prompts succeeds. The oracle makes them; every second one answers without
+a call instead, so the policy learns the form of a call, and that it may do without. Training then starts from those
+weights with a fresh adapter and the recipe's settings.
 
 Held-out prompts, with their seeds, are the same before and after; the standard error is that of the prompts'
 differences. "rises" counts the seeds whose gain is above three standard errors.
@@ -43,7 +43,7 @@ from earnest.runs.setup import Setup, build
 from earnest.tasks import Prompt, PromptStream
 from earnest.tasks.tool_environment import ToolEnvironment
 
-WARM = {"calculator": 40, "lookup": 12, "fix": 40}
+WARM = {"calculator": 40, "lookup": 24, "fix": 40}
 ENOUGH, MOST, DEMONSTRATIONS = 0.25, 120, 256
 GRPO, SDPO, SIMPO, BARRIER = (
     {"kind": "grpo", "clip": 0.2},
@@ -89,13 +89,11 @@ def quiet(_: str) -> None:
     """No progress lines."""
 
 
-def demonstrations(
-    policy: PolicyLike, environment: ToolEnvironment, prompts: Sequence[Prompt], careless: bool
-) -> list[Row]:
-    """The oracle's conversations; with ``careless``, every second one is an answer without a call instead."""
+def demonstrations(policy: PolicyLike, environment: ToolEnvironment, prompts: Sequence[Prompt]) -> list[Row]:
+    """The oracle's conversations; every second one is an answer without a call instead."""
     rows: list[Row] = []
     for i, prompt in enumerate(prompts):
-        if not careless or i % 2:
+        if i % 2:
             rows.append(demonstration(policy, environment, prompt, 0, i))
             continue
         said = {"role": "assistant", "content": str(prompt.data.get("code", prompt.data["answer"]))}
@@ -107,14 +105,13 @@ def demonstrations(
 def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
     """(steps, seconds) of the warm start; the weights go to ``folder``."""
     started = time.perf_counter()
-    known = task == "lookup"  # nano knows its tool
     config = RunConfig.model_validate(
         {
             "model": "nano",
             "task": task,
             "adapter": {"kind": "full"},
             "objective": [{"kind": "sft"}],
-            "optimizer": {"kind": "adamw", "lr": 1e-3 if known else 1.5e-3},
+            "optimizer": {"kind": "adamw", "lr": 1e-3 if task == "lookup" else 1.5e-3},
             "sampling": {"max_new_tokens": 48},
             "turns": {"max_turns": 4},
             "steps": MOST,
@@ -124,7 +121,7 @@ def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
     setup = build(config, quiet)
     assert isinstance(setup.task, ToolEnvironment)
     stream = PromptStream(setup.task, seed)
-    rows = demonstrations(setup.policy, setup.task, stream.next(DEMONSTRATIONS), careless=not known)
+    rows = demonstrations(setup.policy, setup.task, stream.next(DEMONSTRATIONS))
     prompts, rng = stream.next(16), random.Random(seed)
     for step in range(1, MOST + 1):
         batch = stack(rng.sample(rows, 32), pad=setup.policy.pad_id, device=setup.policy.device)
