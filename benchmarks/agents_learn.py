@@ -5,9 +5,9 @@
     python -m benchmarks.agents_learn tasks --from benchmarks/results/agents_learn_tasks.json    the table of a JSON
 
 Each seed has its own warm start: supervised steps of all weights on 256 conversations, at least as many as ``WARM``,
-until a quarter of 32 conversations on training prompts succeeds. The oracle makes them; every second one answers without
-a call instead, so the policy learns the form of a call, and that it may do without. Training then starts from those
-weights with a fresh adapter and the recipe's settings.
+until a quarter of 32 conversations on training prompts succeeds. The oracle makes them; every second one answers
+without a call instead, so the policy learns the form of a call, and that it may do without. Training then starts from
+those weights with a fresh adapter and the recipe's settings.
 
 Held-out prompts, with their seeds, are the same before and after; the standard error is that of the prompts'
 differences. "rises" counts the seeds whose gain is above three standard errors.
