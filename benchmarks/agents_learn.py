@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["tasks", "channels"])
     parser.add_argument("--tasks", nargs="*", choices=list(WARM), help="default: all, and lookup for the channels")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, 2 conversations each")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/agents_learn_WHAT.json")
     parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")

@@ -128,7 +128,6 @@ def unstopped(patch: Patch) -> None:
         (other_version, "policy version"),
         (other_logprobs, "log-probs of the weights"),
         (unstopped, "stop tokens"),
-        (unstopped, "turns in rows of their own"),
     ],
     ids=[
         "re-tokenised",

@@ -14,7 +14,7 @@ from benchmarks import agents_learn
 @pytest.mark.parametrize("task", ["calculator", "lookup", "fix"])
 def test_the_held_out_reward_rises_by_more_than_three_standard_errors(task: str, tmp_path: Path) -> None:
     warmed = agents_learn.warm(task, 0, tmp_path / "model")
-    args = argparse.Namespace(steps=20, prompts=64)
+    args = argparse.Namespace(steps=40, prompts=64)
     found = agents_learn.train("GRPO", [agents_learn.GRPO], task, 0, tmp_path / "model", warmed, args)
     assert 0.1 < found.before < 0.75, found
     assert found.gain > 3 * found.se > 0, found
