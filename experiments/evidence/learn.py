@@ -192,7 +192,7 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def figure(records: Sequence[Record], path: Path) -> None:
-    tasks = by(records, "task")
+    tasks = {task: own for task, own in by(records, "task").items() if any("reward" in r for r in own)}
     made, axes = plots(len(tasks))
     colours = {"earnest": "#0072b2", "TRL": "#d55e00"}
     for axis, (task, own) in zip(axes, tasks.items(), strict=True):
