@@ -137,7 +137,6 @@ def unstopped(patch: Patch) -> None:
         "version",
         "log-probs",
         "stop",
-        "weight",
     ],
 )
 def test_a_mistake_breaks_a_law(
