@@ -343,5 +343,6 @@ def test_pushed_weights_make_the_same_policy_elsewhere() -> None:
 
 def test_sharding_is_refused_before_anything_is_changed() -> None:
     made = policy()
-    with pytest.raises(ConfigError, match="is not sharded yet"):
-        shard(made, attach(made, Full()), Mesh(size=2, shard=2))
+    beside = attach(made, LoRA(rank=2), targets=("q_proj",), modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: is not supported with several ranks"):
+        shard(made, beside, Mesh(size=2, shard=2))

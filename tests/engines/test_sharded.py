@@ -1,4 +1,4 @@
-"""Two processes that share the base and the rows compute what one process computes. One group runs all checks."""
+"""Processes that share the base and the rows compute what one process computes. One group runs all checks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,77 @@ from pathlib import Path
 
 import pytest
 
-import earnest as en
+from earnest.engines import AdamW
 from earnest.engines.mesh import Mesh
-from earnest.engines.sharding import shard
+from earnest.engines.muon import Muon
+from earnest.engines.trained import refuse_whole_readers
 from earnest.errors import ConfigError
-from tests.engines.conftest import tiny_policy
-from tests.engines.sharded_worker import CHECKS
+from tests.engines.sharded_worker import CHECKS, SLOW
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank found."""
-    out = tmp_path_factory.mktemp("ranks")
+SOME = (
+    "full_parameter_training_is_that_of_one_process",
+    "a_rank_holds_its_share_of_a_model_that_is_trained_whole",
+    "a_sharded_checkpoint_continues_on_another_number_of_ranks",
+    "a_rank_without_rows_and_uneven_micro_batches",
+    "a_rank_holds_its_share_of_the_base",
+    "a_checkpoint_continues_on_another_number_of_ranks",
+)
+"""The checks for four ranks in ``make test``; all of them run on two."""
+
+
+def run(out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1) -> list[dict[str, str]]:
+    """What each of ``count`` ranks found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    logs = [out / f"rank-{rank}.log" for rank in range(2)]
+    common = {**os.environ, "WORLD_SIZE": str(count), "REPLICATE": str(replicate), "PYTHONPATH": path}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    logs = [out / f"rank-{rank}.log" for rank in range(count)]
     ranks = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.engines.sharded_worker", str(out)]
+        command = [sys.executable, "-m", "tests.engines.sharded_worker", str(out), *checks]
         with log.open("w") as file:
             ranks.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=file, stderr=file))
-    codes = [rank.wait(timeout=280) for rank in ranks]
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    codes = [rank.wait(timeout=1500) for rank in ranks]
+    assert codes == [0] * count, "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(count)]
+
+
+def require(results: list[dict[str, str]], names: tuple[str, ...]) -> None:
+    for name in names:
+        for rank, found in enumerate(results):
+            assert found.get(name, "an earlier check failed") == "holds", f"{name}, rank {rank}: {found.get(name)}"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run(tmp_path_factory.mktemp("ranks"), 2)
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_two_ranks(results: list[dict[str, str]], name: str) -> None:
-    for rank, found in enumerate(results):
-        assert found.get(name, "an earlier check failed") == "holds", f"rank {rank}: {found.get(name)}"
+    require(results, (name,))
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    require(run(tmp_path, 4, SOME), SOME)
+
+
+@pytest.mark.slow
+def test_all_checks_on_four_ranks_and_on_two_copies_of_two(tmp_path: Path) -> None:
+    for copies in (1, 2):
+        (out := tmp_path / str(copies)).mkdir()
+        require(run(out, 4, replicate=copies), tuple(CHECKS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_adapter_with_every_term(tmp_path: Path, count: int) -> None:
+    require(run(tmp_path, count, tuple(SLOW)), tuple(SLOW))
 
 
 def test_the_number_of_processes_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,11 +91,11 @@ def test_the_number_of_processes_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert Mesh.start().size == 1
 
 
-def test_modules_that_are_trained_whole_are_refused() -> None:
-    policy = tiny_policy()
-    adapter = en.attach(policy, en.Full())
-    with pytest.raises(ConfigError, match=r"engine\.shard: full with modules that are trained whole"):
-        shard(policy, adapter, Mesh(0, 2, 2))
+def test_what_reads_whole_tensors_is_refused_with_sharded_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.kind: muon reads whole matrices"):
+        refuse_whole_readers(Muon(), None)
+    with pytest.raises(ConfigError, match="guard: reads whole updates"):
+        refuse_whole_readers(AdamW(), object())
 
 
 def test_rows_are_dealt_by_tokens_and_every_row_once() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from earnest.adapters.errors import AdapterError
+from earnest.adapters.linalg import gathered
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -120,10 +121,7 @@ class Layer:
         with torch.no_grad():
             if self.kind == "opaque":
                 return self._probe()
-            weight = self._base("weight")
-            if hasattr(weight, "full_tensor"):  # in shards: every rank asks for it at the same time
-                weight = weight.full_tensor()
-            w = weight.detach().float()
+            w = gathered(self._base("weight")).detach().float()
             return w if self.kind == "linear" else w.t().contiguous()
 
     def _without_bias(self, u: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -69,3 +70,14 @@ def cayley_minus_identity(x: Float[Tensor, "g b b"]) -> Float[Tensor, "g b b"]:
     """R − I = (I − X)⁻¹ 2X for R = (I − X)⁻¹(I + X): exactly 0 at X = 0."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(eye - x, 2 * x)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a rank's part of a tensor (torch's ``DTensor``)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor; if it is in shards, every rank calls this at the same time."""
+    whole: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.kernel import Around, Factors, low_rank
 from earnest.adapters.layer import ExpertsLayer, Layer, ModuleLayer, is_experts, is_linear_like
+from earnest.adapters.linalg import gathered
 from earnest.adapters.variant import Spec, Tensors, Variant
 
 SLOTS = "earnest_slots"
@@ -75,6 +76,10 @@ class Slot(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         # Read at every call: functional_call and .to() replace the entries.
         return {**self._parameters, **self._buffers}  # type: ignore[dict-item]
+
+    def whole(self) -> dict[str, Tensor]:
+        """The tensors, gathered if they are in shards, without a graph."""
+        return {name: gathered(t.detach()) for name, t in self.tensors.items()}
 
     def trainable(self) -> dict[str, Tensor]:
         """The tensors that training changes, also while the adapter is frozen."""

@@ -8,7 +8,7 @@ bit, with the base as its reference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
+from earnest.adapters.linalg import gathered, is_sharded
 from earnest.adapters.runtime import slots_of
 from earnest.models.quiet import quiet
 
@@ -37,7 +38,11 @@ def write_merged(adapter: Adapter, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in weight_files(folder):
         stale.unlink()
-    with torch.no_grad(), adapter.merged(), _untied(model), quiet():
+    sharded = any(is_sharded(p) for p in model.parameters())
+    with torch.no_grad(), nullcontext() if sharded else adapter.merged(), _untied(model), quiet():
+        if sharded:
+            _write_gathered(model, folder)
+            return folder
         others = [s for m in model.modules() for s in slots_of(m) if s.gate.scale != 0.0 and s.layer.stash is None]
         if others:
             raise AdapterError(
@@ -48,6 +53,22 @@ def write_merged(adapter: Adapter, folder: Path) -> Path:
     if adapter.tokenizer is not None:
         adapter.tokenizer.save_pretrained(folder)
     return folder
+
+
+def _write_gathered(model: Any, folder: Path) -> None:
+    """The same for a model in shards: every rank takes part, and the first one writes."""
+    first = next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    names: dict[int, str] = {}  # tied parameters are gathered once
+    for key in model.state_dict(keep_vars=True):
+        path, _, name = key.rpartition(".")
+        module = model.get_submodule(path)
+        known = names.setdefault(id(module._parameters.get(name, name)), key)
+        value = gathered(getattr(module, name).detach()) if known == key else None
+        if first:
+            state[key] = state[known] if value is None else value.cpu()
+    if first:
+        model.save_pretrained(folder, state_dict=state)
 
 
 @contextmanager

@@ -31,8 +31,9 @@ from earnest.engines.layouts import Layouts
 from earnest.engines.mesh import Mesh
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
-from earnest.engines.sharding import free, shard, whole
+from earnest.engines.sharding import free, shard, sum_over_ranks, whole
 from earnest.engines.spectral import spectral_norms
+from earnest.engines.trained import Trained, refuse_whole_readers
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
@@ -90,12 +91,19 @@ class LocalEngine:
             raise ConfigError(f"micro_tokens is {micro_tokens}; give at least 1 (one row is always taken).")
         self.policy, self.adapter, self.guard, self.outer = policy, adapter, guard, outer
         self.max_grad_norm, self.micro_tokens = max_grad_norm, micro_tokens
-        named = adapter.named_parameters()
-        self.names, self.parameters = list(named), list(named.values())
-        decayed = {id(p) for p in adapter.decay_parameters()}
+        self.compiled = CompiledLayers(policy.body) if compile else None
+        if checkpoint_activations:
+            checkpoint_activations_of(policy.body)
+        self.mesh = mesh or Mesh()
+        if self.mesh.shard > 1:
+            shard(policy, adapter, self.mesh, offload=offload)
+        self.trained = Trained(adapter.named_parameters(), self.mesh)
+        self.names, self.parameters = self.trained.names, self.trained.parameters
         self.optimizer_spec = optimizer or AdamW(lr=adapter.variant.lr)
+        if self.trained.any_sharded:
+            refuse_whole_readers(self.optimizer_spec, guard)
         self.optimizer = self.optimizer_spec.build(
-            [p for p in self.parameters if id(p) in decayed], [p for p in self.parameters if id(p) not in decayed]
+            self.trained.own(adapter.decay_parameters()), self.trained.own(adapter.no_decay_parameters())
         )
         if (ratio := self.optimizer_spec.lr_ratio) != 1:
             if not (faster := adapter.faster_parameters()):
@@ -103,15 +111,9 @@ class LocalEngine:
                     f"optimizer.lr_ratio: {ratio:g} has no meaning for {adapter.variant.name}, which declares no "
                     "tensors for it; take lora, or leave it out."
                 )
-            split_rates(self.optimizer, faster, ratio)
+            split_rates(self.optimizer, self.trained.own(faster), ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
-        self.compiled = CompiledLayers(policy.body) if compile else None
-        if checkpoint_activations:
-            checkpoint_activations_of(policy.body)
-        self.mesh = mesh or Mesh()
-        if self.mesh.shard > 1:
-            shard(policy, adapter, self.mesh, offload=offload)
         self.layouts = Layouts(policy, self.mesh, pack)
         self.version = 0
         self.tokens = 0
@@ -260,7 +262,7 @@ class LocalEngine:
                 "update() before any backward(): no parameter has a gradient. Call step(), or backward() first."
             )
         bound = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, bound))
+        norm = self.trained.clip(bound)
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad(set_to_none=True)
             raise ObjectiveError(
@@ -274,16 +276,13 @@ class LocalEngine:
         self.optimizer.step()
         with torch.no_grad():
             guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}
-        moved = torch.stack(
-            [(p.detach() - b).double().square().sum() for p, b in zip(self.parameters, before, strict=True)]
-        )
+        length = self.trained.norm([p.detach() - b for p, b in zip(self.parameters, before, strict=True)])
         self.optimizer.zero_grad(set_to_none=True)
-        self.mesh.require_same("weights", [p.detach() for p in self.parameters])
+        self.trained.require_same()
         self.version += 1
         outer = self.outer.after_update(self) if self.outer else {}
         factor = min(1.0, bound / norm) if norm > 0 else 1.0
-        length, lr = float(moved.sum().sqrt()), self.learning_rate
-        return UpdateReport(norm, factor, length, self.version, dict(guard), dict(outer), lr)
+        return UpdateReport(norm, factor, length, self.version, dict(guard), dict(outer), self.learning_rate)
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Scalars, objective, backward and update in a row. ``shares`` also measures each term's own gradient, at the
@@ -299,24 +298,23 @@ class LocalEngine:
 
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
         """The gradient of an objective by every trainable parameter; the engine is unchanged afterwards."""
+        return self.trained.whole(self.own_gradients(batch.to(self.policy.device), Objective.of(objective)))
+
+    def own_gradients(self, batch: Batch, objective: Objective) -> list[Tensor]:
+        """The gradient by every parameter as this rank holds it."""
         with self._aside():
-            self._accumulate(batch.to(self.policy.device), Objective.of(objective))
-            return {
-                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for n, p in zip(self.names, self.parameters, strict=True)
-            }
+            self._accumulate(batch, objective)
+            return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
 
     def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
         """For every live term: the norm of its weighted gradient, and that norm as a share of the sum of norms."""
         norms = {}
         for weighted in objective.live():
             try:
-                own = self.gradients(batch, Objective((weighted,)))
+                own = self.own_gradients(batch.to(self.policy.device), Objective((weighted,)))
             except NothingToTrain:  # idle
                 continue
-            norms[weighted.term.label] = float(
-                torch.stack([g.double().square().sum() for g in own.values()]).sum().sqrt()
-            )
+            norms[weighted.term.label] = self.trained.norm(own)
         total = sum(norms.values())
         return {label: (norm, norm / total if total else 0.0) for label, norm in norms.items()}
 
@@ -373,16 +371,29 @@ class LocalEngine:
         return self._pass(sum(loss for loss, _ in found), values, idle, "one pass", batch, parts)
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside the block every rank computes all rows by itself; for comparisons with the mesh's own result."""
+        mesh = self.mesh
+        self.mesh = self.layouts.mesh = Mesh(0, 1, mesh.shard)
+        sum_over_ranks(self.policy.model, divided_by=mesh.size)
+        try:
+            yield
+        finally:
+            self.mesh = self.layouts.mesh = mesh
+            sum_over_ranks(self.policy.model)
+
+    @contextmanager
     def _summed(self) -> Iterator[None]:
         """What the block adds to the gradients is summed over the ranks."""
-        if self.mesh.size == 1:
+        if self.mesh.size == 1 and not self.trained.any_sharded:
             yield
             return
         held = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
-        yield
-        self.mesh.sum_gradients(self.parameters)
+        with self.mesh.own_random():
+            yield
+        self.trained.sum_gradients(self.mesh)
         for p, before in zip(self.parameters, held, strict=True):
             if before is not None:
                 p.grad = before if p.grad is None else before + p.grad
@@ -433,6 +444,11 @@ class LocalEngine:
     def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
         """Scalars of the adapter, which depend on no batch, with their graph."""
         spectral = [n for n in needs if isinstance(n, SpectralNorm)]
+        if spectral and self.trained.any_sharded:
+            raise ObjectiveError(
+                "the spectral norm of ΔW needs whole matrices, and modules that are trained whole are sharded; train "
+                "an adapter such as lora, or set engine.shard=1."
+            )
         return {n: Field(spectral_norms(self.adapter), None, "subspace iteration") for n in spectral}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

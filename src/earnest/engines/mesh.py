@@ -6,8 +6,8 @@ the whole batch, so clipping, optimizer, guard and averages are the same everywh
 
     gradient = Σ_ranks Σ_own rows weight · ∂scalar/∂θ          weight = ∂loss/∂scalar, from the whole batch
 
-The adapter's parameters are whole on every rank; the base is sharded (``engines.sharding``). One process is a mesh
-of 1.
+The adapter's parameters are whole on every rank; the base is sharded (``engines.sharding``), and so are modules that
+are trained whole. One process is a mesh of 1.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from earnest.errors import ConfigError, EarnestError
+from earnest.seeds import derive
 from earnest.signals.batch import Batch
 
 T = TypeVar("T")
@@ -39,6 +42,7 @@ class Mesh:
         self.rank, self.size, self.shard = rank, size, shard
         self.notes: Path | None = None  # where ranks that fail leave the reason
         self.scratch: Path | None = None  # the folder of a rank other than 0
+        self.kind = "cpu"  # of the devices with the weights
         self._people: Sequence[tuple[str, int]] = ()
 
     @classmethod
@@ -82,6 +86,8 @@ class Mesh:
         """Each gradient becomes its sum over the ranks; one that no rank has stays None."""
         if self.size == 1:
             return
+        if not parameters:
+            return
         has = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [has])
         dist.all_reduce(flat)
@@ -95,12 +101,24 @@ class Mesh:
             dist.all_reduce(values)
         return values
 
-    def require_same(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Raise if these tensors differ in any bit between the ranks."""
+    def sum_shards(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that hold one base, in place."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.devices["shard"].get_group())
+        return values
+
+    @cached_property
+    def devices(self) -> DeviceMesh:
+        """The ranks in a grid: copies of the base × shards of one."""
+        shape = (self.size // self.shard, self.shard)
+        return init_device_mesh(self.kind, shape, mesh_dim_names=("replicate", "shard"))
+
+    def require_same(self, what: str, tensors: Sequence[Tensor], every: int = 1) -> None:
+        """Raise if these tensors differ in any bit between the ranks, or between a rank and every ``every``-th next."""
         if self.size == 1:
             return
         own = [_checksum(t) for t in tensors]
-        if any(other != own for other in self.gathered(own)):
+        if any(other != own for other in self.gathered(own)[self.rank % every :: every]):
             raise EarnestError(
                 f"the {what} differ between the {self.size} ranks, so they no longer train the same policy; a grader, "
                 "a data file or a device that gives each rank another result is the usual cause."
@@ -125,6 +143,17 @@ class Mesh:
             return [rows for rows, _ in trees], [size for _, size in trees]
         active = [r for r, size in enumerate(batch.sizes) if size]
         return [[r] for r in active], [batch.lengths[r] for r in active]
+
+    @contextmanager
+    def own_random(self) -> Iterator[None]:
+        """Inside the block each rank draws its own random numbers (dropout); all generators go on alike afterwards."""
+        if self.size == 1:
+            yield
+            return
+        seed = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(derive(seed, "rank", self.rank))
+            yield
 
     # --- ranks that are gone ------------------------------------------------------------------------------------------
 

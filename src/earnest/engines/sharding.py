@@ -2,7 +2,8 @@
 
 A block's weights are gathered before its forward and its backward pass, and freed afterwards. Embeddings, final norm
 and head form the outermost group: they are gathered with the first forward pass and freed after the backward pass, so
-the vocabulary pass finds a whole head. The adapter's own parameters stay whole on every rank.
+the vocabulary pass finds a whole head. The adapter's own parameters stay whole on every rank; offsets of modules that
+are trained whole are sharded and gathered with the base, and their gradients are summed over the ranks into shards.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from earnest.adapters import without_adapters
 from earnest.engines.mesh import Mesh
 from earnest.errors import ConfigError
 from earnest.models.policy import SHARDED
@@ -24,22 +27,20 @@ if TYPE_CHECKING:
 
 def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False) -> None:
     """Shard the base of ``policy`` over the ranks, in place. Hashes of the whole base are taken before."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
-    if adapter.replaces:
+    if adapter.saved_modules:
         raise ConfigError(
-            f"engine.shard: {adapter.variant.name} with modules that are trained whole is not sharded yet: the offsets "
-            "would be whole on every rank; set engine.shard=1, or train an adapter without modules_to_save."
+            "adapter.modules_to_save: is not supported with several ranks; set engine.shard=1, or leave it out."
         )
     if offload and policy.device.type == "cpu":
         raise ConfigError("engine.offload: the weights are on the CPU already; leave it out.")
     _, _, _ = policy.head, policy.fingerprint(), adapter.base_fingerprint
-    kind, shape = policy.device.type, (mesh.size // mesh.shard, mesh.shard)
-    devices = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    mesh.kind = policy.device.type
+    beside = [s for s in adapter.slots.values() if not s.replaces]
     settings: dict[str, Any] = {
-        "mesh": devices if shape[0] > 1 else devices["shard"],
-        "ignored_params": set(adapter.parameters()),
+        "mesh": mesh.devices if mesh.size > mesh.shard else mesh.devices["shard"],
+        "ignored_params": {p for slot in beside for p in slot.parameters()},
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     for block in blocks_of(policy.body):
@@ -47,6 +48,20 @@ def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False
     fully_shard(policy.model, reshard_after_forward=False, **settings)
     setattr(policy.model, SHARDED, policy.body.__call__)
     register_fsdp_forward_method(policy.model, SHARDED)
+    for part in _parts(policy.model):
+        part.set_force_sum_reduction_for_comms(True)
+    sum_over_ranks(policy.model)
+    # The first pass makes torch read every parameter again by its name. A module that is trained whole then has to give
+    # its base's, so its offset is off.
+    with torch.no_grad(), without_adapters(policy):
+        policy.hidden(torch.zeros(1, 2, dtype=torch.long, device=policy.device))
+    free(policy.model)
+
+
+def sum_over_ranks(model: nn.Module, divided_by: int = 1) -> None:
+    """From now on a sharded parameter's gradient is the ranks' sum, divided by this number."""
+    for part in _parts(model):
+        part.set_gradient_divide_factor(float(divided_by))
 
 
 def blocks_of(body: nn.Module) -> list[nn.Module]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from earnest.adapters.linalg import is_sharded
 from earnest.engines import checkpoint
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
+from earnest.engines.trained import local
 from earnest.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,13 +19,12 @@ if TYPE_CHECKING:
 
 
 def save(engine: LocalEngine, folder: Path) -> Path:
-    """Write everything that the next step depends on. Every rank has it whole, so rank 0 writes it."""
-    scratch = engine.mesh.scratch
-    if engine.mesh.rank != 0 and not (scratch is not None and folder.is_relative_to(scratch)):
-        return folder
+    """Write everything that the next step depends on. On a mesh every rank calls this at the same time."""
     tensors = {f"adapter.{k}": v for k, v in engine.adapter.state_dict().items()}
     optimizer_tensors, optimizer_meta = flatten_optimizer(engine.optimizer)
-    tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors.items()}
+    owned = _owned(engine)
+    for key, value in optimizer_tensors.items():
+        tensors[f"optimizer.{key}"] = engine.trained.like(owned[int(key.partition(".")[0])], value)
     for name, part in (("guard", engine.guard), ("outer", engine.outer)):
         tensors |= {f"{name}.{k}": v for k, v in part.state_dict().items()} if part else {}
     meta = {
@@ -32,12 +34,26 @@ def save(engine: LocalEngine, folder: Path) -> Path:
         "optimizer_spec": repr(engine.optimizer_spec),
         "base": engine.policy.fingerprint(),
     }
-    return checkpoint.write(folder, tensors, meta)
+    return checkpoint.write(folder, tensors, meta, engine.mesh)
+
+
+def _owned(engine: LocalEngine) -> list[Tensor]:
+    """The optimizer's parameters in the order of its state."""
+    return [p for group in engine.optimizer.param_groups for p in group["params"]]
 
 
 def load(engine: LocalEngine, folder: Path) -> None:
     """Continue from ``folder``, on any number of ranks."""
-    tensors, meta = checkpoint.read(folder)
+    adapter, owned = engine.adapter.named_tensors(), _owned(engine)
+
+    def shard(key: str, size: torch.Size) -> Tensor | None:
+        owner, _, name = key.partition(".")
+        if owner not in ("adapter", "optimizer"):
+            return None
+        own = adapter.get(name) if owner == "adapter" else engine.trained.of(owned[int(name.partition(".")[0])])
+        return torch.empty_like(own) if own is not None and is_sharded(own) and own.shape == size else None
+
+    tensors, meta = checkpoint.read(folder, shard if engine.trained.any_sharded else None)
     if meta["base"] != engine.policy.fingerprint():
         raise CheckpointError(f"{folder} was made on another base model than {engine.policy.name}; load that one.")
     if meta["optimizer_spec"] != repr(engine.optimizer_spec):
@@ -50,7 +66,7 @@ def load(engine: LocalEngine, folder: Path) -> None:
         owner, _, name = key.partition(".")
         parts[owner][name] = value
     engine.adapter.load_state_dict(parts["adapter"])
-    restore_optimizer(engine.optimizer, parts["optimizer"], meta["optimizer"])
+    restore_optimizer(engine.optimizer, {k: local(v) for k, v in parts["optimizer"].items()}, meta["optimizer"])
     for name, part in (("guard", engine.guard), ("outer", engine.outer)):
         if part:
             part.load_state_dict(parts[name])

@@ -17,6 +17,7 @@ import torch
 from earnest.engines.local import LocalEngine
 from earnest.objectives.base import Objective, Term
 from earnest.objectives.needs import SpectralNorm
+from earnest.proving import sharded
 from earnest.proving.activation import activation
 from earnest.proving.step import step_of
 from earnest.signals.batch import Batch
@@ -48,11 +49,18 @@ def prove(
         engine.planned = 1.0  # the laws hold at lr itself: an update of the proof has no place in a schedule
         reports.append(engine.update().guard)
 
+    shared: list[Finding] = []
+    if engine.mesh.size > 1:
+        with restored(engine):
+            shared = list(sharded.check(engine, objective, batch))
+    if engine.trained.any_sharded:
+        why = "The trained parameters are in shards; `earnest check` with engine.shard=1 checks these laws."
+        return Verdict((*shared, Finding("GL", "the other laws", "not checked", "one process", "not applicable", why)))
     with restored(engine):
         step = step_of(engine, objective, batch, update=updated)
         step = replace(step, active=activation(engine, objective, batch, step))
         verdict = audit(step, laws=(liveness.LAW,) if quick else LAWS, progress=progress)
-    return verdict + Verdict((*_guard(engine, reports), *_skipped(objective)))
+    return verdict + Verdict((*shared, *_guard(engine, reports), *_skipped(objective)))
 
 
 def relevant(objective: Objective, batch: Batch) -> Batch:

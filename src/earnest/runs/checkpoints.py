@@ -18,7 +18,7 @@ from typing import Any
 from earnest.disk import sync, write_json
 from earnest.engines.base import Engine
 from earnest.engines.checkpoint import MANIFEST, file_hash
-from earnest.engines.checkpoint import read as read_engine
+from earnest.engines.checkpoint import verify as verify_engine
 from earnest.errors import CheckpointError
 from earnest.runs.folder import RunFolder, read_json
 
@@ -31,9 +31,15 @@ def place(run: RunFolder, step: int) -> Path:
 
 
 def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep: int, best: int | None = None) -> Path:
-    """Write the checkpoint of ``step`` and drop all but the newest ``keep`` and that of the step ``best``."""
+    """Write the checkpoint of ``step`` and drop all but the newest ``keep`` and that of the step ``best``.
+
+    Every rank calls this; rank 0 has the run folder.
+    """
     final = place(run, step)
     fresh = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    if engine.local is not None and engine.local.mesh.rank != 0:
+        engine.save(fresh / ENGINE)
+        return final
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     engine.save(fresh / ENGINE)
@@ -76,7 +82,7 @@ def _verify(run: RunFolder, folder: Path) -> dict[str, Any]:
         path = folder / name
         if not path.is_file() or file_hash(path) != hashes.get(name):
             raise CheckpointError(f"{name} is missing, or its hash does not match")
-    read_engine(folder / ENGINE)
+    verify_engine(folder / ENGINE)
     state = read_json(folder / LOOP)
     for name, length in state["lengths"].items():
         path = run.path / name

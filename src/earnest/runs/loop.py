@@ -73,7 +73,8 @@ class TrainingLoop:
 
     def restore(self) -> None:
         """Go back to the newest undamaged checkpoint, or to the beginning if there is none."""
-        found = checkpoints.newest(self.run)
+        mesh = self.setup.mesh
+        found = mesh.from_first(checkpoints.newest(self.run) if mesh.rank == 0 else None)
         if found is None:
             self.run.cut({})
             self.run.event("info", "resumed from the beginning: there is no whole checkpoint")
@@ -300,7 +301,8 @@ class TrainingLoop:
             return None
         by = self.best.config.metric
         self.run.event("info", f"the result is the checkpoint of step {self.best.step}, the best by {by}")
-        self.setup.engine.load(checkpoints.place(self.run, self.best.step) / checkpoints.ENGINE)
+        best = self.setup.mesh.from_first(checkpoints.place(self.run, self.best.step))
+        self.setup.engine.load(best / checkpoints.ENGINE)
         return evaluate(self.setup, self.best.step)
 
     def _record_evaluation(self, line: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ def join(config: RunConfig) -> Mesh:
             ("sampler", config.sampler is not None),
             ("sampling.workers", config.sampling.workers > 0),
             ("replicas", config.replicated),
-            ("adapter.kind", config.adapter.kind == "full"),
             ("adapter.modules_to_save", bool(config.adapter.modules_to_save)),
         ):
             if used:
@@ -42,11 +41,12 @@ def _rank() -> int:
 
 
 def own_copy(folder: Path) -> Path:
-    """The folder to resume in: rank 0's is the run folder, another rank's is a copy. Called before the ranks meet."""
+    """The folder to resume in: rank 0's is the run folder, another rank's is a copy without its checkpoints, which
+    rank 0 chooses. Called before the ranks meet."""
     if _rank() == 0:
         return folder
     copy = Path(tempfile.mkdtemp(prefix="earnest-rank-")) / "run"
-    return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".lock", "ranks", ".*.tmp")))
+    return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".lock", "ranks", "checkpoints", ".*.tmp")))
 
 
 def own_place(mesh: Mesh, place: Path) -> Path:

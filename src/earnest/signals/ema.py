@@ -154,7 +154,7 @@ def _factors(slot: Any) -> tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]:
 def _dense(slot: Any) -> dict[str, Tensor]:
     """ΔW (and Δb, if there is one) of one layer at gate 1, in float32; of a module trained whole, its offsets."""
     if slot.replaces:
-        return {name: tensor.detach() for name, tensor in slot.tensors.items()}
+        return dict(slot.whole())
     if _is_low_rank(slot):
         left, right = _factors(slot)
         return {"weight": left @ right}

@@ -1,0 +1,122 @@
+"""The trained parameters as one rank holds them, and their norms, sums and copies over all ranks.
+
+An adapter's parameters are whole on every rank. Those of modules that are trained whole are sharded with the base
+(``engines.sharding``): the optimizer of a rank then has this rank's rows of each, as plain tensors that share their
+memory with the model's, so it computes what one process computes for these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from earnest.adapters.linalg import gathered, is_sharded
+from earnest.engines.mesh import Mesh
+from earnest.engines.optimizers import Optimizer
+from earnest.errors import ConfigError
+
+
+class Trained:
+    """``held`` are the model's own parameters; ``parameters`` are what the optimizer of this rank updates."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.names, self.held = list(named), list(named.values())
+        self.sharded = [is_sharded(p) for p in self.held]
+        self.parameters = [
+            nn.Parameter(local(p.detach())) if cut else p for p, cut in zip(self.held, self.sharded, strict=True)
+        ]
+        self._place = {id(p): i for i, p in enumerate(self.parameters)}
+
+    @property
+    def any_sharded(self) -> bool:
+        return any(self.sharded)
+
+    def own(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """What this rank updates of these parameters of the model, in the order of ``names``."""
+        chosen = {id(p) for p in parameters}
+        return [own for held, own in zip(self.held, self.parameters, strict=True) if id(held) in chosen]
+
+    def sum_gradients(self, mesh: Mesh) -> None:
+        """Every gradient becomes that of all ranks' rows: whole ones are summed here, sharded ones have been."""
+        mesh.sum_gradients([p for p, cut in zip(self.parameters, self.sharded, strict=True) if not cut])
+        for held, own in zip(self.held, self.parameters, strict=True):
+            if held is not own:
+                own.grad, held.grad = None if held.grad is None else local(held.grad), None
+
+    def norm(self, tensors: Sequence[Tensor | None]) -> float:
+        """√Σx² over all ranks of tensors that are held as the parameters are, each number once; in float64."""
+        found = [(t, cut) for t, cut in zip(tensors, self.sharded, strict=True) if t is not None]
+        whole, pieces = ([t.double().square().sum() for t, cut in found if cut is kind] for kind in (False, True))
+        if not pieces:
+            return float(torch.stack(whole).sum().sqrt()) if whole else 0.0
+        total = self.mesh.sum_shards(torch.stack(pieces).sum()) + sum(whole)
+        return float(total.sqrt())
+
+    def clip(self, bound: float) -> float:
+        """Scale the gradients to a norm of at most ``bound`` over all ranks; returns their norm before."""
+        if not self.any_sharded:
+            return float(nn.utils.clip_grad_norm_(self.parameters, bound))
+        gradients = [p.grad for p in self.parameters]
+        norm = self.norm(gradients)
+        for g in gradients:
+            if g is not None:
+                g.mul_(min(1.0, bound / (norm + 1e-6)))
+        return norm
+
+    def require_same(self) -> None:
+        """Raise if ranks that should hold the same numbers do not."""
+        whole, pieces = (
+            [p.detach() for p, cut in zip(self.parameters, self.sharded, strict=True) if cut is kind]
+            for kind in (False, True)
+        )
+        self.mesh.require_same("weights", whole)
+        if pieces:
+            self.mesh.require_same("weights", pieces, every=self.mesh.shard)
+
+    def whole(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Tensors that are held as the parameters are, gathered, by name."""
+        found = {}
+        for name, held, tensor in zip(self.names, self.held, tensors, strict=True):
+            found[name] = gathered(as_shard(tensor, held)) if is_sharded(held) else tensor
+        return found
+
+    def of(self, parameter: Tensor) -> nn.Parameter:
+        """The model's own parameter of which this rank updates ``parameter``."""
+        return self.held[self._place[id(parameter)]]
+
+    def like(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """A tensor of an optimizer's state for this parameter; a shard if the parameter is one and it has its shape."""
+        held = self.of(parameter)
+        return as_shard(value, held) if is_sharded(held) and value.shape == parameter.shape else value
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, which shares its memory; a plain tensor is itself."""
+    own: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if own is None else own()
+
+
+def as_shard(own: Tensor, like: Tensor) -> Tensor:
+    """``own`` as this rank's part of a tensor that is laid out as ``like``."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    where, stride = (like.device_mesh, like.placements), torch.empty(like.shape, device="meta").stride()
+    return DTensor.from_local(own, *where, run_check=False, shape=like.shape, stride=stride)
+
+
+def refuse_whole_readers(optimizer: Optimizer, guard: object) -> None:
+    """Raise if the optimizer or the guard reads whole tensors where each rank has some rows of them."""
+    if optimizer.kind not in ("adamw", "sgd"):
+        raise ConfigError(
+            f"optimizer.kind: {optimizer.kind} reads whole matrices, and modules that are trained whole are sharded; "
+            "take adamw or sgd, or set engine.shard=1."
+        )
+    if guard is not None:
+        raise ConfigError(
+            "guard: reads whole updates, and modules that are trained whole are sharded; guard an adapter such as "
+            "lora, or set engine.shard=1."
+        )

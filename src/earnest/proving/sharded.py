@@ -1,0 +1,102 @@
+"""Law SH: the ranks of a mesh compute together what each of them computes alone.
+
+rows        every active token of the batch is computed by exactly one rank
+gradient    the sum over the ranks is the gradient that each rank computes from all rows by itself
+norm        the norm that is clipped is that of this gradient
+random      the ranks draw different random numbers (dropout)
+
+Parameters that are sharded cannot be read whole, so the laws of the audit are checked in one process. Here the
+optimizer has to own each of them once, each gets a gradient, and each moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from earnest.audit import Finding
+from earnest.engines.local import LocalEngine
+from earnest.objectives.base import Objective
+from earnest.signals.batch import Batch
+
+WIDE, NARROW = 1e-3, 5e-2
+"""The largest relative difference that other orders of the same sums explain, in 32 and in 16 bits."""
+
+
+def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:
+    """The findings on an engine of several ranks; the caller restores the engine."""
+    trained, mesh = engine.trained, engine.mesh
+    room = NARROW if engine.policy.dtype.itemsize == 2 else WIDE
+    parts = engine.layouts.cut(batch, engine.micro_tokens)
+    own = [t for part in parts if not part.spare for t in part.token.tolist()]
+    dealt = sorted(t for tokens in mesh.gathered(own) for t in tokens)
+    total = batch.active.shape[0]
+    yield _finding(
+        "the rows of the ranks",
+        f"{len(dealt)} tokens computed, {len(set(dealt))} of {total} different ones",
+        f"each of {total} once",
+        dealt == list(range(total)),
+        "Ranks compute the same rows, or none of them computes some: the gradient is not that of the batch.",
+    )
+    states: list[int] = []
+    body = engine.policy.body
+    hook = body.register_forward_pre_hook(lambda *_: states.append(hash(torch.get_rng_state().numpy().tobytes())))
+    try:
+        together = engine.own_gradients(batch, objective)
+    finally:
+        hook.remove()
+    with engine.alone():
+        alone = engine.own_gradients(batch, objective)
+    norms = trained.norm(together), trained.norm(alone)
+    apart = trained.norm([a - b for a, b in zip(together, alone, strict=True)]) / max(*norms, 1e-30)
+    yield _finding(
+        "the gradient of the ranks",
+        f"{apart:.2g} from that of one rank with all rows",
+        f"at most {room:g}",
+        apart <= room,
+        "The ranks' gradients are not summed, or averaged instead, or clipped one by one, or rows are repeated.",
+    )
+    different = len(set(mesh.gathered(tuple(states))))
+    yield _finding(
+        "the ranks' random numbers",
+        f"{different} different streams on {mesh.size} ranks",
+        f"{mesh.size}",
+        different == mesh.size,
+        "Ranks draw the same numbers, so dropout removes the same units from different rows.",
+    )
+    before = [p.detach().clone() for p in engine.parameters]
+    for p, gradient in zip(engine.parameters, together, strict=True):
+        p.grad = gradient
+    engine.planned = 1.0
+    clipped = engine.update().gradient_norm
+    yield _finding(
+        "the clipped norm",
+        f"{clipped:.4g}",
+        f"{norms[1]:.4g}, that of the whole gradient",
+        abs(clipped - norms[1]) <= room * max(clipped, norms[1]),
+        "The clip bounds another norm than that of the batch's gradient, such as one rank's.",
+    )
+    if trained.any_sharded:
+        owned = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        yield _finding(
+            "the optimizer's parameters",
+            f"{len({id(p) for p in owned} & {id(p) for p in engine.parameters})} of {len(engine.parameters)} owned",
+            "each once",
+            sorted(map(id, owned)) == sorted(map(id, engine.parameters)),
+            "The optimizer was built before the weights were sharded, or a group was forgotten.",
+        )
+        moved = [bool((p.detach() != b).any()) for p, b in zip(engine.parameters, before, strict=True)]
+        live = [bool((g != 0).any()) for g in alone]
+        count = [sum(any(rank) for rank in zip(*mesh.gathered(flags), strict=True)) for flags in (live, moved)]
+        yield _finding(
+            f"{len(engine.parameters)} trainable parameters",
+            f"{count[0]} got a gradient, {count[1]} changed their bits",
+            "all",
+            min(count) == len(engine.parameters),
+            "No gradient reaches some parameters, or the update does not.",
+        )
+
+
+def _finding(subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
+    return Finding("SH", subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
