@@ -216,7 +216,7 @@ def a_sharded_checkpoint_continues_on_another_number_of_ranks() -> None:
     folder = Path(MESH.from_first(tempfile.mkdtemp()))
     sharded.step(batch, GRPO())
     sharded.save(folder / "mesh")
-    assert len(list((folder / "mesh").glob("shard-*"))) == MESH.shard
+    assert len(list((folder / "mesh").glob("shard-*"))) >= MESH.shard
     alone.load(folder / "mesh")
     equal(whole_state(sharded), alone.adapter.state_dict(), 0.0)
     for e in (sharded, alone):

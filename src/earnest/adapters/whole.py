@@ -8,7 +8,7 @@ bit, with the base as its reference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,11 @@ def write_merged(adapter: Adapter, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in weight_files(folder):
         stale.unlink()
-    sharded = any(is_sharded(p) for p in model.parameters())
-    with torch.no_grad(), nullcontext() if sharded else adapter.merged(), _untied(model), quiet():
-        if sharded:
+    if any(is_sharded(p) for p in model.parameters()):
+        with torch.no_grad(), quiet():
             _write_gathered(model, folder)
-            return folder
+        return _with_tokenizer(adapter, folder)
+    with torch.no_grad(), adapter.merged(), _untied(model), quiet():
         others = [s for m in model.modules() for s in slots_of(m) if s.gate.scale != 0.0 and s.layer.stash is None]
         if others:
             raise AdapterError(
@@ -50,6 +50,10 @@ def write_merged(adapter: Adapter, folder: Path) -> Path:
                 "set its scale to 0, or merge and save it first"
             )
         model.save_pretrained(folder)
+    return _with_tokenizer(adapter, folder)
+
+
+def _with_tokenizer(adapter: Adapter, folder: Path) -> Path:
     if adapter.tokenizer is not None:
         adapter.tokenizer.save_pretrained(folder)
     return folder

@@ -51,7 +51,7 @@ def load(engine: LocalEngine, folder: Path) -> None:
         if owner not in ("adapter", "optimizer"):
             return None
         own = adapter.get(name) if owner == "adapter" else engine.trained.of(owned[int(name.partition(".")[0])])
-        return torch.empty_like(own) if own is not None and is_sharded(own) and own.shape == size else None
+        return torch.empty_like(own.detach()) if own is not None and is_sharded(own) and own.shape == size else None
 
     tensors, meta = checkpoint.read(folder, shard if engine.trained.any_sharded else None)
     if meta["base"] != engine.policy.fingerprint():
