@@ -42,7 +42,7 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
     )
     states: list[int] = []
     body = engine.policy.body
-    hook = body.register_forward_pre_hook(lambda *_: states.append(crc32(torch.get_rng_state().numpy())))
+    hook = body.register_forward_pre_hook(lambda *_: states.append(crc32(torch.get_rng_state().numpy().tobytes())))
     try:
         together = engine.own_gradients(batch, objective)
     finally:
