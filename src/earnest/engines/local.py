@@ -201,9 +201,8 @@ class LocalEngine:
             if isinstance(want, LogProbsWanted):
                 need = LogProb(want.temperature)
                 return self.scalars(batch, [need])[need].values
-            hidden = torch.zeros(
-                batch.active.shape[0], self.policy.head.weight.shape[1], dtype=self.policy.dtype, device=batch.device
-            )
+            shape = (batch.active.shape[0], self.policy.head.width)
+            hidden = torch.zeros(shape, dtype=self.policy.dtype, device=batch.device)
             for part in self._cut(batch):
                 states = self._hidden(part)
                 if not part.spare:

@@ -78,6 +78,12 @@ class HeadSpec:
         return weight
 
     @property
+    def width(self) -> int:
+        """The size of a hidden state, without forming the weight of a trained head."""
+        own = self.module._parameters.get("weight")
+        return int((self.weight if own is None else own).shape[1])
+
+    @property
     def bias(self) -> Float[Tensor, " V"] | None:
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, Tensor) else None
