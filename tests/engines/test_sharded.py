@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import earnest as en
 from earnest.engines import AdamW
 from earnest.engines.mesh import Mesh
 from earnest.engines.muon import Muon
+from earnest.engines.sharding import shard
 from earnest.engines.trained import refuse_whole_readers
 from earnest.errors import ConfigError
+from tests.engines.conftest import tiny_policy
 from tests.engines.sharded_worker import CHECKS, SLOW
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +99,13 @@ def test_what_reads_whole_tensors_is_refused_with_sharded_parameters() -> None:
         refuse_whole_readers(Muon(), None)
     with pytest.raises(ConfigError, match="guard: reads whole updates"):
         refuse_whole_readers(AdamW(), object())
+
+
+def test_offload_of_weights_that_are_on_the_cpu_is_refused() -> None:
+    policy = tiny_policy()
+    adapter = en.attach(policy, en.LoRA(rank=2), targets=("q_proj",))
+    with pytest.raises(ConfigError, match=r"engine\.offload: the weights are on the CPU already"):
+        shard(policy, adapter, Mesh(0, 2, 2), offload=True)
 
 
 def test_rows_are_dealt_by_tokens_and_every_row_once() -> None:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ def read(
         assert isinstance(known, TensorStorageMetadata)
         part = None if shard is None else shard(name, known.size)
         tensors[name] = torch.empty(known.size, dtype=known.properties.dtype) if part is None else part
-    distributed.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it reads without an exchange between ranks
+        distributed.load(tensors, storage_reader=reader, no_dist=True)
     return tensors, meta
 
 
