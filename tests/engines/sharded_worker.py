@@ -207,7 +207,7 @@ def a_model_that_is_trained_whole_is_sampled_and_saved_as_by_one_process() -> No
     MESH.gathered(0)
     again = tiny_policy(torch.float32)
     read = en.load_adapter(again, folder / "0")
-    equal(read.state_dict(), whole_state(sharded), 1e-6, "saved")
+    equal(read.state_dict(), whole_state(sharded), 1e-5, "saved")  # base + offset is rounded once
 
 
 @check
