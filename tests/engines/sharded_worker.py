@@ -226,7 +226,7 @@ def a_sharded_checkpoint_continues_on_another_number_of_ranks() -> None:
         alone.save(folder / "one")
     MESH.gathered(0)
     sharded.load(folder / "one")
-    equal(whole_state(sharded), alone.adapter.state_dict() if MESH.rank == 0 else whole_state(sharded), 0.0)
+    equal(whole_state(sharded), alone.adapter.state_dict(), 1e-6)
     assert sharded.version == alone.version == 2
     moments = sharded.optimizer.state[sharded.parameters[0]]["exp_avg"]
     assert moments.shape == sharded.parameters[0].shape
@@ -354,7 +354,6 @@ def prove_finds_planted_mistakes() -> None:
     assert any("GL" in f for f in failing(sharded, batch)), "a parameter that the optimizer does not own"
 
 
-@check
 def prove_finds_planted_mistakes_in_full_parameter_training() -> None:
     sharded, _, batch = pair(**FULL)
     assert not (found := failing(sharded, batch)), found
@@ -374,6 +373,11 @@ def prove_finds_planted_mistakes_in_full_parameter_training() -> None:
     sharded.optimizer.param_groups[0]["params"] = sharded.optimizer.param_groups[0]["params"][1:]
     found = failing(sharded, batch)
     assert {"SH the optimizer's parameters", f"SH {len(sharded.parameters)} trainable parameters"} <= found, found
+
+
+SLOW["prove_finds_planted_mistakes_in_full_parameter_training"] = (
+    prove_finds_planted_mistakes_in_full_parameter_training
+)
 
 
 @check

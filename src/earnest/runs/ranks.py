@@ -28,6 +28,7 @@ def join(config: RunConfig) -> Mesh:
             ("sampler", config.sampler is not None),
             ("sampling.workers", config.sampling.workers > 0),
             ("replicas", config.replicated),
+            ("adapter.kind", config.adapter.kind == "full"),
             ("adapter.modules_to_save", bool(config.adapter.modules_to_save)),
         ):
             if used:
