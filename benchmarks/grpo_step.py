@@ -1,10 +1,13 @@
 """The same GRPO job in TRL's GRPOTrainer and in earnest, one process after the other: steps per second and peak memory.
 
-    python benchmarks/grpo_step.py [--steps 20] [--out benchmarks/results/grpo_step.json]
+    python benchmarks/grpo_step.py [--steps 20] [--model nano] [--out benchmarks/results/grpo_step.json]
+    python benchmarks/grpo_step.py --model smollm2 --steps 5 --out benchmarks/results/grpo_step_smollm2.json
 
-Same model (nano), same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both
+Same model, same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both
 sides), LoRA r = 8 on q_proj and v_proj, AdamW at one learning rate, one update per batch, clip 0.2, no reference model,
-fp32, the same number of threads. With a small model on a CPU, overhead is most of the time.
+fp32, the same number of threads. With a small model on a CPU, overhead is most of the time. TRL samples with
+transformers' ``generate``, its default. The time of sampling is also measured apart; the rest of a step is rewards, the
+policy's log-probs, the loss and the update.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +32,13 @@ def reward_of(text: str) -> float:
     return (len(set(text)) % 7) / 7
 
 
-def run_earnest(steps: int) -> dict[str, Any]:
+def folder_of(model: str) -> Path:
+    from earnest.models import places, smollm2
+
+    return places.nano_folder() if model == "nano" else smollm2.folder()
+
+
+def run_earnest(steps: int, model: str) -> dict[str, Any]:
     import torch
 
     import earnest as en
@@ -37,26 +47,28 @@ def run_earnest(steps: int) -> dict[str, Any]:
     from earnest.tasks import get_task
 
     torch.set_num_threads(threads())
-    policy = en.load("nano")
+    policy = en.load(model)
     policy.eos_ids = frozenset()
     adapter = en.attach(policy, en.LoRA(rank=RANK), targets=("q_proj", "v_proj"))
     engine = en.LocalEngine(policy, adapter, en.AdamW(lr=LR), max_grad_norm=1.0)
     prompts = [policy.render(p.messages) for p in get_task("sort").prompts("train", PROMPTS * (steps + WARMUP), seed=0)]
     clock: list[float] = []
+    sampling: list[float] = []
     tokens = 0
     for step in range(steps + WARMUP):
         start = time.perf_counter()
         mine = prompts[step * PROMPTS : (step + 1) * PROMPTS]
         rollouts = engine.sample(mine, COMPLETIONS, en.SampleSpec(max_new_tokens=TOKENS, seed=step))
+        sampling.append(time.perf_counter() - start)
         rewards = [reward_of(policy.decode(r.tokens)) for r in rollouts]
         batch = with_advantages(batch_of(rollouts), rewards)
         engine.step(batch, en.GRPO(clip=0.2))
         tokens += sum(len(r.tokens) for r in rollouts) if step >= WARMUP else 0
         clock.append(time.perf_counter() - start)
-    return measured(clock[WARMUP:], tokens)
+    return measured(clock[WARMUP:], sampling[WARMUP:], tokens)
 
 
-def run_trl(steps: int) -> dict[str, Any]:
+def run_trl(steps: int, name: str) -> dict[str, Any]:
     import tempfile
 
     import torch
@@ -65,11 +77,10 @@ def run_trl(steps: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from earnest.models.places import nano_folder
     from earnest.tasks import get_task
 
     torch.set_num_threads(threads())
-    folder = str(nano_folder())
+    folder = str(folder_of(name))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = get_task("sort").prompts("train", PROMPTS * (steps + WARMUP), seed=0)
@@ -124,18 +135,32 @@ def run_trl(steps: int) -> dict[str, Any]:
             peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
             callbacks=[clock],
         )
+        sampling: list[float] = []
+        generate = trainer._generate
+
+        def timed(*given: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return generate(*given, **more)
+            finally:
+                sampling.append(time.perf_counter() - began)
+
+        trainer._generate = timed
         trainer.train()
     # From one step's beginning to the next one's: generation, scoring, loss, update.
     spans = [b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
-    return measured(spans[WARMUP:], sum(lengths[WARMUP * PROMPTS * COMPLETIONS :]))
+    return measured(spans[WARMUP:], sampling[WARMUP:], sum(lengths[WARMUP * PROMPTS * COMPLETIONS :]))
 
 
-def measured(clock: list[float], tokens: int) -> dict[str, Any]:
+def measured(clock: list[float], sampling: list[float], tokens: int) -> dict[str, Any]:
     ordered = sorted(clock)
+    assert len(sampling) == len(clock)
     return {
         "steps": len(clock),
         "median_seconds": ordered[len(ordered) // 2],
         "min_seconds": ordered[0],
+        "median_sampling_seconds": statistics.median(sampling),
+        "median_training_seconds": statistics.median(c - s for c, s in zip(clock, sampling, strict=True)),
         "steps_per_second": len(clock) / sum(clock),
         "completion_tokens": tokens,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -149,12 +174,13 @@ def threads() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", choices=("nano", "smollm2"), default="nano")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grpo_step.json"))
     parser.add_argument("--table", action="store_true", help="print the table of --out instead of running")
     parser.add_argument("--side", choices=("earnest", "trl"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        result = run_earnest(args.steps) if args.side == "earnest" else run_trl(args.steps)
+        result = (run_earnest if args.side == "earnest" else run_trl)(args.steps, args.model)
         print("RESULT " + json.dumps(result))
         return
     if args.table:
@@ -163,7 +189,7 @@ def main() -> None:
     sides: dict[str, dict[str, Any]] = {}
     for side in ("trl", "earnest"):
         done = subprocess.run(
-            [sys.executable, __file__, "--side", side, "--steps", str(args.steps)],
+            [sys.executable, __file__, "--side", side, "--steps", str(args.steps), "--model", args.model],
             capture_output=True,
             text=True,
             check=False,
@@ -174,6 +200,7 @@ def main() -> None:
         sides[side] = json.loads(lines[-1].removeprefix("RESULT "))
         print(
             f"{side:8s} {sides[side]['steps_per_second']:.2f} steps/s, median {sides[side]['median_seconds']:.3f} s, "
+            f"of which sampling {sides[side]['median_sampling_seconds']:.3f} s, "
             f"peak {sides[side]['peak_rss_mb']:.0f} MB, {sides[side]['completion_tokens']} completion tokens"
         )
     assert sides["trl"]["completion_tokens"] == sides["earnest"]["completion_tokens"], "not the same job"
@@ -187,14 +214,18 @@ def main() -> None:
         "threads": threads(),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"sides": sides, "ratio": ratio, "machine": machine}
+    for part in ("sampling", "training"):
+        name = f"median_{part}_seconds"
+        ratio[part] = sides["trl"][name] / sides["earnest"][name]
+    result = {"model": args.model, "sides": sides, "ratio": ratio, "machine": machine, "load": os.getloadavg()[0]}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
 def table(result: dict[str, Any]) -> str:
     """A markdown table of both sides and their ratio."""
-    lines = ["| GRPO step, nano, CPU | steps/s | median step | peak memory |", "|---|---|---|---|"]
+    model = result.get("model", "nano")
+    lines = [f"| GRPO step, {model}, CPU | steps/s | median step | peak memory |", "|---|---|---|---|"]
     for side, name in (("trl", "TRL's GRPOTrainer"), ("earnest", "earnest")):
         m = result["sides"][side]
         lines.append(

@@ -86,7 +86,9 @@ def pooled(config: RunConfig, samplers: int = 2, deaths: Sequence[int] = ()) -> 
     members = [Elsewhere(i, config, deaths if i == 0 else ()) for i in range(samplers)]
     assert setup.task is not None
     rows = [list(setup.policy.render(p.messages)) for p in setup.task.prompts("heldout", 2, 0)]
-    pool = SamplerPool(setup.require_local("a test"), rows, members, staleness=config.sampler.staleness)
+    wanted = config.sampler
+    engine = setup.require_local("a test")
+    pool = SamplerPool(engine, rows, members, staleness=wanted.staleness, partial=wanted.partial)
     return replace(setup, config=config, samplers=pool), members
 
 
@@ -164,6 +166,40 @@ def test_an_asynchronous_run_is_recorded_and_replays_bit_for_bit(path: Path, tmp
     assert [x["means"] for x in lines(again) if x["kind"] == "eval"] == [
         x["means"] for x in lines(folder) if x["kind"] == "eval"
     ]
+
+
+@pytest.mark.parametrize("partial", ["continue", "restart"])
+def test_completions_under_way_get_new_weights(path: Path, tmp_path: Path, partial: str) -> None:
+    """The second batch has its first tokens when the weights of version 1 arrive: its other tokens are of version 1,
+    or all of them. The trainer checks the log-probs of each version, and the run replays bit for bit."""
+    given = f"sampler={{staleness: 2, partial: {partial}}}"
+    config = config_of(path, tmp_path / "run", "steps=4", "eval.every=0", given)
+    setup, (member,) = pooled(config, 1)
+    pool, inner, parts = setup.samplers, member.sample, []
+    assert pool is not None
+
+    def sample(prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        found = inner(prompts, n, spec)
+        if pool._flow is not None and n > 1:  # the first slice of a part
+            parts.append(pool._flow)
+            end = time.monotonic() + 60
+            while len(parts) == 2 and pool._flow._target.weights.version == 0 and time.monotonic() < end:
+                time.sleep(0.01)
+        return found
+
+    member.sample = sample  # type: ignore[method-assign]
+    folder = trained(setup)
+    check_record(folder, 2)
+    spans = {tuple(map(tuple, row["rollout"]["continued"])) for line in record(folder) for row in line["rows"]} - {()}
+    steps = [x["metrics"] for x in lines(folder) if x["kind"] == "step"]
+    if partial == "continue":
+        assert spans and all([version for _, version in found][:2] == [0, 1] for found in spans)
+        assert max(m["sampler/continued"] for m in steps) > 0 and steps[-1]["sampler/again"] == 0
+        ages = [m["sampler/age"] for m in steps if m["sampler/continued"]]
+        assert all(not float(age).is_integer() for age in ages), "tokens of one batch have several ages"
+    else:
+        assert not spans and steps[-1]["sampler/again"] >= 1
+    assert weights(replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder) == weights(folder)
 
 
 def test_a_replay_with_other_numbers_is_refused_at_its_step(path: Path, tmp_path: Path) -> None:
@@ -265,6 +301,7 @@ def test_a_sampler_process_is_killed_and_the_run_ends_well(path: Path, tmp_path:
         (["sampler={staleness: 1}", "updates_per_batch=2"], "leaves no room to sample ahead; set at least 2, or 0"),
         (["sampler={staleness: 1}", "replicas=2"], "replicas sample and train in turns"),
         (["sampler={staleness: -1}"], "staleness"),
+        (["sampler={partial: continue}"], "sampler.partial: has a meaning only with staleness above 0"),
     ],
 )
 def test_staleness_that_cannot_work_is_refused(path: Path, given: list[str], sentence: str) -> None:

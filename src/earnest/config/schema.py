@@ -109,6 +109,11 @@ class SamplerConfig(Strict):
         description="versions that the weights of a rollout may be older than the trainer's; 0: sampling and training "
         "take turns; above 0: samplers work while the trainer trains",
     )
+    partial: Literal["finish", "continue", "restart"] = Field(
+        "finish",
+        description="what happens to completions under way when new weights arrive: finish under the old ones, "
+        "continue under the new ones, or restart",
+    )
     folder: str | None = Field(
         None,
         min_length=1,
@@ -131,6 +136,7 @@ class SamplerConfig(Strict):
             "folder": (server, "a server at sampler.url"),
             "key": (server, "a server at sampler.url"),
             "timeout": (self.url is not None, "sampler.url"),
+            "partial": (self.staleness > 0, "staleness above 0"),
             "count": (not server and (self.url is not None or self.staleness > 0), "a bucket, or staleness above 0"),
         }
         for name, (has_meaning, what) in meant.items():

@@ -13,6 +13,7 @@ NAMES = {
     "sampler/idle": "share of the time that samplers waited",
     "sampler/age": "age of the tokens in versions, mean",
     "sampler/age_max": "age of the tokens in versions, largest of a step",
+    "sampler/continued": "share of completions that continued under new weights",
     "sampler/queue": "batches that were ready when the trainer asked",
     "sampler/again": "parts that were sampled more than once, so far",
     "sampler/restarts": "samplers that were started again, so far",

@@ -10,7 +10,11 @@ from earnest.rollouts.trajectory import Segment, Segments
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion, the exact log-probs that it was sampled with, and the version of the weights that sampled it."""
+    """A completion, the exact log-probs that it was sampled with, and the version of the weights that sampled it.
+
+    ``continued``: (number of tokens, version) of each span, where new weights arrived while it was sampled; then
+    ``policy_version`` is the first and oldest.
+    """
 
     prompt_index: int
     sample_index: int
@@ -20,9 +24,19 @@ class Rollout:
     finish: Literal["stop", "length"]
     policy_version: int
     temperature: float
+    continued: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(number of tokens, version that sampled them), from the first token to the last."""
+        return self.continued or ((len(self.tokens), self.policy_version),)
 
     @property
     def rows(self) -> tuple[Segments, ...]:
         """The completion as the only row of a conversation."""
-        sampled = Segment(self.tokens, "policy", self.logprobs, self.policy_version)
-        return ((Segment(self.prompt, "template"), sampled),)
+        sampled, begin = [], 0
+        for length, version in self.spans:
+            part = slice(begin, begin + length)
+            sampled.append(Segment(self.tokens[part], "policy", self.logprobs[part], version))
+            begin += length
+        return ((Segment(self.prompt, "template"), *sampled),)

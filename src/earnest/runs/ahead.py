@@ -87,7 +87,8 @@ class BatchesAhead(BatchSource):
         spec = self.spec(taken.batch + 1)
         for ticket, part in taken.parts:
             rollouts = [a.rollout for a in part.attempts if isinstance(a.rollout, Rollout)]
-            self.pool.accept(rollouts, rollouts[:CHECKED] if part.fresh else (), spec, ticket.version)
+            first = rollouts if part.fresh else [r for r in rollouts if r.continued]
+            self.pool.accept(rollouts, first[:CHECKED], spec, ticket.version)
         found = self.collect(taken.batch + 1, self.prompts(taken.batch), attempts)
         self.record.append(record(step, taken, version, self.pool.target().weights, attempts))
         return replace(found, metrics=found.metrics | self.pool.metrics | self._metrics(taken, version, waiting, flow))
@@ -124,15 +125,13 @@ class BatchesAhead(BatchSource):
         self, taken: TakenBatch[SampledPart], version: int, waiting: int, flow: Flow[SampledPart]
     ) -> dict[str, float]:
         """Ages are in versions and weighted by tokens; idle shares are of the time since the step before."""
-        ages = [
-            (version - a.rollout.policy_version, len(a.rollout.tokens))
-            for _, part in taken.parts
-            for a in part.attempts
-        ]
+        rollouts = [a.rollout for _, part in taken.parts for a in part.attempts if isinstance(a.rollout, Rollout)]
+        ages = [(version - own, length) for r in rollouts for length, own in r.spans]
         tokens = sum(count for _, count in ages)
         return {
             "sampler/age": sum(age * count for age, count in ages) / max(tokens, 1),
             "sampler/age_max": float(max((age for age, _ in ages), default=0)),
+            "sampler/continued": sum(bool(r.continued) for r in rollouts) / max(len(rollouts), 1),
             "sampler/queue": float(waiting),
             "sampler/again": float(self.ledger.again),
             "sampler/restarts": self.pool.metrics["sampler/restarts"] + flow.restarts,

@@ -58,14 +58,14 @@ def samplers_of(
         say(f"starting {count} samplers on Ray")
         gpus = 1.0 if policy.device.type == "cuda" else 0.0
         members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
-        return SamplerPool(engine, rows, members, close, staleness=wanted.staleness)
+        return SamplerPool(engine, rows, members, close, staleness=wanted.staleness, partial=wanted.partial)
     if wanted.url is None:
         from earnest.sync.process import ProcessSampler
 
         say(f"starting {wanted.count} sampler processes")
         make = partial(sampling_engine, dump(config))
         local = [ProcessSampler(i, make) for i in range(wanted.count)]
-        return SamplerPool(engine, rows, local, staleness=wanted.staleness)
+        return SamplerPool(engine, rows, local, staleness=wanted.staleness, partial=wanted.partial)
     say(f"looking for the sampler at {wanted.url}")
     if wanted.url.startswith(("http://", "https://")):
         from earnest.sync.server import Server
@@ -73,12 +73,12 @@ def samplers_of(
 
         secret = os.environ.get(wanted.key, "").strip()
         server = Server(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
-        return SamplerPool(engine, rows, [ServerSampler(server)], staleness=wanted.staleness)
+        return SamplerPool(engine, rows, [ServerSampler(server)], staleness=wanted.staleness, partial=wanted.partial)
     bucket = Bucket.open(wanted.url, writer="trainer")
     bucket.probe()
     put_config(bucket, dump(config))
     processes: list[Sampler] = [buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)]
-    return SamplerPool(engine, rows, processes, staleness=wanted.staleness)
+    return SamplerPool(engine, rows, processes, staleness=wanted.staleness, partial=wanted.partial)
 
 
 class AuditSettings(Strict):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from earnest.adapters import Adapter
+from earnest.adapters.whole import write_merged
 from earnest.engines.base import LogProbsWanted, Rollout, Who
 from earnest.engines.local import LocalEngine
 from earnest.errors import ConfigError, SamplingError
@@ -50,21 +51,30 @@ class Weights:
         state = {name: tensor.detach().cpu() for name, tensor in engine.adapter.state_dict().items()}
         return cls(engine.version, digest(engine.version, state), state, engine.policy, engine.adapter)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the run trains weights of the model itself, so that a sampler needs all of them."""
+        return self.adapter.replaces
+
     def files(self, plain: bool) -> dict[str, bytes]:
-        """The adapter as files: a plain LoRA, which vLLM and SGLang read, or PEFT's and earnest's own.
+        """The adapter as files: a plain LoRA, which vLLM and SGLang read, or PEFT's and earnest's own. Where
+        modules are trained whole, the plain files are those of the whole model.
 
         They are written once, from the live adapter: a trainer that samples and trains at the same time calls this
-        before its next update. Modules that are trained whole are refused: a server adds an adapter to its weights.
+        before its next update.
         """
-        if self.adapter.replaces:
+        if self.whole and not plain:
             raise ConfigError(
-                f"sampler.url: a server takes adapters beside its weights, and this run trains whole modules "
-                f"({self.adapter.variant.name}); sample on Ray (sampling.workers) or through a bucket instead."
+                f"sampler.url: `earnest serve` takes adapters beside its weights, and this run trains whole modules "
+                f"({self.adapter.variant.name}); sample with vLLM, on Ray (sampling.workers) or through a bucket."
             )
         if plain not in self._files:
-            write = self.adapter.export_lora if plain else self.adapter.save
             with tempfile.TemporaryDirectory(prefix="earnest-push-") as scratch:
-                made = write(Path(scratch) / "adapter", self.policy.name)
+                place = Path(scratch) / "adapter"
+                if self.whole:
+                    made = write_merged(self.adapter, place)
+                else:
+                    made = (self.adapter.export_lora if plain else self.adapter.save)(place, self.policy.name)
                 self._files[plain] = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
         return self._files[plain]
 

@@ -3,7 +3,8 @@
     sampler thread    start → push and probe the newest weights → work(batch, part) → finish
     trainer           publish (after each update) → take → train → publish → …
 
-``RolloutLedger`` decides who waits for whom. A sampler that dies is started again, and its part is sampled again. What
+``RolloutLedger`` decides who waits for whom. ``partial`` is what happens to a part that is under way when new weights
+arrive (`earnest.sync.partial`). A sampler that dies is started again, and its part is sampled again. What
 a sampler raises otherwise is raised in the trainer's thread.
 """
 
@@ -19,6 +20,7 @@ from earnest.errors import SamplingError
 from earnest.rollouts.attempts import Sample
 from earnest.rollouts.ledger import PartTicket, RolloutLedger, TakenBatch
 from earnest.sync.base import SamplerLost
+from earnest.sync.partial import RESTARTS, Outdated, Partial, SlicedSampling
 from earnest.sync.probe import Link, Target
 
 T = TypeVar("T")
@@ -45,8 +47,15 @@ class Idle:
 class Flow(Generic[T]):
     """The threads of the samplers ``links``, and the trainer's side of the queue."""
 
-    def __init__(self, links: Sequence[Link], ledger: RolloutLedger[T], target: Target, work: Work[T]) -> None:
-        self.ledger, self.restarts = ledger, 0
+    def __init__(
+        self,
+        links: Sequence[Link],
+        ledger: RolloutLedger[T],
+        target: Target,
+        work: Work[T],
+        partial: Partial = "finish",
+    ) -> None:
+        self.ledger, self.restarts, self.partial = ledger, 0, partial
         self.trainer, self.samplers = Idle(), Idle(len(links))
         self._links, self._target, self._work = links, target, work
         self._state = threading.Condition()
@@ -145,13 +154,20 @@ class Flow(Generic[T]):
         """Sample the part; False: the sampler died."""
         try:
             fresh = link.sync(target)
-            found = self._work(ticket.batch, ticket.part, link.sampler.sample, fresh)
-        except SamplerLost:
+            found = self._work(ticket.batch, ticket.part, self._sampling(link, ticket, target), fresh)
+        except (SamplerLost, Outdated) as error:
+            lost = isinstance(error, SamplerLost)
             with self._state:
-                self.restarts += 1
+                self.restarts += lost
                 self.ledger.reopen(ticket)
                 self._state.notify_all()
-            return False
+            return not lost
         with self._state:
             self.ledger.finish(ticket, found)
         return True
+
+    def _sampling(self, link: Link, ticket: PartTicket, target: Target) -> Sample:
+        restart = self.partial == "restart"
+        if self.partial == "finish" or (restart and ticket.attempt >= RESTARTS):
+            return link.sampler.sample
+        return SlicedSampling(link, target, lambda: self._target, restart)

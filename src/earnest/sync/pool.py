@@ -23,6 +23,7 @@ from earnest.signals import Batch
 from earnest.sync.base import Sampler, SamplerLost, Weights, holding, logprobs, rows_batch
 from earnest.sync.behaviour import BASE, OLD, RAW, reason
 from earnest.sync.flow import TRIES, Flow, Work
+from earnest.sync.partial import Partial, pieces
 from earnest.sync.probe import Link, Logprobs, Target, apart, tolerance
 
 T = TypeVar("T")
@@ -45,8 +46,9 @@ class SamplerPool:
         members: Sequence[Sampler],
         close: Callable[[], None] = lambda: None,
         staleness: int = 0,
+        partial: Partial = "finish",
     ) -> None:
-        self.engine, self.rows, self.staleness = engine, [list(r) for r in rows], staleness
+        self.engine, self.rows, self.staleness, self.partial = engine, [list(r) for r in rows], staleness, partial
         self.links = [Link(m) for m in members]
         self.metrics: dict[str, float] = {"sampler/restarts": 0.0}
         self._target: Target | None = None
@@ -97,15 +99,20 @@ class SamplerPool:
         return flat
 
     def accept(self, rollouts: Sequence[Rollout], fresh: Sequence[Rollout], spec: SampleSpec, version: int) -> None:
-        """Raise unless the rollouts are of ``version``, and those that are the first of a sampler with these weights,
-        ``fresh``, have its log-probs."""
-        stale = sorted({r.policy_version for r in rollouts} - {version})
+        """Raise unless the rollouts are of ``version``, or begin with it and continue under later ones, and those that
+        are the first of a sampler with these weights, ``fresh``, have the log-probs of the versions that they name."""
+        stale = sorted(
+            {r.policy_version for r in rollouts} - {version}
+            | {v for r in rollouts for _, v in r.spans if v != version and (v < version or v not in self._recent)}
+        )
         if stale:
             raise SamplingError(
                 f"a sampler answered with version {', '.join(map(str, stale))}; version {version} was requested."
             )
         if fresh and spec.top_p == 1.0 and spec.top_k == 0:
-            self._check_behaviour(fresh, self._recent[version])
+            parts = [part for rollout in fresh for part in pieces(rollout)]
+            for one in sorted({part.policy_version for part in parts}):
+                self._check_behaviour([part for part in parts if part.policy_version == one], self._recent[one])
         self.metrics |= {
             "sampler/probe": max(link.off for link in self.links),
             "sampler/probe_max": max(link.worst for link in self.links),
@@ -116,7 +123,7 @@ class SamplerPool:
     def ahead(self, ledger: RolloutLedger[T], work: Work[T]) -> Flow[T]:
         """Start the samplers' threads: from now on they work ahead of the trainer."""
         assert self._flow is None
-        self._flow = Flow(self.links, ledger, self.target(), work)
+        self._flow = Flow(self.links, ledger, self.target(), work, self.partial)
         return self._flow
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ refused.
     POST /v1/completions   prompt=[ids], logprobs=1, echo=true, max_tokens=0    the log-probs of a given text
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter                         vLLM (SGLang: without /v1)
     POST /v1/upload_lora_adapter                                                earnest: no common folder is needed
+    POST /pause, /collective_rpc, /reset_prefix_cache, /update_weight_version, /resume    vLLM: all weights of the model
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Server:
         if not listed:
             raise SamplingError(f"sampler: {self.url}/v1/models lists no model; does the key in ${key} allow any?")
         self.kind, self.base = str(listed[0].get("owned_by")), str(listed[0]["id"])
+        self.root = str(listed[0].get("root") or "")
+        """The folder or name from which vLLM loaded its base."""
 
     def models(self) -> list[Mapping[str, Any]]:
         """What /v1/models lists."""
@@ -96,13 +99,55 @@ class Server:
         if self.kind == "earnest":
             self._change(f"/v1/upload_lora_adapter?lora_name={quote(name)}", _zipped(files), already_loaded)
             return
+        body = {"lora_name": name, "lora_path": self._write(name, files)}
+        self._change(f"{self._prefix()}/load_lora_adapter", body, already_loaded)
+
+    def _write(self, name: str, files: Mapping[str, bytes]) -> str:
+        """The path of a folder with these files that the server reads, too."""
         assert self.folder is not None
         place = Path(self.folder).resolve() / name
         place.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             (place / file).write_bytes(content)
-        body = {"lora_name": name, "lora_path": str(place)}
-        self._change(f"{self._prefix()}/load_lora_adapter", body, already_loaded)
+        return str(place)
+
+    def replace(self, name: str, weights: Weights) -> None:
+        """Give the server these weights of the whole model, as the version ``name`` of its base."""
+        if self.kind != "vllm":
+            raise ConfigError(
+                f"sampler.url: this run trains weights of the model itself ({weights.adapter.variant.name}), and "
+                f"earnest can send all weights to vLLM only, not to {self.kind}; sample on Ray (sampling.workers) or "
+                "through a bucket instead."
+            )
+        place = self._write(name, weights.files(plain=True))
+        try:
+            self.reload(place, name)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def reload(self, place: str, name: str) -> None:
+        """Let vLLM read the weights in this folder in place of its own: no request is under way meanwhile, and none
+        finds the keys and values of the old weights."""
+        try:
+            self._change("/pause?mode=wait", {})
+            try:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+                self._change("/collective_rpc", body)
+                self._change("/reset_prefix_cache", {})
+                self._change("/update_weight_version", {"new_version": name})
+            finally:
+                self._change("/resume", {})
+        except RequestRefused as error:
+            if error.status not in (404, 405):
+                raise
+            raise ConfigError(
+                f"sampler.url: {self.url} has no route for the weights of the whole model; start vLLM with "
+                "VLLM_SERVER_DEV_MODE=1, or train an adapter."
+            ) from None
+
+    def holds(self) -> str:
+        """The name of the weights that vLLM read last; a server that was started again has another one."""
+        return str(self.call("GET", "/weight_info").get("weight_version"))
 
     def unload(self, name: str) -> None:
         self._change(f"{self._prefix()}/unload_lora_adapter", {"lora_name": name}, already_gone)
@@ -176,7 +221,7 @@ class Server:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _change(self, path: str, body: Mapping[str, Any] | bytes, done: Any) -> None:
+    def _change(self, path: str, body: Mapping[str, Any] | bytes, done: Any = lambda *_: False) -> None:
         """A request whose answer was lost may have been carried out: ``done`` recognises the refusals that mean it."""
         try:
             self.http.call("POST", path, body, read=lambda response: response.text)

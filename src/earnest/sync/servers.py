@@ -23,7 +23,8 @@ AT_ONCE = 8
 
 
 class ServerSampler:
-    """A server as a ``Sampler``. Every version is pushed under a name of its own, since servers keep caches by name."""
+    """A server as a ``Sampler``. Every version is pushed under a name of its own, since servers keep caches by name.
+    Weights of the whole model replace the base of a vLLM; it gets its own again when the run ends."""
 
     def __init__(self, server: Server) -> None:
         server.require_pushes()
@@ -33,13 +34,18 @@ class ServerSampler:
         self._run = secrets.token_hex(4)
         self._weights: Weights | None = None
         self._loaded: list[str] = []  # names on the server, the newest last
+        self._whole: str | None = None  # the weights that replace the base of the server
 
     def push(self, weights: Weights) -> None:
         """Load these weights under a new name. The version before stays until ``sample`` uses this one: a push that
         fails its probe leaves the server as it was."""
         name = f"earnest-{self._run}-v{weights.version}-{weights.digest[:8]}"
-        self.server.load(name, weights)
-        self._loaded.append(name)
+        if weights.whole:
+            self.server.replace(name, weights)
+            self._whole = name
+        else:
+            self.server.load(name, weights)
+            self._loaded.append(name)
         self._weights = weights
 
     def restart(self) -> None:
@@ -53,9 +59,18 @@ class ServerSampler:
             with suppress(SamplingError):
                 self.server.unload(name)
         self._loaded.clear()
+        if self._whole is not None:
+            with suppress(SamplingError):
+                self.server.reload(self.server.root, "base")
+            self._whole = None
+
+    @property
+    def _model(self) -> str:
+        """What a request names to get the weights that were pushed last."""
+        return self.server.base if self._whole is not None else self.server.model(self._loaded[-1])
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        model = self.server.model(self._loaded[-1])
+        model = self._model
         return [value for row in rows for value in self.server.score(model, row)]
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
@@ -72,11 +87,14 @@ class ServerSampler:
         try:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 answers = pool.map(lambda part: self._request(prompts[part[0]], part, n, spec, ends), parts)
-                return [rollout for answer in answers for rollout in answer]
+                found = [rollout for answer in answers for rollout in answer]
+                if self._whole is not None and (held := self.server.holds()) != self._whole:
+                    raise SamplerLost(f"{self.place} has the weights {held!r} in place of {self._whole!r}.")
+                return found
         except RequestRefused as error:
             if error.status != 404:
                 raise
-            raise SamplerLost(f"{self.place} no longer has {self._loaded[-1]}; was it started again?") from None
+            raise SamplerLost(f"{self.place} no longer has {self._model}; was it started again?") from None
 
     def _request(
         self, prompt: Sequence[int], part: tuple[int, int], n: int, spec: SampleSpec, ends: Collection[int]
@@ -84,7 +102,7 @@ class ServerSampler:
         """Up to ``MOST`` of the ``n`` completions; ``part`` is the prompt's number and the first completion's."""
         i, first = part
         own = replace(spec, seed=derive(spec.seed, f"sampler {i}", first))
-        model = self.server.model(self._loaded[-1])
+        model = self._model
         found = self.server.complete(model, prompt, min(MOST, n - first), own, ends)
         return [self._rollout(choice, prompt, (i, first + k), spec, ends) for k, choice in enumerate(found)]
 

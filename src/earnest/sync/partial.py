@@ -1,0 +1,99 @@
+"""Rollouts that are under way when new weights arrive: they continue under them, or are sampled again.
+
+A completion is sampled in slices. Between two slices the sampler takes the newest weights, if there are newer ones, and
+continues from the tokens so far. It computes these again, so no token is sampled on keys and values of old weights, and
+the log-probs of a slice are those of one version of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from earnest.errors import EarnestError
+from earnest.models import SampleSpec
+from earnest.rollouts.rollout import Rollout
+from earnest.seeds import derive
+from earnest.sync.probe import Link, Target
+
+Partial = Literal["finish", "continue", "restart"]
+"""What happens to rollouts under way when new weights arrive: they finish under the old ones, continue, or restart."""
+SLICES = 4
+"""Times per completion of the greatest length that a sampler looks for new weights."""
+RESTARTS = 2
+"""Times that a part is sampled again for newer weights; after that it finishes with those that it has."""
+
+
+class Outdated(EarnestError):
+    """Newer weights have arrived, and the part is to be sampled again with them."""
+
+
+class SlicedSampling:
+    """Samples with the sampler of ``link``, which holds ``held``, in slices; ``newest`` returns the newest weights."""
+
+    def __init__(self, link: Link, held: Target, newest: Callable[[], Target], restart: bool) -> None:
+        self.link, self.held, self.newest, self.restart = link, held, newest, restart
+
+    def __call__(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        """``n`` completions of every prompt, prompt by prompt. A stop string may span two slices, so completions with
+        one are sampled in one piece."""
+        if spec.stop:
+            return self.link.sampler.sample(prompts, n, spec)
+        width = -(-spec.max_new_tokens // SLICES)
+        found = self.link.sampler.sample(prompts, n, replace(spec, max_new_tokens=width))
+        for begin in range(width, spec.max_new_tokens, width):
+            open_ = [i for i, rollout in enumerate(found) if rollout.finish == "length"]
+            if not open_:
+                break
+            self._update()
+            seed = derive(spec.seed, "slice", begin)  # a server gives equal seeds equal random numbers
+            more = replace(spec, max_new_tokens=min(width, spec.max_new_tokens - begin), seed=seed)
+            following = self.link.sampler.sample([(*found[i].prompt, *found[i].tokens) for i in open_], 1, more)
+            for i, rollout in zip(open_, following, strict=True):
+                found[i] = joined(found[i], rollout)
+        return found
+
+    def _update(self) -> None:
+        target = self.newest()
+        if target.weights.version > self.held.weights.version:
+            if self.restart:
+                raise Outdated(f"version {target.weights.version} has arrived.")
+            self.link.sync(target)
+            self.held = target
+
+
+def joined(first: Rollout, second: Rollout) -> Rollout:
+    """A rollout and its continuation as one rollout."""
+    spans = list(first.spans)
+    length, version = second.spans[0]
+    if spans[-1][1] == version:
+        spans[-1] = (spans[-1][0] + length, version)
+    else:
+        spans.append((length, version))
+    return replace(
+        first,
+        tokens=first.tokens + second.tokens,
+        logprobs=first.logprobs + second.logprobs,
+        finish=second.finish,
+        continued=tuple(spans) if len(spans) > 1 else (),
+    )
+
+
+def pieces(rollout: Rollout) -> list[Rollout]:
+    """The rollout as one rollout for each version that sampled it; the tokens before belong to the prompt."""
+    found, begin = [], 0
+    for length, version in rollout.spans:
+        part = slice(begin, begin + length)
+        found.append(
+            replace(
+                rollout,
+                prompt=(*rollout.prompt, *rollout.tokens[:begin]),
+                tokens=rollout.tokens[part],
+                logprobs=rollout.logprobs[part],
+                policy_version=version,
+                continued=(),
+            )
+        )
+        begin += length
+    return found
