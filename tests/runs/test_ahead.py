@@ -23,6 +23,7 @@ from earnest.models import SampleSpec
 from earnest.runs import RunFolder, environment, replay, resume, start
 from earnest.runs.errors import RunStopped
 from earnest.runs.lifecycle import go
+from earnest.runs.preflight import preflight
 from earnest.runs.sampling import sampling_engine
 from earnest.runs.setup import Setup, build
 from earnest.sync.base import SamplerEngine, SamplerLost, Weights
@@ -30,6 +31,7 @@ from earnest.sync.pool import SamplerPool
 from earnest.sync.process import ProcessSampler
 from tests.runs.tiny import recipe, tiny_folder
 
+WORLDS = Path(__file__).parents[1] / "rollouts" / "worlds.py"
 QUIET = Console(file=io.StringIO())
 
 
@@ -200,6 +202,29 @@ def test_completions_under_way_get_new_weights(path: Path, tmp_path: Path, parti
     else:
         assert not spans and steps[-1]["sampler/again"] >= 1
     assert weights(replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder) == weights(folder)
+
+
+def test_conversations_under_way_are_ahead_and_replay_bit_for_bit(path: Path, tmp_path: Path) -> None:
+    """Each turn has the version that sampled it, and the batch trains exactly what the sampler returned."""
+    world = f"{{name: '{WORLDS}:Echo', turns: 2, role: user}}"
+    more = ("turns={max_turns: 3}", "sampling.max_new_tokens=6", "eval.prompts=1", "eval.every=0")
+    config = config_of(path, tmp_path / "run", "steps=4", f"task={world}", *more, "sampler={staleness: 1}")
+    folder = trained(pooled(config)[0])
+    found = record(folder)
+    assert len({line["batch"] for line in found}) == 4
+    for line in found:
+        turns = [s for r in line["rows"] for row in r["rollout"]["rows"] for s in row if s["author"] == "policy"]
+        assert {s["policy_version"] for s in turns} <= set(line["versions"])
+        assert all(line["version"] - s["policy_version"] <= 1 for s in turns) and len(turns) > len(line["rows"])
+        assert [t for r in line["rows"] for d in r["drawn"] for t in d["tokens"]] == [
+            t for s in turns for t in s["tokens"]
+        ]
+    again = replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder
+    assert weights(again) == weights(folder)
+    with pytest.raises(EarnestError, match=r"conversations of several turns .* end under the weights"):
+        preflight(
+            pooled(config_of(path, tmp_path / "no", f"task={world}", "sampler={staleness: 1, partial: restart}"))[0]
+        )
 
 
 def test_a_replay_with_other_numbers_is_refused_at_its_step(path: Path, tmp_path: Path) -> None:

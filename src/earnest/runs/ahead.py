@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from earnest.errors import CheckpointError, EarnestError
 from earnest.rollouts import Attempt, Rollout, Rollouts, graded
 from earnest.rollouts.attempts import Sample
+from earnest.rollouts.conversing import Conversations
 from earnest.rollouts.ledger import RolloutLedger, TakenBatch
 from earnest.rollouts.trajectory import Trajectory
 from earnest.runs.collect import BatchSource
@@ -28,6 +29,7 @@ from earnest.runs.folder import ROLLOUTS, RunFolder
 from earnest.runs.setup import Setup
 from earnest.sync.base import Weights
 from earnest.sync.flow import Flow
+from earnest.sync.partial import pieces
 from earnest.sync.pool import CHECKED, SamplerPool, share
 from earnest.tasks import Grade, Prompt
 
@@ -37,9 +39,11 @@ _GRADE = TypeAdapter(Grade)
 
 @dataclass(frozen=True)
 class SampledPart:
-    """What one sampler made of a batch; ``fresh``: the first with its weights."""
+    """What one sampler made of a batch; ``drawn``: what it returned for each conversation; ``fresh``: the first with
+    its weights."""
 
     attempts: tuple[Attempt, ...]
+    drawn: Mapping[tuple[int, int], Sequence[Rollout]]
     fresh: bool
 
 
@@ -86,11 +90,12 @@ class BatchesAhead(BatchSource):
         )
         spec = self.spec(taken.batch + 1)
         for ticket, part in taken.parts:
-            rollouts = [a.rollout for a in part.attempts if isinstance(a.rollout, Rollout)]
-            first = rollouts if part.fresh else [r for r in rollouts if r.continued]
+            rollouts = [a.rollout for a in part.attempts]
+            first = rollouts if part.fresh else [r for r in rollouts if isinstance(r, Rollout) and r.continued]
             self.pool.accept(rollouts, first[:CHECKED], spec, ticket.version)
-        found = self.collect(taken.batch + 1, self.prompts(taken.batch), attempts)
-        self.record.append(record(step, taken, version, self.pool.target().weights, attempts))
+        made = Conversations(attempts, {key: own for _, part in taken.parts for key, own in part.drawn.items()})
+        found = self.collect(taken.batch + 1, self.prompts(taken.batch), made)
+        self.record.append(record(step, taken, version, self.pool.target().weights, made))
         return replace(found, metrics=found.metrics | self.pool.metrics | self._metrics(taken, version, waiting, flow))
 
     def prompts(self, batch: int) -> list[Prompt]:
@@ -106,7 +111,7 @@ class BatchesAhead(BatchSource):
         assert setup.task is not None
         places = share([tuple(setup.policy.render(p.messages)) for p in prompts], self.ledger.parts)[part]
         if not places:
-            return SampledPart((), fresh)
+            return SampledPart((), {}, fresh)
         sampling = setup.config.sampling
         made = graded(
             setup.engine,
@@ -117,21 +122,24 @@ class BatchesAhead(BatchSource):
             setup.config.turns.build(),
             sample=sample,
             max_grader_errors=setup.config.max_grader_errors,
-        ).attempts
-        own = [replace(a, rollout=replace(a.rollout, prompt_index=places[a.rollout.prompt_index])) for a in made]
-        return SampledPart(tuple(own), fresh)
+        )
+        own = [
+            replace(a, rollout=replace(a.rollout, prompt_index=places[a.rollout.prompt_index])) for a in made.attempts
+        ]
+        return SampledPart(tuple(own), {(places[i], j): tuple(found) for (i, j), found in made.drawn.items()}, fresh)
 
     def _metrics(
         self, taken: TakenBatch[SampledPart], version: int, waiting: int, flow: Flow[SampledPart]
     ) -> dict[str, float]:
         """Ages are in versions and weighted by tokens; idle shares are of the time since the step before."""
-        rollouts = [a.rollout for _, part in taken.parts for a in part.attempts if isinstance(a.rollout, Rollout)]
-        ages = [(version - own, length) for r in rollouts for length, own in r.spans]
+        rollouts = [a.rollout for _, part in taken.parts for a in part.attempts]
+        continued = [len({one.policy_version for one in pieces(r)}) > 1 for r in rollouts]
+        ages = [(version - one.policy_version, len(one.tokens)) for r in rollouts for one in pieces(r)]
         tokens = sum(count for _, count in ages)
         return {
             "sampler/age": sum(age * count for age, count in ages) / max(tokens, 1),
             "sampler/age_max": float(max((age for age, _ in ages), default=0)),
-            "sampler/continued": sum(bool(r.continued) for r in rollouts) / max(len(rollouts), 1),
+            "sampler/continued": sum(continued) / max(len(rollouts), 1),
             "sampler/queue": float(waiting),
             "sampler/again": float(self.ledger.again),
             "sampler/restarts": self.pool.metrics["sampler/restarts"] + flow.restarts,
@@ -141,9 +149,9 @@ class BatchesAhead(BatchSource):
 
 
 def record(
-    step: int, taken: TakenBatch[SampledPart], version: int, weights: Weights, attempts: Sequence[Attempt]
+    step: int, taken: TakenBatch[SampledPart], version: int, weights: Weights, made: Conversations
 ) -> dict[str, Any]:
-    """A line of rollouts.jsonl."""
+    """A line of rollouts.jsonl. A conversation also has what the sampler returned for each of its turns."""
     return {
         "step": step,
         "batch": taken.batch,
@@ -155,8 +163,12 @@ def record(
                 "rollout": _ROLLOUT.dump_python(a.rollout, mode="json"),
                 "text": a.text,
                 "grade": _GRADE.dump_python(a.grade, mode="json"),
+                "drawn": [
+                    _ROLLOUT.dump_python(r, mode="json")
+                    for r in made.drawn.get((a.rollout.prompt_index, a.rollout.sample_index), ())
+                ],
             }
-            for a in attempts
+            for a in made.attempts
         ],
     }
 
@@ -186,7 +198,12 @@ class ReplayedBatches(BatchSource):
             for row in line["rows"]
             for rollout in [_ROLLOUT.validate_python(row["rollout"])]
         ]
-        return self.collect(int(line["batch"]) + 1, prompts, attempts)
+        drawn: dict[tuple[int, int], list[Rollout]] = {}
+        for a, row in zip(attempts, line["rows"], strict=True):
+            found = [_ROLLOUT.validate_python(r) for r in row.get("drawn", ())]
+            key = (a.rollout.prompt_index, a.rollout.sample_index)
+            drawn[key] = [r for r in found if isinstance(r, Rollout)]
+        return self.collect(int(line["batch"]) + 1, prompts, Conversations(attempts, drawn))
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

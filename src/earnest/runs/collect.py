@@ -60,8 +60,8 @@ class BatchSource:
         """How the batch with this number (from 1) is sampled."""
         return _spec(self.setup, derive(self.setup.config.seed, f"{self.purpose} sampling", number))
 
-    def collect(self, number: int, prompts: Sequence[Prompt], attempts: Sequence[Attempt] | None = None) -> Rollouts:
-        """The batch with this number, of these prompts; ``attempts``: what was sampled of them before."""
+    def collect(self, number: int, prompts: Sequence[Prompt], made: Conversations | None = None) -> Rollouts:
+        """The batch with this number, of these prompts; ``made``: what was sampled of them before."""
         setup, config = self.setup, self.setup.config
         count = config.sampling.prompts_per_step
         return collect(
@@ -76,7 +76,7 @@ class BatchSource:
             given=() if setup.data is None else setup.data.rows(config.seed, self.purpose, number, count),
             sample=setup.elsewhere,
             turns=config.turns.build(),
-            made=None if attempts is None else Conversations(list(attempts), {}),
+            made=made,
             max_grader_errors=config.max_grader_errors,
         )
 

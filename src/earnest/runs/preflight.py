@@ -25,10 +25,10 @@ def preflight(setup: Setup) -> None:
     for one in (task, *setup.further):
         if is_environment(one) and one.tools:
             check_tools(policy)
-    if is_environment(task) and setup.samplers is not None and setup.samplers.staleness:
+    if is_environment(task) and setup.samplers is not None and setup.samplers.partial != "finish":
         raise ConfigError(
-            f"sampler.staleness: conversations of several turns ({setup.name}) are sampled and trained in turns; "
-            "set it to 0."
+            f"sampler.partial: conversations of several turns ({setup.name}) end under the weights with which they "
+            "began; leave it out."
         )
     if config.turns != TurnsConfig() and not any(is_environment(one) for one in (task, *setup.further)):
         raise ConfigError(f"turns: {setup.name} has one turn; leave turns out, or use an environment as task.")

@@ -14,6 +14,7 @@ from typing import Literal
 from earnest.errors import EarnestError
 from earnest.models import SampleSpec
 from earnest.rollouts.rollout import Rollout
+from earnest.rollouts.trajectory import Trajectory
 from earnest.seeds import derive
 from earnest.sync.probe import Link, Target
 
@@ -80,20 +81,15 @@ def joined(first: Rollout, second: Rollout) -> Rollout:
     )
 
 
-def pieces(rollout: Rollout) -> list[Rollout]:
-    """The rollout as one rollout for each version that sampled it; the tokens before belong to the prompt."""
-    found, begin = [], 0
-    for length, version in rollout.spans:
-        part = slice(begin, begin + length)
-        found.append(
-            replace(
-                rollout,
-                prompt=(*rollout.prompt, *rollout.tokens[:begin]),
-                tokens=rollout.tokens[part],
-                logprobs=rollout.logprobs[part],
-                policy_version=version,
-                continued=(),
-            )
-        )
-        begin += length
+def pieces(rollout: Rollout | Trajectory) -> list[Rollout]:
+    """What each version sampled of a rollout, or of a turn of a conversation, as a rollout of its own; the tokens
+    before belong to its prompt."""
+    found: list[Rollout] = []
+    for row in rollout.rows:
+        read: tuple[int, ...] = ()
+        for segment in row:
+            if segment.logprobs is not None and segment.policy_version is not None:
+                place = (rollout.prompt_index, rollout.sample_index, read, segment.tokens, segment.logprobs)
+                found.append(Rollout(*place, "length", segment.policy_version, rollout.temperature))
+            read += segment.tokens
     return found

@@ -19,6 +19,7 @@ from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.rollouts.ledger import RolloutLedger
+from earnest.rollouts.trajectory import Trajectory
 from earnest.signals import Batch
 from earnest.sync.base import Sampler, SamplerLost, Weights, holding, logprobs, rows_batch
 from earnest.sync.behaviour import BASE, OLD, RAW, reason
@@ -98,13 +99,18 @@ class SamplerPool:
         self.accept(flat, fresh, spec, self.engine.version)
         return flat
 
-    def accept(self, rollouts: Sequence[Rollout], fresh: Sequence[Rollout], spec: SampleSpec, version: int) -> None:
+    def accept(
+        self,
+        rollouts: Sequence[Rollout | Trajectory],
+        fresh: Sequence[Rollout | Trajectory],
+        spec: SampleSpec,
+        version: int,
+    ) -> None:
         """Raise unless the rollouts are of ``version``, or begin with it and continue under later ones, and those that
         are the first of a sampler with these weights, ``fresh``, have the log-probs of the versions that they name."""
-        stale = sorted(
-            {r.policy_version for r in rollouts} - {version}
-            | {v for r in rollouts for _, v in r.spans if v != version and (v < version or v not in self._recent)}
-        )
+        later = {part.policy_version for r in rollouts for part in pieces(r)}
+        known = {version, *(v for v in self._recent if v > version)}
+        stale = sorted(({r.policy_version for r in rollouts} - {version}) | (later - known))
         if stale:
             raise SamplingError(
                 f"a sampler answered with version {', '.join(map(str, stale))}; version {version} was requested."
