@@ -168,32 +168,22 @@ def test_a_pause_holds_requests_and_loses_none(vllm: Vllm, local: Setup) -> None
     remote.close()
 
 
-def test_all_weights_of_a_model_reach_it(vllm: Vllm, tmp_path: Path) -> None:
-    """Full-parameter training: every version replaces the weights of the server's base, also for prompts that it has
-    cached; a server that lost them gets them again; afterwards it has its own."""
+def test_the_probe_finds_that_the_cpu_build_takes_a_part_of_new_base_weights(vllm: Vllm) -> None:
+    """Full-parameter training: vLLM 0.32 on a CPU answers `reload_weights` with success and applies a part of the
+    weights. The probe after the push stops the run, and at the end the server has its own weights again."""
     full = {"adapter": {"kind": "full"}, "optimizer": {"kind": "adamw", "lr": 1e-3}}
     local = build(from_mapping({**RECIPE, **full}), lambda _: None)
     remote = sampler(local, vllm.url, folder=str(vllm.loras))
     server, row = Server(vllm.url), prompts(local)[0]
-    before, cached = server.score(server.base, row), hits(vllm)
-    long = [[t for p in prompts(local, 6) for t in p][:160]]
-    for _ in range(3):
-        found = remote.sample(long, 2, SPEC) + remote.sample(long, 2, SPEC)
-        theirs, ours = own(local, found, 0.7)
-        assert theirs == pytest.approx(ours, abs=1e-4)
-        train(local, 0.01)
-    assert hits(vllm) > cached, "the second request of a version finds the prompt in the cache"
-    remote.sample(long, 2, SPEC)
-    server.reload(server.root, "base")  # as a restart would leave it
-    theirs, ours = own(local, remote.sample(long, 2, SPEC), 0.7)
-    assert theirs == pytest.approx(ours, abs=1e-4) and remote.metrics["sampler/restarts"] == 1
+    before = server.score(server.base, row)
+    remote.sample([row], 2, SPEC)  # the first version is the base
+    train(local, 0.01)
+    with pytest.raises(
+        SamplingError, match=r"off the trainer on the probe of version 1 .* other weights"
+    ):
+        remote.sample([row], 2, SPEC)
     remote.close()
     assert server.score(server.base, row) == pytest.approx(before, abs=1e-5)
-    more = {"sampler": {"url": vllm.url, "folder": str(vllm.loras), "staleness": 1, "partial": "continue"}}
-    run = start("vllm", from_mapping({**RECIPE, **full, **more, "out": str(tmp_path / "run")})).folder
-    steps = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-    offs = [x["metrics"]["sampler/behaviour"] for x in steps if x["kind"] == "step"]
-    assert len(offs) == 3 and max(offs) < 1e-4
     assert list(vllm.loras.iterdir()) == []
 
 
