@@ -2,8 +2,8 @@
 
 1. ``specs(layer)``       names, shapes and dtypes of the tensors of one layer;
 2. ``initial(layer, …)``  their values at initialization, such that the layer is *bit-exactly* the base;
-3. the forward, as any of ``before`` (x → x'), ``factors`` (a low-rank ΔW), ``after`` (y → y') and ``replace`` (W → W'),
-   and ``experts`` (the same for the 3-D weights of a mixture of experts), where the variant has a form for them;
+3. the forward            any of ``before`` (x → x'), ``factors`` (a low-rank ΔW), ``after`` (y → y') and ``replace``
+                          (W → W'), and ``experts`` (the same for the 3-D weights of a mixture of experts);
 4. ``weight``             the same map in weight space, in fp32 (inherited if only ``factors`` is defined);
 5. facts: paper, reference, equation, learning rate, tensors inactive at initialization, tensors without weight decay.
 

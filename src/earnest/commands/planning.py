@@ -12,7 +12,7 @@ from earnest.commands.common import Json, Overrides, show
 from earnest.errors import ConfigError
 
 if TYPE_CHECKING:
-    from earnest.plan import Device, Plan
+    from earnest.plan import Device, MemoryPlan
 
 
 def plan(
@@ -87,7 +87,7 @@ def _device(gpu: str | None, count: int) -> Device:
     return Device("cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), count)
 
 
-def _show(found: Plan) -> None:
+def _show(found: MemoryPlan) -> None:
     from earnest.listings import Listing
     from earnest.plan.memory import gigabytes, table
 

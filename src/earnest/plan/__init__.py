@@ -1,8 +1,8 @@
 """``earnest plan``: memory, work and communication of a run before anything is loaded. The model is built from its
 config out of fake tensors, which have shapes and no values."""
 
-from earnest.plan.advice import Change as Change
-from earnest.plan.advice import Plan as Plan
+from earnest.plan.advice import MemoryPlan as MemoryPlan
+from earnest.plan.advice import Suggestion as Suggestion
 from earnest.plan.advice import plan as plan
 from earnest.plan.memory import Device as Device
 from earnest.plan.memory import Memory as Memory

@@ -21,7 +21,7 @@ from earnest.plan.workload import Workload, workload
 
 
 @dataclass(frozen=True)
-class Change:
+class Suggestion:
     """Settings that change memory, what they cost, and the peak with them and all changes before."""
 
     settings: tuple[str, ...]
@@ -31,7 +31,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The prediction for one run on one kind of device."""
 
     model: str
@@ -44,7 +44,7 @@ class Plan:
     paper: Paper
     largest_rows: int
     """Rows of this length in one micro-batch that fit; 0: not even one does."""
-    changes: tuple[Change, ...]
+    changes: tuple[Suggestion, ...]
 
     @property
     def fits(self) -> bool:
@@ -65,7 +65,7 @@ def plan(
     tflops: float = TFLOPS,
     link: float = LINK,
     say: Callable[[str], None] = lambda _: None,
-) -> Plan:
+) -> MemoryPlan:
     """Predict a run of ``config``. ``tokens``: of a row; None: measured on the task or the data."""
     if config.engine.kind != "local":
         raise ConfigError("engine.kind: a service plans its own memory; set engine.kind=local to plan a run here.")
@@ -76,7 +76,7 @@ def plan(
     work = _with_teacher(work, config, shapes, say)
     found = memory(shape, config, work, device)
     fits = found.peak <= device.room
-    return Plan(
+    return MemoryPlan(
         config.model,
         shape.parameters,
         sum(p.numel() for p in shape.adapter.parameters()),
@@ -149,9 +149,9 @@ def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, fou
     return max(rows for rows, size in sizes.items() if size <= room)
 
 
-def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device) -> list[Change]:
+def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device) -> list[Suggestion]:
     """Changes one after the other until the run fits."""
-    found: list[Change] = []
+    found: list[Suggestion] = []
     for change in _options(work, device):
         settings, cost = change(config)
         if not settings:
@@ -159,7 +159,7 @@ def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device)
         config = _changed(config, settings)
         peak = memory(shapes.of(config), config, work, device).peak
         words = tuple(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items())
-        found.append(Change(words, cost, peak, peak <= device.room))
+        found.append(Suggestion(words, cost, peak, peak <= device.room))
         if found[-1].fits:
             break
     return found

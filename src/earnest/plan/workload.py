@@ -25,7 +25,7 @@ ASSUMED = 512
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The largest micro-batch of a rank: its forward passes and its active tokens; ``count`` micro-batches in all."""
 
     largest: tuple[PassSize, ...]
@@ -65,7 +65,7 @@ class Workload:
         prompts, rows = max(((p, p * n) for p, n in options), key=lambda option: option[1])
         return min(rows, slots), min(prompts, slots)
 
-    def layout(self, shape: Shape, config: RunConfig, device: object) -> Layout:
+    def layout(self, shape: Shape, config: RunConfig, device: object) -> BatchLayout:
         """How the rows of one rank are cut: packed or padded, as the engine does it."""
         ranks = config.engine.shard * config.engine.replicate
         batch = self.batch(-(-self.groups // ranks) if self.groups >= ranks else 1)
@@ -81,7 +81,7 @@ class Workload:
         sizes = [_passes(part) for part in parts]
         largest = max(range(len(parts)), key=lambda i: sum(p.tokens for p in sizes[i]))
         computed = sum(p.computed for p in parts)
-        return Layout(tuple(sizes[largest]), int(parts[largest].token.numel()), len(parts), packed, computed)
+        return BatchLayout(tuple(sizes[largest]), int(parts[largest].token.numel()), len(parts), packed, computed)
 
     def batch(self, groups: int, vocabulary: int = 2**30) -> Batch:
         """Random rows of these lengths, which have their prompts in common."""
