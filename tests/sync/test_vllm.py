@@ -178,9 +178,7 @@ def test_the_probe_finds_that_the_cpu_build_takes_a_part_of_new_base_weights(vll
     before = server.score(server.base, row)
     remote.sample([row], 2, SPEC)  # the first version is the base
     train(local, 0.01)
-    with pytest.raises(
-        SamplingError, match=r"off the trainer on the probe of version 1 .* other weights"
-    ):
+    with pytest.raises(SamplingError, match=r"off the trainer on the probe of version 1 .* other weights"):
         remote.sample([row], 2, SPEC)
     remote.close()
     assert server.score(server.base, row) == pytest.approx(before, abs=1e-5)
