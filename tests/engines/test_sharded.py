@@ -70,6 +70,7 @@ def test_two_ranks(results: list[dict[str, str]], name: str) -> None:
     require(results, (name,))
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     require(run(tmp_path, 4, SOME), SOME)
 

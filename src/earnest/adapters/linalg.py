@@ -38,13 +38,12 @@ _PLACES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
 def _places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each entry of a block: the index of its value in the upper triangle, and its sign (0 on the diagonal)."""
-    found = None if torch.compiler.is_compiling() else _PLACES.get((block, device))
-    if found is None:
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # fake tensors are of their mode only
+        return _make_places(block, device)
+    if (block, device) not in _PLACES:
         with torch.inference_mode(False):  # shared by all: a tensor made in inference mode cannot take part in training
-            found = _make_places(block, device)
-        if not torch.compiler.is_compiling():
-            _PLACES[block, device] = found
-    return found
+            _PLACES[block, device] = _make_places(block, device)
+    return _PLACES[block, device]
 
 
 def _make_places(block: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -252,15 +252,15 @@ class _Conversations:
         )
 
     def _unrolled(self, batch: Batch, found: Sequence[_Turn]) -> Finding:
-        sign = {turn.attempt: 1.0 - 2.0 * (turn.attempt % 2) for turn in found}
+        worth = {turn.attempt: 1.0 + turn.attempt % 3 for turn in found}  # equal conversations must not cancel
         values = torch.zeros_like(batch.weight)
         for turn in found:
-            values[turn.row, turn.targets] = sign[turn.attempt]
+            values[turn.row, turn.targets] = worth[turn.attempt]
         unrolled = Batch.from_rows(
             [turn.drawn.prompt for turn in found],
             [turn.drawn.tokens for turn in found],
             behaviour=[turn.drawn.logprobs for turn in found],
-            advantages=[sign[turn.attempt] for turn in found],
+            advantages=[worth[turn.attempt] for turn in found],
             temperature=batch.temperature,
             pad=self.engine.policy.pad_id,
             device=batch.device,
