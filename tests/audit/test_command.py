@@ -152,6 +152,16 @@ def test_one_process_judges_a_script_and_writes_every_format(tmp_path: Path) -> 
         ("import sys; sys.exit(3)", 2, "ended with 3"),
         ("from tests.audit.test_command import broken; broken().raise_if_failed()", 1, "stopped at a broken law"),
         ("import sys; from tests.audit.test_command import broken; sys.exit(int(not broken().holds))", 1, ""),
+        (
+            "from tests.audit.test_command import broken; broken(); raise OSError('upload')",
+            1,
+            "raised OSError; what ran",
+        ),
+        (
+            "from tests.audit.test_command import right; right(); raise OSError('upload')",
+            2,
+            "checked before holds; the",
+        ),
     ],
 )
 def test_the_exit_code_tells_a_broken_law_from_a_broken_script(
@@ -165,6 +175,40 @@ def broken() -> Verdict:
     from earnest_audit import Census, audit
 
     return audit(Census(wanted=["a"], found=[]))
+
+
+def right() -> Verdict:
+    from earnest_audit import Census, audit
+
+    return audit(Census(wanted=["a"], found=["a"]))
+
+
+LOOP = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(3, 2)).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_watched_loop_is_not_called_an_audited_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "The loss itself was not audited"
+    assert main([str(script(tmp_path, LOOP)), "--json"]) == 0
+    assert note in capsys.readouterr().out
+    assert main([str(script(tmp_path, "from tests.audit.test_command import right; right()")), "--json"]) == 0
+    assert note not in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = script(tmp_path, "raise SystemExit(9)")
+    for path in (tmp_path, place / "report.xml"):
+        assert main([str(place), "--junit", str(path)]) == 2
+        assert f"--junit: {path} cannot be written" in capsys.readouterr().err
 
 
 def test_the_laws_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:

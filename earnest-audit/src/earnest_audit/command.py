@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -46,8 +47,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if rest[0] == "laws":
             print(_laws(rest[1:], options.json))
             return 0
-        verdict = script_verdict(Path(rest[0]), rest[1:], quick=options.quick)
-        return report(verdict, as_json=options.json, files={name: getattr(options, name) for name in FILES})
+        files = {name: getattr(options, name) for name in FILES}
+        require_writable(files)
+        return report(script_verdict(Path(rest[0]), rest[1:], quick=options.quick), as_json=options.json, files=files)
     except EarnestError as error:
         print(f"earnest-audit: {error}", file=sys.stderr)
         return 2
@@ -95,6 +97,7 @@ def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False)
     """Run a script under the audit. Its output and the laws that begin go to stderr; what it raises is printed there,
     as Python would, and ends the command."""
     from earnest_audit.script import ScriptError, audit_script
+    from earnest_audit.verdict import LawBroken
 
     def tell(text: str) -> None:
         print(f"{text} …", file=sys.stderr)
@@ -102,11 +105,19 @@ def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False)
     with redirect_stdout(sys.stderr):
         try:
             return audit_script(path, arguments, quick=quick, progress=tell)
-        except ScriptError:
-            raise
-        except Exception as error:
+        except LawBroken as error:
             traceback.print_exc()
             raise ScriptError(f"{path.name} raised {type(error).__name__} before it could be judged.") from error
+
+
+def require_writable(files: dict[str, Path | None]) -> None:
+    """Raise if the file of a report cannot be written; before the script runs, so that its work is not lost."""
+    for name, path in files.items():
+        if path is None:
+            continue
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise EarnestError(f"--{name}: {path} cannot be written; give the path of a file in a folder of yours.")
 
 
 def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) -> int:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -38,6 +40,12 @@ from earnest_audit import watch
 with watch(model, optimizer) as w:  # around the training loop"""
 
 
+ONLY_WATCHED = (
+    "The loss itself was not audited: optimizers were watched while the script ran. Masks, shifted labels, inputs, "
+    "signs and settings are checked by audit(model, loss, batch) or audit(Step(…)), in the script or in a test."
+)
+
+
 class ScriptError(EarnestError):
     """A script cannot be audited."""
 
@@ -48,22 +56,44 @@ def audit_script(
     """Everything that was found while the script ran."""
     if not path.is_file():
         raise ScriptError(f"there is no script {str(path)!r}.")
-    with trained(quick, progress) as verdict, _called(path, arguments):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except LawBroken as error:
-            if not verdict().failures:
-                raise
-            print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
-        except SystemExit as stop:
-            if stop.code not in (None, 0) and not verdict().failures:
-                raise ScriptError(f"{path.name} ended with {stop.code!r} before it could be judged.") from stop
+    audited: list[Verdict] = []
+    executor.LISTENERS.append(audited.append)
+    try:
+        with trained(quick, progress) as verdict, _called(path, arguments):
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except LawBroken as error:
+                if not verdict().failures:
+                    raise
+                print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
+            except (Exception, SystemExit) as error:
+                _judge_what_ran(path, error, verdict())
+    finally:
+        executor.LISTENERS.remove(audited.append)
     if not verdict().findings:
         raise ScriptError(
             f"{path.name} ran, and made no transformers.Trainer, stepped no optimizer of a module and called no "
             f"audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a watch:\n\n{PASTE}\n"
         )
-    return verdict().at(f"{path.as_posix()}:1")
+    found = verdict().at(f"{path.as_posix()}:1")
+    return found if audited else replace(found, notes=(*found.notes, ONLY_WATCHED))
+
+
+def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -> None:
+    """Go on where a law was broken before the script raised; otherwise raise, because the script did not run well."""
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return
+        what = f"{path.name} ended with {error.code!r}"
+    else:
+        traceback.print_exc()
+        what = f"{path.name} raised {type(error).__name__}"
+    if found.failures:
+        print(f"{what}; what ran before is judged.", file=sys.stderr)
+    elif any(f.outcome == "holds" for f in found.findings):
+        raise ScriptError(f"{what}. Every law that was checked before holds; the rest was not checked.") from error
+    else:
+        raise ScriptError(f"{what} before it could be judged.") from error
 
 
 @contextmanager

@@ -105,6 +105,8 @@ def _show(found: MemoryPlan) -> None:
     for row in table(found.memory):
         listing.add(*row)
     show(listing)
+    if (idle := device.count - found.ranks) > 0:
+        print(f"{idle} of {device.count} devices stay idle: set engine.shard or engine.replicate, or give --count 1")
     verdict = "fits" if found.fits else "does not fit"
     print(f"{verdict}: the peak is {gigabytes(found.memory.peak)} of {gigabytes(device.room)} (8 % stay free)")
     if found.largest_rows:
@@ -120,7 +122,7 @@ def _show(found: MemoryPlan) -> None:
         if not found.changes[-1].fits:
             print("with all of them it still does not fit: take more or larger devices, or a smaller model")
     if found.memory.peaks.get("sample", 0) > device.room:
-        print("sampling needs the most: lower sampling.prompts_per_step, or let a server sample (sampler=URL)")
+        print("sampling does not fit: lower sampling.prompts_per_step, or let a server sample (sampler=URL)")
     print(
         f"on paper, per step and device: {paper.operations / 1e12:,.2f} TFLOP and {gigabytes(paper.sent)} sent; at the "
         f"assumed speeds {paper.computing:,.2f} s of computing, {paper.sampling:,.2f} s of sampling, "

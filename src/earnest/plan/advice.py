@@ -38,6 +38,8 @@ class MemoryPlan:
     parameters: int
     trained: int
     dtype: str
+    ranks: int
+    """Devices that the run uses: engine.shard × engine.replicate."""
     device: Device
     work: Workload
     memory: Memory
@@ -69,6 +71,11 @@ def plan(
     """Predict a run of ``config``. ``tokens``: of a row; None: measured on the task or the data."""
     if config.engine.kind != "local":
         raise ConfigError("engine.kind: a service plans its own memory; set engine.kind=local to plan a run here.")
+    if (ranks := config.engine.shard * config.engine.replicate) > device.count:
+        raise ConfigError(
+            f"engine.shard × engine.replicate is {ranks}, and there are {device.count} devices; give --count {ranks}, "
+            "or lower them."
+        )
     known = load_config(config.model, say)
     work = workload(config, tokens, say)
     shapes = _Shapes(known, device)
@@ -81,6 +88,7 @@ def plan(
         shape.parameters,
         sum(p.numel() for p in shape.adapter.parameters()),
         config.dtype if config.dtype in KINDS else str(shape.policy.dtype).removeprefix("torch."),
+        ranks,
         device,
         work,
         found,
