@@ -30,13 +30,13 @@ EXITS = (
     "wrong, or the script raised or ended with an error before it could be judged; 130 Ctrl-C."
 )
 MORE = (
-    "The options may stand before or after the script. All other words after the script are its own, and so is "
-    "everything after `--`."
+    "The options may come before or after the script. All other arguments after the script are passed to it, and so "
+    "is everything after `--`."
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words (by default those of the process), and return its exit code."""
+    """Run the command with these arguments (by default those of the process), and return its exit code."""
     given = list(sys.argv[1:] if words is None else words)
     parser = make_parser()
     own, rest = _split(parser, given)
@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own options, and the script with its words, in their order."""
+    """Separate the command's own options from the script and its arguments, in their order."""
     takes = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     own: list[str] = []
     rest: list[str] = []
@@ -94,8 +94,8 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
 
 
 def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False) -> Verdict:
-    """Run a script under the audit. Its output and the laws that begin go to stderr; what it raises is printed there,
-    as Python would, and ends the command."""
+    """Run a script under the audit. Its output and the name of each law as it begins go to stderr. An exception of the
+    script is printed there with its traceback, and ends the command."""
     from earnest_audit.script import ScriptError, audit_script
     from earnest_audit.verdict import LawBroken
 
@@ -134,7 +134,7 @@ def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) ->
 
 
 def _laws(codes: Sequence[str], as_json: bool) -> str:
-    """All laws as a table, or the pages of these."""
+    """A table of all laws, or the pages of the laws with these codes."""
     from earnest_audit.laws.__main__ import ALL
 
     known = {law.code: law for law in ALL}

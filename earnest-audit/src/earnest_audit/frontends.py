@@ -1,4 +1,4 @@
-"""Steps from the forms in which other libraries keep a loss: a loss of log-probs (verl, prime-rl), a module with a
+"""Make a ``Step`` from a loss in the form of another library: a loss of log-probs (verl, prime-rl), a module with a
 ``training_step`` (Lightning), a recipe that owns its model (torchtune).
 
     audit(verl(my_policy_loss, settings={"clip_ratio": Setting(0.2, "clip")}, config=actor_config))
@@ -32,7 +32,7 @@ def verl(
     loss_agg_mode: str = "token-mean", seed: int = 0, **declared: Any,
 ) -> Step:  # fmt: skip
     """The step of a policy loss with verl's signature: ``loss_fn(old_log_prob, log_prob, advantages, response_mask,
-    loss_agg_mode, config)`` -> loss, or (loss, metrics). ``settings`` are fields of ``config``, which they replace."""
+    loss_agg_mode, config)`` -> loss, or (loss, metrics). ``settings`` replace fields of ``config``."""
 
     def loss(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
         mask, lp = batch["mask"], _logprobs(model, batch)
@@ -47,8 +47,9 @@ def prime_rl(
     reference: bool = False, seed: int = 0, **declared: Any,
 ) -> Step:  # fmt: skip
     """The step of a loss with prime-rl's signature: ``loss_fn(inputs, **settings)`` -> outputs with ``loss`` and
-    ``metrics``, for one sequence; sequences are summed and divided by the number of trained tokens. ``inputs`` makes
-    the argument (prime-rl's ``LossInputs``), ``reference=True`` where the loss reads ``ref_logprobs``."""
+    ``metrics``, for one sequence. The losses of the sequences are summed and divided by the number of trained tokens.
+    ``inputs`` makes the argument (prime-rl's ``LossInputs``). Set ``reference=True`` if the loss reads
+    ``ref_logprobs``."""
     make = SimpleNamespace if inputs is None else inputs
 
     def loss(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
@@ -100,7 +101,7 @@ def recipe(
 
 
 class _Changed:
-    """A config with some fields replaced; ``get`` works as well."""
+    """A config with some fields replaced; it has ``get``, too."""
 
     def __init__(self, config: Any, changed: Mapping[str, Any]) -> None:
         self._config, self._changed = config, changed
@@ -115,7 +116,7 @@ class _Changed:
 
 @contextmanager
 def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the object has these attributes of its own."""
+    """Inside the block, the object has these attributes."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
@@ -137,7 +138,8 @@ def _of_logprobs(
     loss: Callable[..., Any], roles: Mapping[str, str], settings: Mapping[str, Any] | None, seed: int,
     declared: Mapping[str, Any],
 ) -> Step:  # fmt: skip
-    """A small policy, and a ragged batch that is a little off-policy, so that some ratios are at each side of 1."""
+    """The step on a small policy and a slightly off-policy batch of rows of different lengths, with ratios on both
+    sides of 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCABULARY))

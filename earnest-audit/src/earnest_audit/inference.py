@@ -1,6 +1,6 @@
-"""``infer(model, loss, batch)``: a step whose roles are guessed by perturbation; nothing is read from names.
+"""``infer(model, loss, batch)`` guesses the roles of a step's tensors by perturbation; names are not used.
 
-Each tensor of the batch is changed by itself, and what follows decides its role:
+Each tensor of the batch is changed by itself, and the effect determines its role:
 
     ids, attention         the model's layers compute something else; whole numbers, or zeros and ones
     positions, documents   … and along a row the whole numbers count up by one, or stay and rise
@@ -32,14 +32,14 @@ from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 
 Sureness = Literal["sure", "likely", "weak"]
-TINY = 1e-6  # a relative change of the gradient that is none
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # two gradients are equal; in 16 bits: ROUGH
+TINY = 1e-6  # relative changes of the gradient up to this count as none
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # gradients this close count as equal; in 16 bits: ROUGH
 ROUGH = 0.05
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A tensor of the batch, the role that it is taken to have, how sure that is, and what was seen."""
+    """A tensor of the batch, its guessed role, the confidence of the guess, and the observation behind it."""
 
     key: str
     role: str
@@ -52,13 +52,13 @@ class Guess:
 
 @dataclass
 class InferredStep(Step):
-    """A step whose roles were guessed; ``inferred`` has all guesses, also the weak ones, which are not used."""
+    """A step whose roles were guessed. ``inferred`` has all guesses, including the weak ones, which are not used."""
 
     inferred: tuple[Guess, ...] = ()
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the verdict adds to its notes."""
+        """The lines that the verdict adds to its notes."""
         known = {guess.key for guess in self.inferred} | set(self.roles.values())
         nothing = ", ".join(k for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known)
         used = [f"guessed: {guess}" for guess in self.inferred if guess.sure != "weak"]
@@ -68,8 +68,8 @@ class InferredStep(Step):
 
 
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
-    """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared``: further fields of ``Step``;
-    roles that are declared are not guessed."""
+    """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared`` are further fields of ``Step``;
+    declared roles are not guessed."""
     given = dict(declared.pop("roles", {}))
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
     probe = Probe(base)
@@ -81,14 +81,14 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
 
 @dataclass(frozen=True)
 class _Effect:
-    """What changing one tensor does: to the gradient, and to which calls of the model's layers."""
+    """The effect of changing one tensor: on the gradient, and on which calls of the model's layers."""
 
     gradient: float
     calls: frozenset[int]
 
 
 class _Inference:
-    """The guesses for one batch, made in the order in which they need each other."""
+    """The guesses for one batch. Later guesses depend on earlier ones."""
 
     def __init__(self, probe: Probe, given: Mapping[str, str]) -> None:
         self.probe, self.batch = probe, dict(probe.step.batch)
@@ -123,7 +123,7 @@ class _Inference:
         return reading, layers
 
     def _effect(self, key: str, tensor: Tensor) -> _Effect | None:
-        """None where the step refuses every change of this tensor."""
+        """None if the step raises at every change of this tensor."""
         for edited in _edits(tensor):
             with suppress(Exception):
                 reading, layers = self._seen({**self.batch, key: edited})
@@ -135,7 +135,7 @@ class _Inference:
         return self.probe.read({**self.batch, **changed})
 
     def _add(self, key: str, role: str, sure: Sureness, why: str) -> None:
-        """A role that is taken already is not given twice."""
+        """Add a guess; it is weak if another tensor has the role already."""
         taken = {guess.role for guess in self.guesses if guess.sure != "weak"} | set(self.given)
         self.guesses.append(Guess(key, role, "weak" if role in taken else sure, why))
 
@@ -182,7 +182,7 @@ class _Inference:
             self._add(key, role, "sure", f"a step along the negative gradient makes it {way} likely")
 
     def _raised(self, key: str) -> bool | None:
-        """Whether descending the loss raises the likelihood of these tokens, where the model gives logits for them."""
+        """Whether descending the loss raises the likelihood of these tokens; None if there are no logits."""
         ids = self.batch[key]
         mask = self.batch[key] != 0
         try:
@@ -227,7 +227,7 @@ class _Inference:
                 self._add(key, kind, "weak", why)
 
     def _is_documents(self, key: str) -> bool:
-        """Two documents in a row, or left padding: ids under padding do not matter."""
+        """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""
         ids, x = self._key("ids"), self.batch[key]
         if ids is None or x.shape != self.batch[ids].shape or not bool((x[:, 1:] >= x[:, :-1]).all()):
             return False
@@ -236,8 +236,8 @@ class _Inference:
         return self._with({ids: under}).gradient.distance(self.base.gradient) > TINY
 
     def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
-        """An attention mask is read in the calls that read the ids. Where a mask keeps only the first token of each
-        row, the ids after it do not matter."""
+        """Whether a mask belongs to these ids. An attention mask is read in the calls that read the ids. If a loss mask
+        keeps only the first token of each row, the ids after it do not matter."""
         if calls:
             return calls <= self.effects[ids].calls
         mask, (edited, *_) = self.batch[key], _edits(self.batch[ids])
@@ -266,7 +266,7 @@ class _Inference:
             self._distribution(key, zero) if self.batch[key].ndim > 2 else self._logprobs(key, zero)
 
     def _signal(self, key: str) -> bool:
-        """Advantages, rewards, weights, returns: whether it is one of them."""
+        """Guess advantages, rewards, weights or returns; returns whether the tensor is one of them."""
         x = self.batch[key]
         spread = float(x.std()) if x.numel() > 1 else 1.0
         shifted = self._with({key: x + 1 + spread}).gradient
@@ -298,7 +298,7 @@ class _Inference:
         return True
 
     def _without_signal(self) -> dict[str, Tensor] | None:
-        """The change that takes the policy gradient's signal away, where there is one."""
+        """The change that sets the advantages or rewards to 0; None if there are none."""
         if (key := self._key("advantages", "rewards")) is None:
             return None
         return {key: torch.zeros_like(self.batch[key])}
@@ -344,7 +344,7 @@ class _Inference:
 
 @contextmanager
 def _listening(model: nn.Module) -> Iterator[list[float]]:
-    """Inside, every call of a layer with parameters of its own adds a number that depends on all of its outputs."""
+    """Inside the block, every call of a layer with its own parameters appends a number that depends on all outputs."""
     seen: list[float] = []
 
     def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -366,7 +366,7 @@ def _is_binary(tensor: Tensor) -> bool:
 
 
 def _edits(tensor: Tensor) -> list[Tensor]:
-    """Changed tensors of the same kind, the mildest first: a step may refuse one of them."""
+    """Changed tensors of the same kind, the smallest change first, because a step may raise at one of them."""
     if _is_binary(tensor):
         flat = tensor.clone().flatten()
         on, off = (flat != 0).nonzero()[:, 0], (flat == 0).nonzero()[:, 0]
@@ -381,7 +381,7 @@ def _edits(tensor: Tensor) -> list[Tensor]:
         noise = torch.randn(tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
         down = tensor - (0.1 + spread) * noise.abs()
         return [down, tensor + 0.3 * (0.1 + spread) * noise]
-    if tensor.ndim == 1:  # names of groups: other names of the same groups would change nothing
+    if tensor.ndim == 1:  # group numbers: renaming the groups would change nothing, so rows change their group
         return [tensor.roll(1)]
     values = tensor[tensor >= 0].unique()
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""Where in the user's code something is, as "train.py:12"; empty where no file of the user's is involved."""
+"""File and line in the user's code, as "train.py:12"; empty if no file of the user is involved."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib"
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """The definition of a function, a method, a partial, or an object that can be called."""
+    """The place of the definition of a function, a method, a partial or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    own = vars(type(function)).get("__call__")  # of an object that can be called
+    own = vars(type(function)).get("__call__")  # of a callable object
     code = getattr(function, "__code__", None) or getattr(own, "__code__", None)
     return "" if code is None else _place(code.co_filename, code.co_firstlineno)
 
 
 def caller() -> str:
-    """The innermost line of the user's that is being executed."""
+    """The innermost line of the user's code that is being executed."""
     frame = inspect.currentframe()
     while frame is not None:
         if place := _place(frame.f_code.co_filename, frame.f_lineno):
@@ -42,7 +42,8 @@ def parts(place: str) -> tuple[str, int]:
 
 @functools.lru_cache(maxsize=256)
 def _file(name: str) -> str:
-    """The path below the current folder, or the whole one; empty for what is installed, ours, or no file."""
+    """The path relative to the current folder, or the absolute path if it is elsewhere. Empty for installed code, for
+    this package, and if there is no such file."""
     path = Path(name)
     if not path.is_file():
         return ""

@@ -4,12 +4,12 @@
         audit_step(model, loss, batch)            # or audit_step(Step(…), quick=True)
 
     @pytest.mark.audit                            # every trainer and optimizer loop of this test is watched,
-    def test_training(): ...                      # and the test fails where a law is broken
+    def test_training(): ...                      # and the test fails if a law is broken
 
-    pytest --audit                                # all tests are watched, and a report stands at the end
+    pytest --audit                                # all tests are watched, with a report at the end
 
-Without these, nothing is imported and nothing is watched. An exit code of 0 becomes 1 where ``--audit`` found a broken
-law; the tests keep their own outcomes.
+If none of these is used, nothing is imported and nothing is watched. If ``--audit`` finds a broken law, an exit code of
+0 becomes 1; the tests keep their own outcomes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch is imported only where something is audited
     from earnest_audit.verdict import Finding, Verdict
 
 FOUND = pytest.StashKey[dict[str, dict[str, Any]]]()
-"""test -> its rows, whether its verdict holds, and its broken laws; with ``--audit`` alone."""
+"""test -> its rows, whether its verdict holds, and its broken laws; only with ``--audit``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def audit_step() -> Callable[..., Verdict]:
-    """``audit_step(step)`` or ``audit_step(model, loss, batch)``: the verdict; the test fails where a law is broken.
-    Further arguments are those of ``earnest_audit.audit``."""
+    """``audit_step(step)`` or ``audit_step(model, loss, batch)``: returns the verdict; the test fails if a law
+    is broken. Further arguments are those of ``earnest_audit.audit``."""
 
     def audited(*subject: Any, **options: Any) -> Verdict:
         from earnest_audit import audit
@@ -71,7 +71,7 @@ def _line(finding: Finding) -> str:
 
 @contextmanager
 def _watching(quick: bool) -> Iterator[Callable[[], Verdict]]:
-    """Everything that trains inside is watched; the function returns what was found, once the block has ended."""
+    """Watch all training inside the block. The yielded function returns the verdict after the block has ended."""
     import warnings
 
     from earnest_audit.script import trained
@@ -85,7 +85,7 @@ def _watching(quick: bool) -> Iterator[Callable[[], Verdict]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """With ``--audit``: the whole test, its fixtures included."""
+    """With ``--audit``: watch the whole test, including its fixtures."""
     found = item.config.stash.get(FOUND, None)
     if found is None:
         return (yield)
@@ -99,7 +99,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """With the mark: the test itself; its own failure comes first."""
+    """With the mark: watch the test itself. If the test fails by itself, that failure is reported."""
     mark = item.get_closest_marker("audit")
     if mark is None:
         return (yield)

@@ -27,7 +27,7 @@ NOTHING = Finding(
 
 
 def broken(verdict: Verdict) -> tuple[Finding, ...]:
-    """The failures; where nothing was checked, that is one."""
+    """The failures; if nothing was checked, that counts as one failure."""
     return verdict.failures or (() if verdict.holds else (NOTHING,))
 
 
@@ -57,7 +57,7 @@ def _xml(text: str) -> str:
 
 
 def sarif(verdict: Verdict) -> str:
-    """Failures are errors, and what could not be checked is a warning; rules are the laws with their pages."""
+    """A failure is an error, and a check that could not be made a warning. The rules are the laws with their pages."""
     found = [(f, "error") for f in broken(verdict)] + [(f, "warning") for f in verdict.errors]
     codes = list(dict.fromkeys(f.law for f, _ in found))
     driver = {"name": "earnest-audit", "version": __version__, "informationUri": HOME, "rules": _rules(codes)}
@@ -99,7 +99,7 @@ def _location(place: str) -> dict[str, Any]:
 
 
 def markdown(verdict: Verdict) -> str:
-    """Failures with what they mean, then every row: for a pull request's comment or a job's summary."""
+    """The failures with their meaning, then every row, for a comment on a pull request or the summary of a job."""
     wrong = broken(verdict)
     held = sum(f.outcome == "holds" for f in verdict.findings)
     many = f"{len(wrong)} law{'' if len(wrong) == 1 else 's'} broken" if wrong else "no law is broken"

@@ -1,7 +1,7 @@
-"""Parameters that get a gradient and that no optimizer has, found among all modules while a script runs.
+"""Find parameters that get a gradient and belong to no optimizer, among all modules, while a script runs.
 
-Where the module of such a parameter is trained in part, that is a failure: a parameter group was forgotten. A module of
-which nothing is trained may be meant to stay as it is (a perceptual loss), so that is only reported.
+If other parameters of the same module are trained, this is a failure: a parameter group was forgotten. A module without
+any trained parameter may be frozen on purpose (a perceptual loss), so it is only reported.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _Stray:
     name: str
     value: Tensor
     gradient: Tensor
-    looks: int = 0  # new gradients, after which the parameter was what it had been
+    looks: int = 0  # new gradients in a row after which the parameter had not changed
 
 
 class Strays:
-    """What has been seen of parameters without an optimizer. ``begin`` at the first step of an optimizer, ``look`` at
-    each of its steps."""
+    """Records parameters without an optimizer. Call ``begin`` at the first step of an optimizer, and ``look`` at each
+    of its steps."""
 
     def __init__(self) -> None:
         self.owned = WeakIdKeyDictionary()
@@ -59,7 +59,7 @@ class Strays:
                     self.partly.add(self.strays[p].name)
 
     def look(self) -> None:
-        """Before a step: count new gradients; what has moved is trained by somebody."""
+        """Call before a step: counts new gradients. A parameter that has changed is trained elsewhere."""
         for p, stray in list(self.strays.items()):
             now = None if p.grad is None else _sample(p.grad)
             if now is None or torch.equal(now, stray.gradient):

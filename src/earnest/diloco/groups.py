@@ -1,12 +1,12 @@
-"""A round on two levels, for many replicas: √N groups instead of N² reads.
+"""A round on two levels: with about √N groups a round of N replicas needs fewer than N² reads.
 
     groups/{g}/outer/{k}/…   the replicas i with i mod G = g finish the round among themselves: their weighted mean
-    outer/{k}/delta/{g}      the group's mean, in fp32; every member writes it, the first one counts
+    outer/{k}/delta/{g}      the group's mean, in fp32; every member writes it, the first copy counts
     outer/{k}/commit         which groups are averaged, weighted by their tokens
 
 Both levels are the same protocol under another prefix, so each replica reads N / G + G deltas instead of N. The result
-is the average of the flat layout, up to the order of additions in fp32. A late replica replays the upper level alone.
-A group whose members all die is left out after a grace window, like a replica. No replica leads its group: all compute
+is the average of the flat layout, up to the order of additions in fp32. A late replica replays only the upper level. A
+group whose members all die is left out after a grace window, like a replica. A group has no leader: all members compute
 the same mean from the same commit, so any of them can write it.
 """
 
@@ -27,8 +27,8 @@ def of_group(ledger: Ledger, group: int) -> Ledger:
 
 
 def rules_of(rules: Rules, groups: int) -> tuple[Rules, Rules]:
-    """The rules within a group, and among the groups. Their quorums are the same share of each level, and a round has
-    at least the run's quorum: share² = quorum / replicas."""
+    """The rules within a group, and those among the groups. The quorum is the same share of the members on both levels,
+    chosen so that a round has at least the run's quorum: share² = quorum / replicas."""
     size, share = rules.replicas // groups, math.sqrt(rules.quorum / rules.replicas)
     within, among = (min(n, math.ceil(share * n - 1e-9)) for n in (size, groups))
     return replace(rules, replicas=size, quorum=within), replace(rules, replicas=groups, quorum=among)
@@ -42,7 +42,7 @@ def finish_in_groups(
     outcome: Callable[[FlatVector], str],
     clock: Callable[[], float],
 ) -> Generator[float, None, RoundResult]:
-    """``finish_round`` on two levels; the commit of the result names groups, ``group`` names this group's members."""
+    """``finish_round`` on two levels. In the result ``commit`` lists the groups, ``group`` this group's members."""
     k, number = mine.round, mine.replica % groups
     below, (within, among) = of_group(ledger, number), rules_of(rules, groups)
     start, _ = beginning(ledger, k)

@@ -1,7 +1,7 @@
-"""``engine.compile``: each layer as one compiled graph (torch.compile), where a gradient is needed.
+"""``engine.compile``: run each layer as one compiled graph (torch.compile) if a gradient is needed.
 
-Sampling runs uncompiled: its shapes change with every token. A layer that does not compile whole, or a machine without
-a compiler, runs uncompiled from then on, and every step's ``layout`` has the reason.
+Sampling runs uncompiled, because its shapes change with every token. If a layer does not compile as one graph, or the
+machine has no compiler, all layers run uncompiled from then on, and every step's ``layout`` has the reason.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _log = logging.getLogger("earnest.engines")
 
 
 class CompiledLayers:
-    """The layers of ``body`` run compiled from now on. ``reason``: why they do not; None while they do."""
+    """Makes the layers of ``body`` run compiled. ``reason`` is why they run uncompiled, or None."""
 
     def __init__(self, body: nn.Module, backend: str = "inductor") -> None:
         self.reason: str | None = None
         for block in blocks_of(body):
             plain = block.forward
-            # One graph or an error: with a break in it a layer would run uncompiled without a word.
+            # fullgraph raises on a graph break; without it parts of a layer would run uncompiled without an error.
             fast = torch.compile(plain, backend=backend, fullgraph=True)
             block.forward = self._either(plain, fast)
 
     @property
     def note(self) -> str:
-        """For a step's layout."""
+        """The text for a step's ``layout``."""
         return "compiled" if self.reason is None else f"not compiled ({self.reason})"
 
     def _either(self, plain: Any, fast: Any) -> Any:
@@ -39,7 +39,7 @@ class CompiledLayers:
                 try:
                     return fast(*args, **kwargs)
                 except Exception as error:
-                    # Others are not about compiling, such as the one with which checkpointing ends a recomputation.
+                    # Other errors do not come from compiling, such as the one that ends a checkpoint's recomputation.
                     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                         raise
                     words = " ".join(str(error).split("\n\n")[0].split())

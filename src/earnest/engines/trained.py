@@ -1,8 +1,8 @@
 """The trained parameters as one rank holds them, and their norms, sums and copies over all ranks.
 
-An adapter's parameters are whole on every rank. Those of modules that are trained whole are sharded with the base
-(``engines.sharding``): the optimizer of a rank then has this rank's rows of each, as plain tensors that share their
-memory with the model's, so it computes what one process computes for these rows.
+An adapter's parameters are whole on every rank. Those of modules with full-parameter training are sharded with the base
+(``engines.sharding``). The optimizer of a rank then has this rank's rows of each parameter, as plain tensors that share
+their memory with the model's, so it computes what one process computes for these rows.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Trained:
         return any(self.sharded)
 
     def own(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """What this rank updates of these parameters of the model, in the order of ``names``."""
+        """The tensors that this rank updates for these parameters of the model, in the order of ``names``."""
         chosen = {id(p) for p in parameters}
         return [own for held, own in zip(self.held, self.parameters, strict=True) if id(held) in chosen]
 
     def sum_gradients(self, mesh: Mesh) -> None:
-        """Every gradient becomes that of all ranks' rows: whole ones are summed here, sharded ones have been."""
+        """Make every gradient that of all ranks' rows. Whole gradients are summed here; sharded ones already are."""
         mesh.sum_gradients([p for p, cut in zip(self.parameters, self.sharded, strict=True) if not cut])
         for held, own in zip(self.held, self.parameters, strict=True):
             if held is not own:
                 own.grad, held.grad = None if held.grad is None else local(held.grad), None
 
     def norm(self, tensors: Sequence[Tensor | None]) -> float:
-        """√Σx² over all ranks of tensors that are held as the parameters are, each number once; in float64."""
+        """√Σx² over all ranks, in float64, of tensors that are sharded like the parameters; each number counts once."""
         found = [(t, cut) for t, cut in zip(tensors, self.sharded, strict=True) if t is not None]
         whole, pieces = ([t.double().square().sum() for t, cut in found if cut is kind] for kind in (False, True))
         if not pieces:
@@ -67,7 +67,7 @@ class Trained:
         return norm
 
     def require_same(self) -> None:
-        """Raise if ranks that should hold the same numbers do not."""
+        """Raise if ranks that should hold equal numbers hold different ones."""
         whole, pieces = (
             [p.detach() for p, cut in zip(self.parameters, self.sharded, strict=True) if cut is kind]
             for kind in (False, True)
@@ -77,7 +77,7 @@ class Trained:
             self.mesh.require_same("weights", pieces, every=self.mesh.shard)
 
     def whole(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Tensors that are held as the parameters are, gathered, by name."""
+        """Whole tensors by name, gathered from ``tensors``, which are sharded like the parameters."""
         found = {}
         for name, held, tensor in zip(self.names, self.held, tensors, strict=True):
             found[name] = gathered(as_shard(tensor, held)) if is_sharded(held) else tensor
@@ -88,13 +88,13 @@ class Trained:
         return self.held[self._place[id(parameter)]]
 
     def like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """A tensor of an optimizer's state for this parameter; a shard if the parameter is one and it has its shape."""
+        """``value``, a tensor of optimizer state, as a shard if the parameter is sharded and has the same shape."""
         held = self.of(parameter)
         return as_shard(value, held) if is_sharded(held) and value.shape == parameter.shape else value
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, which shares its memory; a plain tensor is itself."""
+    """This rank's part of a tensor, sharing its memory; a plain tensor is returned as it is."""
     own: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if own is None else own()
 
@@ -109,7 +109,7 @@ def as_shard(own: Tensor, like: Tensor) -> Tensor:
 
 
 def refuse_whole_readers(optimizer: Optimizer, guard: object) -> None:
-    """Raise if the optimizer or the guard reads whole tensors where each rank has some rows of them."""
+    """Raise if the optimizer or the guard needs whole tensors, of which each rank has only some rows."""
     if optimizer.kind not in ("adamw", "sgd"):
         raise ConfigError(
             f"optimizer.kind: {optimizer.kind} reads whole matrices, and modules that are trained whole are sharded; "

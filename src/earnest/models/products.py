@@ -1,8 +1,8 @@
-"""Matrix products of a policy that samples: the weights in the layout of oneDNN's kernels, for as long as it samples.
+"""Faster matrix products during sampling: copies of the weights in the layout of oneDNN's kernels.
 
 On a CPU in float32 the general product reads a weight in the layout in which it is stored, and rearranges it at every
 call. At 8 to 32 rows a product with a weight that was rearranged once takes about 0.7 of the time. The copies are made
-from the weights as they are at the beginning of the block and dropped at its end, so no later change is missed.
+at the beginning of the block and dropped at its end, so they are never older than the weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from earnest.models.policy import Policy
 
-_PAYS = 512  # tokens to sample from which on rearranging the weights costs less than it saves
-_SMALLEST = 1 << 18  # elements of a weight; the call itself costs more than it saves for a smaller one
-_MOST_BYTES = 4 << 30  # of all copies
+_PAYS = 512  # from this many tokens on, rearranging the weights costs less than it saves
+_SMALLEST = 1 << 18  # elements of a weight; for a smaller weight the call costs more than it saves
+_MOST_BYTES = 4 << 30  # limit for all copies together
 
 
 @contextmanager
 def packed(policy: Policy, tokens: int) -> Iterator[None]:
-    """Inside the block, in which about ``tokens`` are sampled and no weight changes, large products are faster."""
+    """Make large products faster inside the block, which samples about ``tokens`` tokens and changes no weight."""
     modules = _found(policy) if tokens >= _PAYS else []
     for module in modules:
         assert isinstance(module.weight, Tensor)
@@ -44,8 +44,8 @@ def _found(policy: Policy) -> list[nn.Linear]:
 
 
 def _plain(module: nn.Linear) -> bool:
-    """Whether the module computes x Wᵀ + b from its present weight and bias, and these are large and dense. A module
-    of another class, such as one with an adapter, declares it by ``computes_own_weight``."""
+    """Whether the module computes x Wᵀ + b from its current weight and bias, and the weight is large and dense. A
+    module of another class, such as one with an adapter, declares this by ``computes_own_weight``."""
     own = type(module).forward is nn.Linear.forward or bool(getattr(module, "computes_own_weight", False))
     if not own or "forward" in vars(module):
         return False

@@ -4,8 +4,8 @@
     nf4    W[k]    ≈ scale[k // 64] · table[code[k]]  16 levels at the quantiles of a normal distribution, one scale per
            64 weights (without the paper's second quantisation, of the scales)
 
-The backward pass forms the weight again, so no dense copy is kept. Embeddings, norms and the head stay as they are, and
-so do experts that are stored as one 3-D parameter.
+The backward pass dequantises the weight again, so no dense copy is kept. Embeddings, norms and the head are not
+quantised, and neither are experts that are stored as one 3-D parameter.
 Shapes: m outputs, n inputs, k weights, b blocks of 64.
 """
 
@@ -64,7 +64,7 @@ class QuantisedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Float[Tensor, "m n"]:
-        """W as the layer computes with it."""
+        """The dequantised W with which the layer computes."""
         shape = (self.out_features, self.in_features)
         return _dequantised(self.codes, self.scale, shape, dtype or self.compute_dtype)
 
@@ -104,7 +104,7 @@ def _to_int8(weight: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor]:
 
 
 def _to_nf4(weight: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor]:
-    """Two codes to a byte, the first in the high bits; a last block that is not full is filled up with zeros."""
+    """Two codes per byte, the first in the high bits; the last block is padded with zeros."""
     flat = nn.functional.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     scale = flat.abs().amax(1, keepdim=True)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -1,5 +1,5 @@
-"""``earnest plan``: memory, work and communication of a run before anything is loaded. The model is built from its
-config out of fake tensors, which have shapes and no values."""
+"""``earnest plan``: predict memory, work and communication of a run before anything is loaded. The model is built
+from its config with fake tensors, which have shapes and no values."""
 
 from earnest.plan.advice import MemoryPlan as MemoryPlan
 from earnest.plan.advice import Suggestion as Suggestion

@@ -1,4 +1,4 @@
-"""Whether a run fits, the largest micro-batch that does, and what to change if it does not, cheapest change first."""
+"""Predict whether a run fits, find the largest micro-batch that fits, and suggest changes, the cheapest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from earnest.plan.workload import Workload, workload
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings that change memory, what they cost, and the peak with them and all changes before."""
+    """Settings that lower memory, their cost, and the peak in bytes with these and all earlier suggestions applied."""
 
     settings: tuple[str, ...]
     cost: str
@@ -45,7 +45,7 @@ class MemoryPlan:
     memory: Memory
     paper: Paper
     largest_rows: int
-    """Rows of this length in one micro-batch that fit; 0: not even one does."""
+    """The most rows of this length that fit in one micro-batch; 0 if one row does not fit."""
     changes: tuple[Suggestion, ...]
 
     @property
@@ -53,7 +53,7 @@ class MemoryPlan:
         return self.memory.peak <= self.device.room
 
     def record(self) -> dict[str, Any]:
-        """Everything, for JSON; sizes in bytes, times in seconds."""
+        """All fields as a dictionary for JSON; sizes in bytes, times in seconds."""
         made = asdict(self) | {"fits": self.fits, "peak": self.memory.peak, "peaks": self.memory.peaks}
         made["device"] |= {"room": self.device.room}
         return made
@@ -68,7 +68,8 @@ def plan(
     link: float = LINK,
     say: Callable[[str], None] = lambda _: None,
 ) -> MemoryPlan:
-    """Predict a run of ``config``. ``tokens``: of a row; None: measured on the task or the data."""
+    """Predict the memory and time of a run of ``config``. ``tokens`` is the length of a row; None: it is measured on
+    the task or the data."""
     if config.engine.kind != "local":
         raise ConfigError("engine.kind: a service plans its own memory; set engine.kind=local to plan a run here.")
     if (ranks := config.engine.shard * config.engine.replicate) > device.count:
@@ -99,7 +100,7 @@ def plan(
 
 
 class _Shapes:
-    """The model of a recipe as fake tensors, made once for each dtype and adapter."""
+    """The model of a recipe with fake tensors, built once for each dtype and adapter."""
 
     def __init__(self, known: Any, device: Device) -> None:
         self.known, self.device = known, device
@@ -133,7 +134,7 @@ def _with_teacher(work: Workload, config: RunConfig, shapes: _Shapes, say: Calla
 
 
 def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, found: Memory) -> int:
-    """Rows of a micro-batch that fit, by the line on which the memory of large micro-batches lies."""
+    """The most rows of a micro-batch that fit, by linear extrapolation of the memory in the number of rows."""
     parts = found.moments["train"]
     fixed = sum(size for part, size in parts.items() if part not in ("activations", "logits", "temporary"))
     objective = config.build_objective()
@@ -147,7 +148,7 @@ def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, fou
     sizes = {1: needed(1), 2: needed(2)}
     if sizes[1] > room:
         return 0
-    for _ in range(4):  # the line through the two largest measured numbers of rows, until it leads nowhere new
+    for _ in range(4):  # extrapolate from the two largest measured numbers of rows until the guess repeats
         low, high = sorted(sizes)[-2:]
         slope = max(1.0, (sizes[high] - sizes[low]) / (high - low))
         guess = max(1, int(high + (room - sizes[high]) // slope))
@@ -158,7 +159,7 @@ def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, fou
 
 
 def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device) -> list[Suggestion]:
-    """Changes one after the other until the run fits."""
+    """Apply the changes one after the other until the run fits."""
     found: list[Suggestion] = []
     for change in _options(work, device):
         settings, cost = change(config)
@@ -177,7 +178,7 @@ Option = Callable[[RunConfig], tuple[Mapping[str, Any], str]]
 
 
 def _options(work: Workload, device: Device) -> list[Option]:
-    """Cheapest first. Each returns no settings where it has no effect."""
+    """The possible changes, cheapest first. Each returns no settings if it would have no effect."""
 
     def pack(c: RunConfig) -> tuple[Mapping[str, Any], str]:
         return ({"engine.pack": None} if c.engine.pack is False else {}), "nothing: fewer tokens are computed"

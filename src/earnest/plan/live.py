@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive while a program runs on fake tensors: now, and at the highest point."""
+"""Count the bytes of tensors that exist while a program runs on fake tensors: now, and at the peak."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators make inside the block, until they are freed. ``known`` are not counted, and
-    neither are views of them."""
+    """Counts the storages that operators allocate inside the block, until they are freed. Tensors in ``known`` and
+    their views are not counted."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The bytes of one device, part by part, in the three moments of a step that need the most.
+"""The bytes of one device, part by part, in the three phases (moments) of a step that need the most memory.
 
     train    weights, adapter, gradients, optimizer; activations, the vocabulary pass, temporary tensors
     sample   weights, adapter, optimizer; merged weights, keys and values, logits of the next tokens
@@ -28,14 +28,14 @@ from earnest.plan.shape import PassSize, Shape, bytes_of
 from earnest.plan.workload import Workload
 
 RESERVE = 0.08
-"""The share of a GPU that stays free: the CUDA context, and gaps between tensors."""
+"""The share of a device that is kept free for the CUDA context and for gaps between tensors."""
 SLOTS = 256
-"""Rows that the sampler decodes at the same time, at most."""
+"""The most rows that the sampler decodes at the same time."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """``kind`` is ``gpu`` or ``cpu``; ``bytes`` is the memory of each of ``count`` of them."""
+    """``count`` devices of one ``kind`` (``gpu`` or ``cpu``), each with ``bytes`` of memory."""
 
     kind: str
     bytes: int
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def room(self) -> int:
-        """The bytes that tensors may have."""
+        """The bytes that tensors may take."""
         return int(self.bytes * (1 - RESERVE))
 
 
@@ -107,7 +107,8 @@ def _averages(config: RunConfig, trained: int) -> int:
 
 
 def vocabulary_bytes(shape: Shape, objective: Objective, tokens: int, device: Device) -> int:
-    """Logits and derivatives of the vocabulary pass: tiles if log-probs are the only scalars, else chunks of rows."""
+    """Bytes of logits and derivatives in the vocabulary pass. It computes tiles if log-probs are the only scalars, and
+    chunks of rows otherwise."""
     wide = 4
     sources = len(objective.signals() & {"teacher", "reference.distribution"})
     by_hidden = tokens * shape.width * wide
@@ -143,7 +144,7 @@ def _sampling(shape: Shape, config: RunConfig, work: Workload, base: int) -> dic
 
 
 def optimizer_bytes(optimizer: Optimizer) -> float:
-    """Bytes of state per trained number: by one real step on a small matrix (8-bit moments: by their layout)."""
+    """Bytes of state per trained parameter, measured by one real step on a small matrix (8-bit moments: by formula)."""
     if optimizer.kind == "adamw8bit":
         return 2 * (1 + 4 / 256)
     small = torch.nn.Parameter(torch.ones(8, 8))
@@ -155,14 +156,14 @@ def optimizer_bytes(optimizer: Optimizer) -> float:
 
 
 def gigabytes(size: float) -> str:
-    """In GB (10⁹ bytes), or MB for small sizes."""
+    """The size in GB (10⁹ bytes), or in MB if it is small."""
     if size >= 1e9:
         return f"{size / 1e9:,.1f} GB"
     return f"{size / 1e6:,.1f} MB" if size < 1e8 else f"{size / 1e6:,.0f} MB"
 
 
 def parse_bytes(text: str) -> int | None:
-    """``80GB`` → 80·10⁹; also MB, GiB, MiB, TB. None if the text is no size."""
+    """``80GB`` → 80·10⁹; also MB, GiB, MiB, TB. None if the text is not a size."""
     units = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "g": 10**9}
     number = text.strip().lower().rstrip("bgimt")
     unit = text.strip().lower()[len(number) :] or "gb"

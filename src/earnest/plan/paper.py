@@ -1,12 +1,12 @@
-"""Work and communication of one step, on paper.
+"""Estimates of the work and communication of one step.
 
     forward    2 operations per weight and token                     P·2·t
     backward   2 by the inputs of each layer; 2 more by the weights if they are trained
     recompute  one more forward pass, with checkpointed activations
     sampling   2 per weight and new token; each decoded token reads all weights once from memory
 
-Attention is left out: it is small against the linear layers for rows of a few thousand tokens. A mixture of experts
-counts the experts that a token uses.
+Attention is left out, because it is small compared with the linear layers for rows of a few thousand tokens. Of a
+mixture of experts only the experts that a token uses are counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Paper:
 def paper(
     shape: Shape, config: RunConfig, work: Workload, device: Device, tflops: float = TFLOPS, link: float = LINK
 ) -> Paper:
-    """On paper, at a given speed; a real step is slower."""
+    """Estimate a step at the given speed (TFLOP/s) and bandwidth (bytes/s); a real step is slower."""
     engine, layout = config.engine, work.layout(shape, config, device)
     ranks = engine.shard * engine.replicate
     used = active_weights(shape)
@@ -65,7 +65,7 @@ def paper(
 
 
 def active_weights(shape: Shape) -> int:
-    """Weights that a token meets: without the input embedding, and of experts those that it is sent to."""
+    """The number of weights that compute on a token: all but the input embedding, and only the experts that it uses."""
     model = shape.policy.model
     text: Any = model.config.get_text_config(decoder=True)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)

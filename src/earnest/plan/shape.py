@@ -1,6 +1,6 @@
-"""A model and its adapter as fake tensors: the real code runs on them and allocates nothing.
+"""A model and its adapter with fake tensors: the real code runs on them and allocates nothing.
 
-Peaks grow by the same number of bytes with every equal layer, so a deep model runs with 2 and with 3 of its layers:
+The peak grows by the same number of bytes with every equal layer, so a deep model runs with 2 and 3 of its layers:
 
     peak(L) = peak(2) + (L - 2) · (peak(3) - peak(2))
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from earnest.config.schema import AdapterConfig
 
 FEW = 4
-"""Models with at most this many layers run whole."""
+"""Models with at most this many layers run with all of them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Traced:
 
 
 class Shape:
-    """The model of ``config`` in ``dtype``, with an adapter, without values. ``eager``: plain attention, as the policy
-    uses it in 16 bits on a CPU."""
+    """The model of ``config`` in ``dtype`` with an adapter, as fake tensors. ``eager``: use plain attention, as the
+    policy does in 16 bits on a CPU."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Shape:
             if quantised is not None:
                 quantise(model, quantised)
             self.policy = Policy(model, None, "", "", torch.device("cpu"), dtype)
-            # Both are tested on values, or read from the tokenizer, where there are some.
+            # A real policy tests its head on values and reads the pad id from the tokenizer; here are neither.
             self.policy.__dict__ |= {"head": read_head(model), "pad_id": 0}
             self.weights = [*model.parameters(), *model.buffers()]
             self.blocks = blocks_of(self.policy.body)
@@ -96,7 +96,8 @@ class Shape:
     def trace(
         self, passes: Sequence[PassSize], tokens: int, *, checkpointed: bool = False, again: bool = False
     ) -> Traced:
-        """Forward and backward of one micro-batch with ``tokens`` active tokens; ``again``: gradients exist already."""
+        """Run forward and backward of one micro-batch with ``tokens`` active tokens. ``again``: gradients of an earlier
+        micro-batch exist already."""
 
         def run(live: LiveBytes) -> int:
             states = [self._states(p) for p in passes]
@@ -111,7 +112,7 @@ class Shape:
             return self._extrapolated(run, again)
 
     def trace_forward(self, size: PassSize) -> Traced:
-        """A forward pass without a gradient."""
+        """Run a forward pass without a gradient."""
 
         def run(_: LiveBytes) -> int:
             with torch.no_grad():
@@ -121,7 +122,7 @@ class Shape:
         return self._extrapolated(run)
 
     def cache_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         from transformers.cache_utils import DynamicCache
 
         def run(_: LiveBytes) -> int:
@@ -165,7 +166,7 @@ class Shape:
 
     @contextmanager
     def _depth(self, depth: int) -> Iterator[None]:
-        """Inside the block the model has its first ``depth`` layers."""
+        """Inside the block the model has only its first ``depth`` layers."""
         holder = next(m for m in self.policy.body.modules() if isinstance(m, nn.ModuleList) and list(m) == self.blocks)
         every = dict(holder._modules)
         holder._modules = dict(list(every.items())[:depth])
@@ -185,7 +186,7 @@ class Shape:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What a layer is made of; layers of one kind need the same memory."""
+    """The class and parameter shapes of a layer; layers of one kind need the same memory."""
     return (type(block), *((n, tuple(p.shape)) for n, p in block.named_parameters()))
 
 

@@ -1,4 +1,4 @@
-"""The rows of a step: how many, how long, and in which forward passes they go through the model."""
+"""The rows of a step: their number, their lengths, and the forward passes that compute them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from earnest.tasks import is_environment
 from earnest.tasks.stream import PromptStream
 
 LOOKED_AT = 64
-"""Prompts and rows whose lengths are measured; the longest of them counts."""
+"""The number of prompts or rows whose lengths are measured; the plan uses the longest."""
 ASSUMED = 512
-"""Tokens of a prompt where there is no tokenizer to measure it."""
+"""The assumed tokens of a prompt if there is no tokenizer to measure it."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Workload:
         return self.prompt + self.completion
 
     def sampled(self, slots: int, ranks: int) -> tuple[int, int]:
-        """Rows that a rank decodes together and distinct prompts among them, where that is the most. Each rank samples
-        the completions of its own prompts."""
+        """The largest number of rows that a rank decodes together, in training or evaluation, and of the distinct
+        prompts among them. Each rank samples the completions of its own prompts."""
         options = [(-(-groups // ranks), n) for groups, n in ((self.groups, self.group), self.evaluated)]
         prompts, rows = max(((p, p * n) for p, n in options), key=lambda option: option[1])
         return min(rows, slots), min(prompts, slots)
 
     def layout(self, shape: Shape, config: RunConfig, device: object) -> BatchLayout:
-        """How the rows of one rank are cut: packed or padded, as the engine does it."""
+        """Cut the rows of one rank into micro-batches, packed or padded, as the engine does."""
         ranks = config.engine.shard * config.engine.replicate
         batch = self.batch(-(-self.groups // ranks) if self.groups >= ranks else 1)
         padded = micro.cut(batch, config.micro_tokens)
@@ -84,7 +84,7 @@ class Workload:
         return BatchLayout(tuple(sizes[largest]), int(parts[largest].token.numel()), len(parts), packed, computed)
 
     def batch(self, groups: int, vocabulary: int = 2**30) -> Batch:
-        """Random rows of these lengths, which have their prompts in common."""
+        """Random rows of these lengths; the rows of a group have the same prompt."""
         g = torch.Generator().manual_seed(0)
 
         def tokens(n: int) -> list[int]:
@@ -102,7 +102,8 @@ def _passes(part: micro.Micro) -> list[PassSize]:
 
 
 def workload(config: RunConfig, tokens: int | None, say: Callable[[str], None]) -> Workload:
-    """The rows of a recipe. ``tokens``: of a row, prompt and completion together; None: measured with the tokenizer."""
+    """The rows of a recipe. ``tokens`` is the length of a row, prompt and completion together; None: it is measured
+    with the tokenizer."""
     sampling, wants = config.sampling, config.build_objective().wants()
     rolls = config.task is not None and "rollout" in wants.roles
     made = Workload(

@@ -1,4 +1,4 @@
-"""TURNS: the laws of conversations with an environment, on conversations that a run's own code samples and batches.
+"""TURNS: laws of conversations with an environment. A run's own code samples and batches the conversations.
 
 The batch is compared with the sampler's own record: each turn's prompt, tokens and log-probs as the sampler returned
 them. That record is made before any code of the conversation or the batch runs.
@@ -6,12 +6,12 @@ them. That record is made before any code of the conversation or the batch runs.
     tokens      a batch trains exactly the tokens that were sampled, each after the tokens that the policy read
     stops       every stop token that the policy sampled has weight 1
     log-probs   they are those of the sampler, and those of the engine's current weights
-    version     a row carries the version that sampled it
+    version     a row has the version that sampled it
     rendering   each turn's prompt is the chat template's rendering of the messages before it
-    label       the author of an observation changes nothing
-    content     the content of an observation changes the log-probs of later turns, and none before it
-    one turn    a conversation of one turn is a rollout, bit for bit
-    unrolled    turns in rows of their own have the same gradient
+    label       the declared author of an observation changes nothing
+    content     the content of an observation changes the log-probs of later turns, and not those of earlier ones
+    one turn    a conversation of one turn equals a rollout, bit for bit
+    unrolled    if each turn is a separate row, the gradient is the same
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Conversations:
         )
 
     def _batch(self, made: Conversations) -> Batch:
-        """The batch that a step would train, by the code of every step."""
+        """The batch that a step would train on, made by the code that every step uses."""
         return collect(
             self.engine, self.environment, self.prompts, self.n, self.spec, turns=self.turns, made=made
         ).batch
@@ -141,7 +141,7 @@ class _Conversations:
             f"{sum(weight == 1 for weight in stops)} with weight 1",
             f"{stopped}",
             sum(weight == 1 for weight in stops) == stopped,
-            "The policy sampled the end of a turn and is not trained on it, so it unlearns to stop.",
+            "The policy sampled the end of a turn and is not trained on it, so it does not learn to stop.",
         )
 
     def _logprobs(self, batch: Batch, found: Sequence[_Turn]) -> Iterator[Finding]:
@@ -159,7 +159,7 @@ class _Conversations:
             f"off by {off:.2g}",
             "0",
             off == 0,
-            "The batch has other log-probs than those that the tokens were sampled with, so every ratio is wrong.",
+            "The log-probs in the batch are not those with which the tokens were sampled, so every ratio is wrong.",
         )
         off = max(float((behaviour[t.row, t.targets] - scores[t.row, t.targets]).abs().max()) for t in found)
         yield _finding(
@@ -177,11 +177,11 @@ class _Conversations:
             f"{wrong} of {len(found)} turns under a newer one",
             f"none, at most {self.engine.version}",
             not wrong and newest <= self.engine.version,
-            "A row carries a version that did not sample it, so its age is not known.",
+            "A row has a version that did not sample it, so its age is wrong.",
         )
 
     def _rendering(self, made: Conversations, found: Sequence[_Turn]) -> Finding:
-        """Texts are compared without white space and characters that are no text: templates trim contents."""
+        """Texts are compared without white space and undecodable characters, because templates trim contents."""
         policy, tools = self.engine.policy, self.environment.tools
         wrong = 0
         for turn in found:
@@ -196,8 +196,8 @@ class _Conversations:
             f"{wrong} of {len(found)} prompts differ",
             "none",
             not wrong,
-            "The policy read another history than the chat template writes, and than it reads when it is used: the "
-            "template rewrites earlier turns (many remove the reasoning), and the conversation went on in one row.",
+            "The policy read another history than the chat template renders, so it would read another one in use: the "
+            "template rewrites earlier turns (many remove the reasoning), and the conversation stayed in one row.",
         )
 
     def _label(self, batch: Batch, made: Conversations) -> Finding:
@@ -214,7 +214,7 @@ class _Conversations:
             "equal" if same else "different",
             "equal",
             same,
-            "Who wrote an observation changes what is trained; only what the policy sampled may be treated apart.",
+            "The author of an observation changes what is trained; only tokens that the policy sampled may differ.",
         )
 
     def _content(self, batch: Batch, made: Conversations, found: Sequence[_Turn]) -> Iterator[Finding]:
@@ -241,7 +241,7 @@ class _Conversations:
             f"later turns change by {after:.2g}",
             f"> {self._room:g}, and the same tokens trained",
             after > self._room and trained,
-            "Other observations leave the later turns as they were: the policy does not see them, or they are trained.",
+            "Other observations do not change the later turns: the policy does not read them, or they are trained.",
         )
         yield _finding(
             "turns before an observation",
@@ -290,14 +290,14 @@ class _Conversations:
         plain = self.engine.sample(asked, self.n, self.spec)
         wrong = 0
         for a, b in zip(first, plain, strict=True):
-            end = len(a.tokens) if a.finish == "length" else None  # it may have less room than a rollout
+            end = len(a.tokens) if a.finish == "length" else None  # a turn may have a lower token limit than a rollout
             wrong += (a.tokens, a.logprobs) != (b.tokens[:end], b.logprobs[:end])
         return _finding(
             subject,
             f"{wrong} of {len(first)} differ from a rollout",
             "none",
             not wrong,
-            "A conversation of one turn is sampled in another way than a rollout of the same prompt and seed.",
+            "A conversation of one turn is sampled differently from a rollout of the same prompt and seed.",
         )
 
     @property
@@ -306,7 +306,7 @@ class _Conversations:
 
     @property
     def _room(self) -> float:
-        """By how much two log-probs of the same token and weights may differ, in nats."""
+        """The largest allowed difference between two log-probs of the same token and weights, in nats."""
         return 1e-3 if self._exactly else 0.25
 
     def _score(self, batch: Batch) -> Tensor:
@@ -316,8 +316,8 @@ class _Conversations:
 
 
 def _places(batch: Batch, made: Conversations) -> list[_Turn | None]:
-    """The place of every sampled turn; None where no row of its conversation has its prompt and tokens, or where not
-    every one of its tokens is trained."""
+    """The place of every sampled turn; None if no row of its conversation has its prompt and tokens, or if some of its
+    tokens are not trained."""
     found: list[_Turn | None] = []
     row = 0
     for number, a in enumerate(made.attempts):
@@ -341,7 +341,7 @@ def _begins(batch: Batch, row: int, turn: Rollout) -> bool:
 
 
 def _changed(made: Conversations, change: Callable[[Segment, bool], Segment]) -> Conversations:
-    """The conversations with every segment changed; the flag is true after the policy's first turn of a row."""
+    """The conversations with every segment changed. The flag is true after the policy's first turn in a row."""
 
     def row(segments: Sequence[Segment]) -> tuple[Segment, ...]:
         first = next(i for i, segment in enumerate(segments) if segment.author == "policy")

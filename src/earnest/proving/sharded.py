@@ -1,12 +1,12 @@
-"""Law SH: the ranks of a mesh compute together what each of them computes alone.
+"""Law SH: the ranks of a mesh together compute the gradient that one rank computes from the whole batch.
 
 rows        every active token of the batch is computed by exactly one rank
 gradient    the sum over the ranks is the gradient that each rank computes from all rows by itself
 norm        the norm that is clipped is that of this gradient
 random      the ranks draw different random numbers (dropout)
 
-Parameters that are sharded cannot be read whole, so the laws of the audit are checked in one process. Here the
-optimizer has to own each of them once, each gets a gradient, and each moves.
+The other laws of the audit need whole parameters, so they are checked in one process. For sharded parameters, law SH
+also checks that the optimizer owns each of them once, that each gets a gradient, and that each moves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from earnest.objectives.base import Objective
 from earnest.signals.batch import Batch
 
 WIDE, NARROW = 1e-3, 5e-2
-"""The largest relative difference that other orders of the same sums explain, in 32 and in 16 bits."""
+"""The largest relative difference that another order of the same sums can cause, in 32 and in 16 bits."""
 
 
 def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:
-    """The findings on an engine of several ranks; the caller restores the engine."""
+    """Yield the findings on an engine of several ranks. The caller restores the engine."""
     trained, mesh = engine.trained, engine.mesh
     room = NARROW if engine.policy.dtype.itemsize == 2 else WIDE
     parts = engine.layouts.cut(batch, engine.micro_tokens)
@@ -38,7 +38,7 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
         f"{len(dealt)} tokens computed, {len(set(dealt))} of {total} different ones",
         f"each of {total} once",
         dealt == list(range(total)),
-        "Ranks compute the same rows, or none of them computes some: the gradient is not that of the batch.",
+        "Some rows are computed by several ranks or by none, so the gradient is not that of the batch.",
     )
     states: list[int] = []
     body = engine.policy.body
@@ -56,7 +56,7 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
         f"{apart:.2g} from that of one rank with all rows",
         f"at most {room:g}",
         apart <= room,
-        "The ranks' gradients are not summed, or averaged instead, or clipped one by one, or rows are repeated.",
+        "The ranks' gradients are not summed, are averaged, or are clipped one by one, or rows are repeated.",
     )
     different = len(set(mesh.gathered(tuple(states))))
     yield _finding(
@@ -76,7 +76,7 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
         f"{clipped:.4g}",
         f"{norms[1]:.4g}, that of the whole gradient",
         abs(clipped - norms[1]) <= room * max(clipped, norms[1]),
-        "The clip bounds another norm than that of the batch's gradient, such as one rank's.",
+        "The clip uses another norm than that of the batch's gradient, such as that of one rank.",
     )
     if trained.any_sharded:
         owned = [p for group in engine.optimizer.param_groups for p in group["params"]]
@@ -95,7 +95,7 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
             f"{count[0]} got a gradient, {count[1]} changed their bits",
             "all",
             min(count) == len(engine.parameters),
-            "No gradient reaches some parameters, or the update does not.",
+            "Some parameters get no gradient, or the update does not change them.",
         )
 
 

@@ -1,8 +1,8 @@
-"""Rollouts that are under way when new weights arrive: they continue under them, or are sampled again.
+"""Unfinished rollouts when new weights arrive: they continue with the new weights, or are sampled again.
 
 A completion is sampled in slices. Between two slices the sampler takes the newest weights, if there are newer ones, and
-continues from the tokens so far. It computes these again, so no token is sampled on keys and values of old weights, and
-the log-probs of a slice are those of one version of the policy.
+continues from the tokens so far. It computes their keys and values again, so all log-probs of a slice are those of one
+version of the policy.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from earnest.seeds import derive
 from earnest.sync.probe import Link, Target
 
 Partial = Literal["finish", "continue", "restart"]
-"""What happens to rollouts under way when new weights arrive: they finish under the old ones, continue, or restart."""
+"""What happens to unfinished rollouts when new weights arrive: finish with the old ones, continue, or restart."""
 SLICES = 4
-"""Times per completion of the greatest length that a sampler looks for new weights."""
+"""The number of slices of a completion of the greatest length."""
 RESTARTS = 2
-"""Times that a part is sampled again for newer weights; after that it finishes with those that it has."""
+"""How often a part is sampled again for newer weights; after that it is finished with the weights that it has."""
 
 
 class Outdated(EarnestError):
-    """Newer weights have arrived, and the part is to be sampled again with them."""
+    """Newer weights have arrived, so the part must be sampled again with them."""
 
 
 class SlicedSampling:
-    """Samples with the sampler of ``link``, which holds ``held``, in slices; ``newest`` returns the newest weights."""
+    """Samples in slices with the sampler of ``link``. ``held`` are its weights; ``newest`` returns the newest ones."""
 
     def __init__(self, link: Link, held: Target, newest: Callable[[], Target], restart: bool) -> None:
         self.link, self.held, self.newest, self.restart = link, held, newest, restart
 
     def __call__(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
-        """``n`` completions of every prompt, prompt by prompt. A stop string may span two slices, so completions with
-        one are sampled in one piece."""
+        """``n`` completions of every prompt, in the order of the prompts. A stop string may span two slices, so with
+        stop strings each completion is sampled in one piece."""
         if spec.stop:
             return self.link.sampler.sample(prompts, n, spec)
         width = -(-spec.max_new_tokens // SLICES)
@@ -82,8 +82,8 @@ def joined(first: Rollout, second: Rollout) -> Rollout:
 
 
 def pieces(rollout: Rollout | Trajectory) -> list[Rollout]:
-    """What each version sampled of a rollout, or of a turn of a conversation, as a rollout of its own; the tokens
-    before belong to its prompt."""
+    """Split a rollout or a conversation by version and turn: each piece is a rollout, and the tokens before it are its
+    prompt."""
     found: list[Rollout] = []
     for row in rollout.rows:
         read: tuple[int, ...] = ()
