@@ -3,8 +3,8 @@
     earnest-audit [OPTIONS] train.py [ARGUMENTS of the script]
     earnest-audit laws [CODE ...]
 
-Exit codes: 0 every law that was checked holds · 1 a law is broken, or nothing was checked · 2 the command is wrong, or
-the script raised or ended with an error before it could be judged · 130 Ctrl-C.
+Exit codes: 0 every law that was checked holds · 1 a law is broken, or nothing was checked · 2 the command is wrong,
+nothing in the script trained, or it raised or ended with an error before a law was broken · 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXITS = (
     "exit codes: 0 every law that was checked holds; 1 a law is broken, or nothing was checked; 2 the command is "
-    "wrong, or the script raised or ended with an error before it could be judged; 130 Ctrl-C."
+    "wrong, nothing in the script trained, or it raised or ended with an error before a law was broken; 130 Ctrl-C."
 )
 MORE = (
     "The options may come before or after the script. All other arguments after the script are passed to it, and so "
