@@ -62,7 +62,15 @@ def measure(tests: str) -> None:
         work = Path(folder)
         (work / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
         (work / "settings").write_text(SETTINGS.format(source=ROOT / "src", data=work / "data"))
-        path = os.pathsep.join([folder, str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join(
+            [
+                folder,
+                str(ROOT / "src"),
+                str(ROOT / "earnest-audit" / "src"),
+                str(ROOT),
+                os.environ.get("PYTHONPATH", ""),
+            ]
+        )
         environment = {"COVERAGE_PROCESS_START": str(work / "settings"), "EARNEST_TEST": "", "PYTHONPATH": path}
         subprocess.run(
             [sys.executable, "-m", "scripts.mutants.coverage", "--one", tests, str(work / "seconds.json")],

@@ -106,7 +106,7 @@ def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
             os.chdir(copy)
             ours = {str(ROOT), str(ROOT / "src"), ""}
             sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if p not in ours)]
-            os.environ["PYTHONPATH"] = f"{copy / 'src'}{os.pathsep}{copy}"
+            os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (copy / "src", copy / "earnest-audit" / "src", copy)))
             for name in [m for m in sys.modules if m.split(".")[0] in ("earnest", "earnest_audit", "scripts", "tests")]:
                 del sys.modules[name]
             os.environ["CI"] = "true"  # a test that is skipped because of the change fails

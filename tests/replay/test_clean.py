@@ -83,7 +83,11 @@ def in_juicer(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        env={**own, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={
+            **own,
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'earnest-audit' / 'src'}",
+            "OMP_NUM_THREADS": "1",
+        },
     )
 
 

@@ -65,6 +65,7 @@ def _teach(server, name: str) -> None:
     server.http.post("/v1/feedback", json={"completion_id": chat, "text": "Warmer please."})
 
 
+@pytest.mark.slow
 def test_an_update_that_kills_the_server_twice_is_set_aside(tmp_path: Path) -> None:
     with process(tmp_path, "--adapter", "deadly", "--adapter", "fine", before=DEADLY) as server:
         _teach(server, "deadly")
@@ -91,6 +92,7 @@ def test_an_update_that_kills_the_server_twice_is_set_aside(tmp_path: Path) -> N
         assert "set_aside" not in server.http.get("/health").json()
 
 
+@pytest.mark.slow
 def test_a_shutdown_does_not_count_as_a_death(tmp_path: Path) -> None:
     """An update that a shutdown ends is tried again, however often."""
     for _ in range(2):
