@@ -67,7 +67,8 @@ class Pool:
 
 def _rollout(row: dict[str, Any]) -> Rollout:
     lists = {k: tuple(row[k]) for k in ("prompt", "tokens", "logprobs")}
-    return Rollout(**(row | lists))
+    spans = tuple((tokens, version) for tokens, version in row.get("continued", ()))
+    return Rollout(**(row | lists | {"continued": spans}))
 
 
 def fill(engine: LocalEngine, config: Config) -> Pool:

@@ -12,6 +12,11 @@ from scripts.docs.check import check
 from scripts.docs.pages import ROOT, all_pages
 
 PAGES = all_pages()
+NIGHTLY = {
+    *("docs/guards.md", "docs/diloco.md", "docs/steering.md", "docs/scale.md", "docs/tutorials/eight-gpus.md"),
+    *("docs/objectives/preferences.md", "docs/objectives/distillation.md", "docs/findings/label-smoothing.md"),
+}
+"""Pages that train for long. `make test-integrations` checks their words and `make nightly` runs them."""
 
 
 def _name(path: Path) -> str:
@@ -19,7 +24,7 @@ def _name(path: Path) -> str:
 
 
 def test_the_pages_are_found() -> None:
-    assert {"README.md", "CONTRIBUTING.md", "docs/writing-docs.md"} <= {_name(p) for p in PAGES}
+    assert {"README.md", "CONTRIBUTING.md", "docs/writing-docs.md"} | NIGHTLY <= {_name(p) for p in PAGES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -29,7 +34,9 @@ def test_page_is_sound(page: Path) -> None:
 
 
 @pytest.mark.integration  # together the pages show every optional package
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if _name(p) in NIGHTLY else (), id=_name(p)) for p in PAGES]
+)
 def test_page_runs(page: Path) -> None:
     # python -m scripts.docs.run docs/writing-docs.md
     done = subprocess.run(

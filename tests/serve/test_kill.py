@@ -140,8 +140,8 @@ def _kills(folder: Path, kills: int, late: int, seed: int) -> None:
         store.close()
 
 
-def test_five_kills(tmp_path: Path) -> None:
-    _kills(tmp_path, 5, 1, seed=0)
+def test_two_kills(tmp_path: Path) -> None:
+    _kills(tmp_path, 2, 1, seed=0)
 
 
 @pytest.mark.slow
