@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import earnest as en
 from earnest.models import SampleSpec
@@ -20,6 +19,7 @@ from earnest.rollouts.transcript import Transcript, authored
 from earnest.rollouts.turn_sampling import TurnSampler
 from earnest.tasks.tool_tasks import LOOKUP
 from earnest_audit import Verdict
+from tests.rollouts.perturbed import perturbed_nano
 from tests.rollouts.test_trajectories import STRIPPING, everything, shifted
 from tests.rollouts.worlds import Echo
 
@@ -29,13 +29,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def engine() -> en.LocalEngine:
-    policy = en.load("nano")
-    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), targets=("q_proj",), seed=0))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in engine.parameters:
-            p.add_(0.05 * torch.randn_like(p))
-    return engine
+    return perturbed_nano()
 
 
 @pytest.fixture

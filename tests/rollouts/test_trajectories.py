@@ -21,6 +21,7 @@ from earnest.rollouts.transcript import Transcript
 from earnest.signals import Batch
 from earnest.signals.scorer import LogProbsWanted
 from earnest.tasks import GraderErrors, StepResult, TaskError
+from tests.rollouts.perturbed import perturbed_nano
 from tests.rollouts.worlds import Echo, OneTurn
 
 SPEC = SampleSpec(max_new_tokens=24, seed=3)
@@ -34,13 +35,7 @@ STRIPPING = (
 
 @pytest.fixture(scope="module")
 def engine() -> en.LocalEngine:
-    policy = en.load("nano")
-    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), targets=("q_proj",), seed=0))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in engine.parameters:
-            p.add_(0.05 * torch.randn_like(p))
-    return engine
+    return perturbed_nano()
 
 
 def talk(
