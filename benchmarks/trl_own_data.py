@@ -1,6 +1,7 @@
 """SFT, DPO, KTO and GRPO on the same rows beside TRL, in one process: loss curves and step times, as JSON.
 
-    python benchmarks/trl_own_data.py --steps 10 --out results.json
+    python benchmarks/trl_own_data.py [--steps 20] [--out benchmarks/results/trl_own_data.json]
+    python benchmarks/trl_own_data.py --table          the table of --out
 
 Both train a LoRA of rank 8 on the attention projections of nano in float32 with AdamW (no decay, no warm-up, constant
 rate, gradient norm clipped to 1), from the same initial adapter weights, on the same batches in the same order. For
@@ -15,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +183,39 @@ def median(values: list[float]) -> float:
     return ordered[len(ordered) // 2]
 
 
+def table(results: dict[str, Any]) -> str:
+    """A markdown table: the losses at the first and the last step, their largest distance, and the step times."""
+    lines = [
+        "| objective | loss, first → last, earnest | TRL | largest difference | step, earnest | TRL | TRL ÷ earnest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind in ("sft", "dpo", "kto", "grpo"):
+        if kind not in results:
+            continue
+        both = [results[kind][side] for side in ("earnest", "trl")]
+        ends = [f"{abs(side['loss'][0]):.4f} → {abs(side['loss'][-1]):.4f}" for side in both]
+        ours, theirs = (median(side["seconds"]) for side in both)
+        lines.append(
+            f"| {kind} | {ends[0]} | {ends[1]} | {results[kind]['largest_difference']:.1e} "
+            f"| {ours * 1000:.0f} ms | {theirs * 1000:.0f} ms | {theirs / ours:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kinds", default="sft,dpo,kto,grpo")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "trl_own_data.json")
+    parser.add_argument("--table", action="store_true", help="print the table of --out instead of running")
     given = parser.parse_args()
+    if given.table:
+        print(table(json.loads(given.out.read_text())))
+        return
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"steps": given.steps, "batch": BATCH, "threads": 1}
+    results: dict[str, Any] = {
+        "steps": given.steps, "batch": BATCH, "threads": 1, "load": os.getloadavg()[0], "trl": version("trl"),
+    }  # fmt: skip
     for kind in given.kinds.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "rows.jsonl"
@@ -200,8 +227,7 @@ def main() -> None:
         ends = ", ".join(f"{ours['loss'][i]:.4f} and {theirs['loss'][i]:.4f}" for i in (0, -1))
         steps = f"{median(ours['seconds']):.3f} s and {median(theirs['seconds']):.3f} s"
         print(f"{kind}: first and last loss {ends}; largest difference {apart:.2g}; median step {steps}")
-    if given.out is not None:
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
+    given.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import peft
 import pytest
@@ -139,3 +143,57 @@ def test_a_push_that_fails_leaves_the_folder(trained: Path, tmp_path: Path, monk
     with pytest.raises(EarnestError, match="is written and compared, but was not pushed to me/mine"):
         en.export(trained, tmp_path / "merged", push="me/mine")
     assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the hub's protocol that an upload of small files uses; keeps the files of each repository."""
+
+    repositories: dict[str, dict[str, bytes]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        answer: dict[str, Any] = {}
+        if self.headers["Authorization"] != "Bearer hf_mine":
+            self.send_error(401)
+            return
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            assert asked.get("private") or asked.get("visibility") == "private"
+            self.repositories[f"{asked['organization']}/{asked['name']}"] = {}
+            answer = {"url": f"http://{self.headers['Host']}/{asked['organization']}/{asked['name']}"}
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        elif "/commit/" in self.path:
+            name = self.path.removeprefix("/api/models/").split("/commit/")[0]
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            answer = {"commitUrl": f"http://{self.headers['Host']}/{name}/commit/1", "commitOid": "1"}
+        sent = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        self.wfile.write(sent)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+
+def test_a_push_uploads_the_whole_folder_as_a_private_repository(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Hub.repositories = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_mine")
+        done = en.export(trained, tmp_path / "merged", push="me/mine")
+        server.shutdown()
+    assert str(done.address).endswith("/me/mine")
+    folder = tmp_path / "merged"
+    written = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert Hub.repositories == {"me/mine": written}
+    assert {"model.safetensors", "config.json", "README.md"} <= written.keys()
