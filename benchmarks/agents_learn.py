@@ -1,13 +1,16 @@
-"""What nano learns on the built-in environments with tools, and what each channel of the recipe ``agent`` contributes.
+"""What nano learns on environments of several turns, and what each channel of the recipe ``agent`` contributes.
 
     python -m benchmarks.agents_learn tasks                  GRPO on calculator, lookup and fix, 5 seeds
+    python -m benchmarks.agents_learn verifiers              GRPO on two environments of verifiers, 5 seeds
     python -m benchmarks.agents_learn channels               each channel alone and together, on lookup, 5 seeds
     python -m benchmarks.agents_learn tasks --from benchmarks/results/agents_learn_tasks.json    the table of a JSON
 
+A command that is repeated continues with the runs that are not in its JSON file.
+
 Each seed has its own warm start: supervised steps of all weights on 256 conversations, at least as many as ``WARM``,
-until a quarter of 32 conversations on training prompts succeeds. The oracle makes them; every second one answers
-without a call instead, so the policy learns the form of a call, and that it may do without. Training then starts from
-those weights with a fresh adapter and the recipe's settings.
+until the mean reward of 32 conversations on training prompts is a quarter. The oracle makes them; in the built-in
+environments every second one answers without a call instead, so the policy learns the form of a call, and that it may
+do without. Training then starts from those weights with a fresh adapter and the recipe's settings.
 
 Held-out prompts, with their seeds, are the same before and after; the standard error is that of the prompts'
 differences. "rises" counts the seeds whose gain is above three standard errors.
@@ -16,6 +19,7 @@ differences. "rises" counts the seeds whose gain is above three standard errors.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import statistics
@@ -31,6 +35,7 @@ from typing import Any
 import torch
 
 from earnest.config import RunConfig, from_mapping, recipes
+from earnest.disk import write_json
 from earnest.errors import NothingToTrain
 from earnest.models.protocol import PolicyLike
 from earnest.models.replies import message_tokens
@@ -40,10 +45,14 @@ from earnest.runs.collect import BatchSource, attempt
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.own_data import standard_error
 from earnest.runs.setup import Setup, build
-from earnest.tasks import Prompt, PromptStream
+from earnest.tasks import Environment, Prompt, PromptStream, is_environment
 from earnest.tasks.tool_environment import ToolEnvironment
 
-WARM = {"calculator": 40, "lookup": 24, "fix": 40}
+OWN, VERIFIERS = ("calculator", "lookup", "fix"), ("verifiers/shop_prices", "verifiers/alphabet_sort")
+WARM = {"calculator": 40, "lookup": 24, "fix": 40, "verifiers/shop_prices": 0, "verifiers/alphabet_sort": 40}
+LENGTH = {"verifiers/alphabet_sort": 64}
+"""Tokens of a turn, where the recipe's 48 are too few."""
+ENVIRONMENTS = Path(__file__).parents[1] / "experiments" / "environments"
 ENOUGH, MOST, DEMONSTRATIONS = 0.25, 120, 256
 GRPO, SDPO, SIMPO, BARRIER = (
     {"kind": "grpo", "clip": 0.2},
@@ -72,6 +81,7 @@ class Result:
     seed: int
     warm_steps: int
     steps: int
+    prompts: int
     before: float
     after: float
     gain: float
@@ -89,11 +99,13 @@ def quiet(_: str) -> None:
     """No progress lines."""
 
 
-def demonstrations(policy: PolicyLike, environment: ToolEnvironment, prompts: Sequence[Prompt]) -> list[Row]:
-    """The oracle's conversations; every second one is an answer without a call instead."""
+def demonstrations(policy: PolicyLike, environment: Environment, prompts: Sequence[Prompt]) -> list[Row]:
+    """The oracle's conversations; in the built-in environments every second one is an answer without a call instead."""
     rows: list[Row] = []
+    if not isinstance(environment, ToolEnvironment):
+        environment.oracle = importlib.import_module(environment.name.partition("/")[2]).oracle  # type: ignore[attr-defined]
     for i, prompt in enumerate(prompts):
-        if i % 2:
+        if i % 2 or not isinstance(environment, ToolEnvironment):
             rows.append(demonstration(policy, environment, prompt, 0, i))
             continue
         said = {"role": "assistant", "content": str(prompt.data.get("code", prompt.data["answer"]))}
@@ -112,24 +124,28 @@ def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
             "adapter": {"kind": "full"},
             "objective": [{"kind": "sft"}],
             "optimizer": {"kind": "adamw", "lr": 1e-3 if task == "lookup" else 1.5e-3},
-            "sampling": {"max_new_tokens": 48},
+            "sampling": {"max_new_tokens": LENGTH.get(task, 48)},
             "turns": {"max_turns": 4},
             "steps": MOST,
             "seed": seed,
         }
     )
     setup = build(config, quiet)
-    assert isinstance(setup.task, ToolEnvironment)
+    assert is_environment(setup.task)
     stream = PromptStream(setup.task, seed)
     rows = demonstrations(setup.policy, setup.task, stream.next(DEMONSTRATIONS))
     prompts, rng = stream.next(16), random.Random(seed)
-    for step in range(1, MOST + 1):
+
+    def enough(step: int) -> bool:
+        if step < WARM[task] or (step - WARM[task]) % 8:
+            return False
+        return statistics.fmean(a.grade.reward for a in attempt(setup, prompts, 2, step)) >= ENOUGH
+
+    step = 0
+    while step < MOST and not enough(step):
         batch = stack(rng.sample(rows, 32), pad=setup.policy.pad_id, device=setup.policy.device)
         setup.engine.step(batch, setup.objective)
-        if step >= WARM[task] and (step - WARM[task]) % 8 == 0:
-            found = attempt(setup, prompts, 2, step)
-            if sum(a.grade.correct for a in found) >= ENOUGH * len(found):
-                break
+        step += 1
     setup.require_local("the warm start").adapter.save(folder, "nano")
     return step, time.perf_counter() - started
 
@@ -145,6 +161,7 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     started = time.perf_counter()
     _, recipe = recipes.read("agent")
     recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
+    recipe["sampling"] |= {"max_new_tokens": LENGTH.get(task, 48)}
     recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}
     setup = build(from_mapping(recipe), quiet)
     before = evaluate(setup, 0)
@@ -152,7 +169,7 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     after = evaluate(setup, args.steps)
     gains = [b - a for a, b in zip(before.means, after.means, strict=True)]
     return Result(
-        arm, task, seed, warmed[0], args.steps, before.value, after.value, after.value - before.value,
+        arm, task, seed, warmed[0], args.steps, args.prompts, before.value, after.value, after.value - before.value,
         standard_error(gains) or float("nan"), endings(before), endings(after), rewards, spread, idle,
         (warmed[1], time.perf_counter() - started),
     )  # fmt: skip
@@ -204,7 +221,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tasks", "channels"])
+    parser.add_argument("what", choices=["tasks", "verifiers", "channels"])
     parser.add_argument("--tasks", nargs="*", choices=list(WARM), help="default: all, and lookup for the channels")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
     parser.add_argument("--steps", type=int, default=40)
@@ -213,27 +230,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")
     args = parser.parse_args(argv)
     if args.earlier:
-        data = [one for path in args.earlier for one in json.loads(path.read_text())["results"]]
-        print(table([Result(**one) for one in data]))
+        print(table([result for path in args.earlier for result in read(path)]))
         return 0
     torch.set_num_threads(1)
+    sys.path.insert(0, str(ENVIRONMENTS))
     place = args.json or Path(f"benchmarks/results/agents_learn_{args.what}.json")
-    arms = {"GRPO": [GRPO]} if args.what == "tasks" else CHANNELS
-    results: list[Result] = []
+    arms = CHANNELS if args.what == "channels" else {"GRPO": [GRPO]}
+    tasks = {"tasks": OWN, "verifiers": VERIFIERS, "channels": ("lookup",)}[args.what]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    results = read(place) if place.exists() else []
+    done = {(r.arm, r.task, r.seed, r.steps, r.prompts) for r in results}
     for seed in args.seeds:
-        for task in args.tasks or (list(WARM) if args.what == "tasks" else ["lookup"]):
+        for task in args.tasks or tasks:
+            todo = [arm for arm in arms if (arm, task, seed, args.steps, args.prompts) not in done]
             with tempfile.TemporaryDirectory() as folder:
-                warmed = warm(task, seed, Path(folder) / "model")
-                for arm, terms in arms.items():
-                    results.append(train(arm, terms, task, seed, Path(folder) / "model", warmed, args))
-                    last = results[-1]
+                warmed = warm(task, seed, Path(folder) / "model") if todo else (0, 0.0)
+                for arm in todo:
+                    last = train(arm, arms[arm], task, seed, Path(folder) / "model", warmed, args)
+                    results.append(last)
+                    write_json(place, {"results": [asdict(r) for r in results]})
                     print(
-                        f"{task} seed {seed} {arm}: {last.before:.3f} → {last.after:.3f}", file=sys.stderr, flush=True
-                    )
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    place.write_text(json.dumps({"results": [asdict(r) for r in results]}, indent=1) + "\n")
+                        f"{task} seed {seed} {arm}: {last.before:.3f} → {last.after:.3f} ± {last.se:.3f} after "
+                        f"{last.warm_steps} warm steps, {sum(last.seconds):.0f} s", file=sys.stderr, flush=True,
+                    )  # fmt: skip
     print(table(results))
     return 0
+
+
+def read(place: Path) -> list[Result]:
+    """The results in a file of this program."""
+    return [Result(**one) for one in json.loads(place.read_text())["results"]]
 
 
 if __name__ == "__main__":

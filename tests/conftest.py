@@ -59,6 +59,7 @@ INTEGRATIONS = (
     "serve/test_openai.py",
     "serve/test_tools.py",
     "sync/test_bucket.py",
+    "tasks/test_openenv.py",
     "tasks/test_reasoning_gym.py",
     "tasks/test_verifiers.py",
     "tinker",

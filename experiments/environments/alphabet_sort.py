@@ -86,4 +86,12 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
             yield AlphabetSortTask(AlphabetSortData(prompt=None, asked=asked, wanted=wanted))
 
 
+def oracle(_: Any, history: tuple[Any, ...]) -> dict[str, str]:
+    """The next message of a policy that solves every episode, for demonstrations."""
+    asked = [str(m["content"]).rpartition(": ")[2].removesuffix(".").split(", ") for m in history if m["role"] == "user"]
+    new = set(asked[-1]) if len(asked) > 1 else set()
+    lines = [f"{name} new" if name in new else name for name in sorted(sum(asked, []))]
+    return {"role": "assistant", "content": "\n".join(["<sorted>", *lines, "</sorted>"])}
+
+
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]

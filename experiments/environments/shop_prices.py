@@ -72,4 +72,14 @@ class ShopTaskset(vf.Taskset[ShopTask, vf.TasksetConfig]):
             yield ShopTask(ShopData(prompt=f"What does the {item} cost?", prices=prices, answer=answer))
 
 
+def oracle(_: Any, history: tuple[Any, ...]) -> dict[str, Any]:
+    """The next message of a policy that solves every question, for demonstrations."""
+    asked, last = history[0]["content"].split()[3], str(history[-1]["content"])
+    if last.endswith(" coins"):
+        return {"role": "assistant", "content": f"The {asked} costs {last}."}
+    item = last.removeprefix("as the ") if len(history) > 1 else asked
+    call = {"id": "call00000", "type": "function", "function": {"name": "price", "arguments": {"item": item}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 __all__ = ["ShopTaskset"]

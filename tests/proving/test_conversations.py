@@ -112,6 +112,18 @@ def unstopped(patch: Patch) -> None:
     masked(mistake)(patch)
 
 
+def later_turns_halved(patch: Patch) -> None:
+    """The tokens of later turns count half, except the one that ends a turn."""
+
+    def mistake(row: rows.Row) -> rows.Row:
+        weights = [*(row.weights or (1.0,) * len(row.tokens)), 0.0]
+        observed = weights.index(0.0)
+        halved = [w / 2 if i > observed and weights[i + 1] else w for i, w in enumerate(weights[:-1])]
+        return replace(row, weights=tuple(halved))
+
+    masked(mistake)(patch)
+
+
 @pytest.mark.parametrize(
     ("mistake", "law"),
     [
@@ -139,6 +151,15 @@ def test_a_mistake_breaks_a_law(
     monkeypatch.setattr(collecting, "check_exact", lambda *a: None)
     mistake(monkeypatch)
     assert law in broken(laws(engine))
+
+
+def test_later_turns_of_another_weight_break_the_law_of_turns_in_rows_of_their_own(
+    engine: en.LocalEngine, monkeypatch: Patch
+) -> None:
+    """No other law sees the mistake: the tokens, their log-probs and the weights of the stop tokens are right."""
+    monkeypatch.setattr(collecting, "check_exact", lambda *a: None)
+    later_turns_halved(monkeypatch)
+    assert broken(laws(engine)) == {"turns in rows of their own"}
 
 
 def test_a_history_that_the_template_would_rewrite_breaks_a_law(

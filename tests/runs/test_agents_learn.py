@@ -20,13 +20,34 @@ def test_the_held_out_reward_rises_by_more_than_three_standard_errors(task: str,
     assert found.gain > 3 * found.se > 0, found
 
 
+def result(seed: int, gain: float, task: str = "fix", arm: str = "GRPO") -> agents_learn.Result:
+    return agents_learn.Result(
+        arm, task, seed, 20, 30, 64, 0.3, 0.3 + gain, gain, 0.1, {}, {}, (0.5,), (0.5, 1.0), 0, (20.0, 60.0)
+    )
+
+
+def test_the_same_command_continues_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, int]] = []
+
+    def train(arm: str, terms: object, task: str, seed: int, *_: object) -> agents_learn.Result:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append((task, seed))
+        return result(seed, 0.5, task, arm)
+
+    monkeypatch.setattr(agents_learn, "warm", lambda *_: (0, 0.0))
+    monkeypatch.setattr(agents_learn, "train", train)
+    command = ["tasks", "--tasks", "fix", "lookup", "--seeds", "0", "1", "--steps", "30", "--json", str(tmp_path / "r")]
+    with pytest.raises(KeyboardInterrupt):
+        agents_learn.main(command)
+    kept, done[:] = done[:], []
+    agents_learn.main(command)
+    assert (kept, done) == ([("fix", 0), ("lookup", 0)], [("fix", 1), ("lookup", 1)])
+    assert [(r.task, r.seed) for r in agents_learn.read(tmp_path / "r")] == kept + done
+
+
 def test_the_table_counts_the_seeds_that_rise() -> None:
-    common = {"arm": "GRPO", "task": "fix", "warm_steps": 20, "steps": 30, "endings_before": {}, "endings_after": {}}
-    runs = [
-        agents_learn.Result(**common, seed=seed, before=0.3, after=0.3 + gain, gain=gain, se=0.1, rewards=(0.5,),
-                            spread=(0.5, 1.0), idle=0, seconds=(20.0, 60.0))
-        for seed, gain in enumerate((0.5, 0.2, 0.4))
-    ]  # fmt: skip
+    runs = [result(seed, gain) for seed, gain in enumerate((0.5, 0.2, 0.4))]
     line = agents_learn.table(runs).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
         "fix", "0.300 ± 0.000", "0.667 ± 0.153", "0.367 ± 0.153", "2 of 3", "75%", "20 + 60",

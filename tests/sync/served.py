@@ -123,7 +123,7 @@ def swallow_pushes(proxy: Proxy, rename: bool) -> None:
         if "load_lora_adapter" in path:  # loads, uploads and unloads
             if first:
                 return None
-            first.append(path.split("lora_name=")[1])
+            first.append(path.split("lora_name=")[1].split("&")[0])
         if path == "/v1/completions" and rename:
             body = json.dumps({**json.loads(body), "model": first[0]}).encode()
         return path, body

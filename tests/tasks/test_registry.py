@@ -39,12 +39,15 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, way_out: str
 def test_without_the_extras_the_error_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("earnest.tasks.external_reasoning_gym.installed", lambda: False)
     monkeypatch.setattr("earnest.tasks.external_verifiers.installed", lambda: False)
+    monkeypatch.setattr("earnest.tasks.external_openenv.installed", lambda: False)
     with pytest.raises(MissingExtra, match=r'pip install "earnest\[reasoning-gym\]"'):
         get_task("reasoning_gym/chain_sum")
     with pytest.raises(EarnestError, match=r'pip install "earnest\[verifiers\]"'):
         get_task("verifiers/anything")
+    with pytest.raises(EarnestError, match=r'pip install "earnest\[openenv\]"'):
+        get_task("openenv/http://localhost:1")
     lines = {info.name: info for info in list_tasks() if not info.available}
-    assert set(lines) == {"reasoning_gym/<dataset>", "verifiers/<environment>"}
+    assert set(lines) == {"reasoning_gym/<dataset>", "verifiers/<environment>", "openenv/<address>"}
 
 
 def test_tasks_import_neither_torch_nor_the_extras() -> None:

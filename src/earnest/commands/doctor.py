@@ -18,6 +18,7 @@ EXTRAS = {
     "graders": ("math_verify", "grade: math, grade: json with a schema"),
     "reasoning-gym": ("reasoning_gym", "tasks reasoning_gym/NAME"),
     "verifiers": ("verifiers", "tasks verifiers/NAME"),
+    "openenv": ("websockets", "tasks openenv/ADDRESS"),
     "serve": ("fastapi", "earnest serve"),
     "peft": ("peft", "checking adapters against PEFT"),
     "gguf": ("gguf", "the model smollm2"),

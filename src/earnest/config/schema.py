@@ -102,6 +102,13 @@ class SamplerConfig(Strict):
         description="of an `earnest serve`, vLLM or SGLang server; or a bucket (s3://…, gs://…, az://…, file:///…) "
         "that `earnest sampler` processes read; none: processes of this machine, if staleness is above 0",
     )
+    port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="a port of this machine (0: any free one) where the run starts an `earnest serve` that samples for "
+        "it, and for other programs at /inference/v1/generate; none: no server",
+    )
     count: Whole = Field(1, description="number of processes on this machine or on a bucket; a server counts as one")
     staleness: int = Field(
         0,
@@ -137,8 +144,13 @@ class SamplerConfig(Strict):
             "key": (server, "a server at sampler.url"),
             "timeout": (self.url is not None, "sampler.url"),
             "partial": (self.staleness > 0, "staleness above 0"),
-            "count": (not server and (self.url is not None or self.staleness > 0), "a bucket, or staleness above 0"),
+            "count": (
+                not server and self.port is None and (self.url is not None or self.staleness > 0),
+                "a bucket, or staleness above 0",
+            ),
         }
+        if self.port is not None and self.url is not None:
+            raise ConfigError("sampler.port: sampler.url names a sampler already; leave one of the two out")
         for name, (has_meaning, what) in meant.items():
             if not has_meaning and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"sampler.{name}: has a meaning only with {what}; leave it out")
@@ -372,7 +384,7 @@ class RunConfig(LoopConfig):
                     f"objective: {weighted.term.label}.{name} acts over several rounds, and a run has one; "
                     "leave it out, or use `earnest run heal`, whose loop has rounds"
                 )
-        if self.sampler is not None and self.sampler.url is not None and self.sampling.workers:
+        if self.sampling.workers and self.sampler is not None and (self.sampler.url or self.sampler.port is not None):
             raise ConfigError("sampler: sampling.workers are samplers too; leave one of the two out")
         if self.dtype in ("int8", "nf4") and self.engine.shard > 1:
             raise ConfigError(

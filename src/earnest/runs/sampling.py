@@ -1,4 +1,4 @@
-"""The samplers of a config: processes here, Ray actors, a server, or processes that share only a bucket."""
+"""The samplers of a config: processes here, Ray actors, servers, or processes that share only a bucket."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 PROBES = 4
 """Held-out prompts whose tokens are the probe."""
+MOST_WAITING = 4096
+"""Sequences that may wait at the run's own server: those of the run, and of other programs."""
 
 
 def sampling_engine(config: str) -> LocalEngine:
@@ -48,7 +50,7 @@ def samplers_of(
 ) -> SamplerPool | None:
     """The samplers of this run, which follow ``engine``; None: the engine samples."""
     policy, wanted = engine.policy, config.sampler or SamplerConfig()
-    if wanted.url is None and not wanted.staleness and not config.sampling.workers:
+    if wanted.url is None and wanted.port is None and not wanted.staleness and not config.sampling.workers:
         return None
     rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
     if config.sampling.workers:
@@ -59,6 +61,16 @@ def samplers_of(
         gpus = 1.0 if policy.device.type == "cuda" else 0.0
         members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
         return SamplerPool(engine, rows, members, close, staleness=wanted.staleness, partial=wanted.partial)
+    if wanted.port is not None:
+        from earnest.sync.own_server import OwnServer
+        from earnest.sync.server import Server
+        from earnest.sync.servers import ServerSampler
+
+        settings = {"model": config.model, "device": config.device, "dtype": config.dtype, "threads": config.threads}
+        own = OwnServer(settings | {"port": wanted.port, "adapters": (), "max_waiting": MOST_WAITING})
+        say(f"sampling at {own.url}; other programs find the newest weights there as the model `pushed`")
+        member = ServerSampler(Server(own.url, timeout=wanted.timeout))
+        return SamplerPool(engine, rows, [member], own.close, staleness=wanted.staleness, partial=wanted.partial)
     if wanted.url is None:
         from earnest.sync.process import ProcessSampler
 

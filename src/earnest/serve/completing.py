@@ -156,6 +156,8 @@ class CompletionWork:
 def begin(work: CompletionWork, prompts: Sequence[Any], stack: ExitStack) -> None:
     work.state.wait()
     work.lease = stack.enter_context(work.state.leases.lease(work.body.model))
+    if work.lease.row is not None:
+        work.caller.demand(work.lease.row.name, "read")
     work.prompts = [make() for make in prompts]
     try:
         work.shape()

@@ -1,7 +1,8 @@
 """/inference/v1/generate: tokens in, tokens and log-probs out, in vLLM's format.
 
 verifiers' train client and other trainers that tokenize by themselves use it. Nothing is stored. Log-probs are those of
-the distribution that was sampled from.
+the distribution that was sampled from. The model ``pushed`` is the adapter that was pushed last; the answer has its name
+(``adapter``) and its version at the trainer (``policy_version``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 
 from earnest.serve.completing import CompletionWork, begin, cancel, submit, wait
 from earnest.serve.keys import Who
+from earnest.serve.leases import Lease
 from earnest.serve.state import State
 from earnest.serve.wire import ERRORS, SEED, Ids, StrictBody, TextRequest
 
@@ -81,6 +83,7 @@ def router(state: State) -> APIRouter:
         work.id = body.request_id or work.id
         with ExitStack() as stack:
             await run_in_threadpool(begin, work, [lambda: tuple(body.token_ids)], stack)
+            version = await run_in_threadpool(_policy_version, state, work.lease)
             wanted = body.sampling_params
             ends = set(wanted.stop_token_ids or ()) | (set() if wanted.ignore_eos else state.host.policy.eos_ids)
             work.body._ends = tuple(sorted(ends))  # type: ignore[union-attr]
@@ -92,7 +95,9 @@ def router(state: State) -> APIRouter:
             found = {
                 "request_id": work.id,
                 "model": body.model,
+                "adapter": work.lease.model,
                 "adapter_version": work.lease.version,
+                "policy_version": version,
                 "choices": [_choice(index, done, wanted.logprobs) for index, done in enumerate(answers)],
                 "prompt_logprobs": None,
                 "usage": work.usage([answers]),
@@ -100,6 +105,14 @@ def router(state: State) -> APIRouter:
             return JSONResponse(found, headers=work.headers())
 
     return api
+
+
+def _policy_version(state: State, lease: Lease) -> int | None:
+    """The version of a pushed adapter at its trainer, where the trainer gave it."""
+    if lease.row is None or not lease.version:
+        return None
+    found: int | None = state.store.version(lease.row, lease.version).record.get("policy_version")
+    return found
 
 
 def _completion(body: GenerateRequest) -> _Tokens:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from earnest.serve.errors import NoModel, damaged
+from earnest.serve.errors import Loading, NoModel, damaged
 from earnest.serve.host import Host
 from earnest.serve.store import PUSHED, AdapterRow, ServerStore
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from earnest.adapters import Adapter
 
 log = logging.getLogger("earnest.serve")
+PUSHED_LAST = "pushed"
+"""The model's name that means the adapter that was pushed last."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,18 @@ class Leases:
             if number:
                 raise NoModel(f"{name} has no versions but 0.", "model")
             return None, 0
-        row = self.store.adapter(name)
+        row = self._pushed_last() if name == PUSHED_LAST else self.store.adapter(name)
         if number is not None and number > 0:
             self.store.version(row, number)
         if row.origin == PUSHED and not (row.live if number is None else number):
             raise NoModel(f"{name} was pushed and its weights are not live; load it again, or use base.", "model")
         return row, row.live if number is None else number
+
+    def _pushed_last(self) -> AdapterRow:
+        pushed = [row for row in self.store.adapters() if row.origin == PUSHED and row.live]
+        if not pushed:
+            raise Loading("no adapter was pushed here so far; try again after the first push, or use base.", "model")
+        return pushed[-1]
 
     @contextmanager
     def lease(self, model: str) -> Iterator[Lease]:

@@ -10,7 +10,7 @@ NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2}(/[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[A-Za-z0-9_-]{1,32}){0,2})?"
 )
 RESERVED = frozenset(
-    {"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export", "cancel", "resume", "purge"}
+    {"base", "versions", "diff", "rollback", "promote", "pin", "fork", "export", "cancel", "resume", "purge", "pushed"}
 )
 
 

@@ -77,12 +77,13 @@ def router(state: State) -> APIRouter:
         caller: Who,
         lora_name: Annotated[str, Query(min_length=1, max_length=200)],
         load_inplace: bool = False,
+        policy_version: Annotated[int | None, Query(ge=0, le=1 << 53)] = None,
     ) -> PlainTextResponse:
         _allowed(lora_name, caller)
         await run_in_threadpool(_old, state, lora_name, load_inplace, caller)
         content = await request.body()
         files = await run_in_threadpool(unzipped, content, state.settings.max_upload)
-        await run_in_threadpool(install, state, lora_name, files, load_inplace, caller)
+        await run_in_threadpool(install, state, lora_name, files, load_inplace, caller, policy_version)
         return PlainTextResponse(f"{lora_name} is loaded.")
 
     @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=PLAIN_TEXT)
@@ -174,9 +175,16 @@ def _old(state: State, name: str, inplace: bool, caller: Caller) -> int | None:
     return old.id
 
 
-def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, caller: Caller) -> None:
+def install(
+    state: State,
+    name: str,
+    files: Mapping[str, bytes],
+    inplace: bool,
+    caller: Caller,
+    policy_version: int | None = None,
+) -> None:
     """Version 1 of a new adapter: its files are written and loaded into the model, and then its name becomes known;
-    an adapter that it replaces answers until then."""
+    an adapter that it replaces answers until then. ``policy_version`` is its number at the trainer."""
     state.wait()
     old = _old(state, name, inplace, caller)
     made = state.store.reserve()
@@ -186,7 +194,7 @@ def install(state: State, name: str, files: Mapping[str, bytes], inplace: bool, 
         for file, content in files.items():
             (fresh / "adapter" / file).write_bytes(content)
 
-    record = _record()
+    record = _record() | {"policy_version": policy_version}
     try:
         versions.write(state.store.version_folder(made, 1), fill, record)
         _check(state, made)

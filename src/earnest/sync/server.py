@@ -97,7 +97,8 @@ class Server:
         """Give the server these weights under ``name``, which must be free."""
         files = weights.files(plain=self.kind != "earnest")
         if self.kind == "earnest":
-            self._change(f"/v1/upload_lora_adapter?lora_name={quote(name)}", _zipped(files), already_loaded)
+            path = f"/v1/upload_lora_adapter?lora_name={quote(name)}&policy_version={weights.version}"
+            self._change(path, _zipped(files), already_loaded)
             return
         body = {"lora_name": name, "lora_path": self._write(name, files)}
         self._change(f"{self._prefix()}/load_lora_adapter", body, already_loaded)

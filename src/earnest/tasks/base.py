@@ -68,6 +68,6 @@ class TaskInfo:
 
     name: str
     description: str
-    source: Literal["built-in", "environment", "imported", "reasoning-gym", "verifiers"]
+    source: Literal["built-in", "environment", "imported", "reasoning-gym", "verifiers", "openenv"]
     available: bool = True
     """False if its extra is not installed."""

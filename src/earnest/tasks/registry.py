@@ -26,11 +26,12 @@ def register(task: T) -> T:
 def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
     """The task of this name.
 
-    A name is that of a registered task, ``reasoning_gym/<dataset>``, ``verifiers/<environment>``, ``graded`` (the
-    user's own rows with a grader), or a place in code: ``my_task.py:Name`` or ``package.module:Name``. ``settings``
-    are those of the dataset, the environment or the class; registered tasks and instances have none.
+    A name is that of a registered task, ``reasoning_gym/<dataset>``, ``verifiers/<environment>``,
+    ``openenv/<address>``, ``graded`` (the user's own rows with a grader), or a place in code: ``my_task.py:Name`` or
+    ``package.module:Name``. ``settings`` are those of the dataset, the environment or the class; registered tasks and
+    instances have none.
     """
-    from earnest.tasks import external_reasoning_gym, external_verifiers, from_data
+    from earnest.tasks import external_openenv, external_reasoning_gym, external_verifiers, from_data
 
     given = dict(settings or {})
     environments = _environments()
@@ -43,13 +44,16 @@ def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
         return external_reasoning_gym.load(rest, given)
     if family == "verifiers" and rest:
         return external_verifiers.load(rest, given)
+    if family == "openenv" and rest:
+        return external_openenv.load(rest, given)
     if name == from_data.NAME:
         return from_data.load(given)
     if ":" in name:
         return _from_code(name, given)
     if name.endswith(".py"):
         raise TaskError(f"task: {name} is a file; add the name of the task in it, as in {name}:MyTask.")
-    known = [*TASKS, *environments, "my_task.py:Name", "reasoning_gym/<dataset>", "verifiers/<environment>"]
+    families = ("reasoning_gym/<dataset>", "verifiers/<environment>", "openenv/<address>")
+    known = [*TASKS, *environments, "my_task.py:Name", *families]
     raise UnknownTask(f"task {name!r} is unknown: {nearest(name, known)} `earnest tasks` lists all of them.")
 
 
@@ -86,11 +90,11 @@ def _from_code(entry: str, settings: Mapping[str, Any]) -> Task:
 
 def list_tasks() -> list[TaskInfo]:
     """Every registered task, and those of the installed extras."""
-    from earnest.tasks import external_reasoning_gym, external_verifiers
+    from earnest.tasks import external_openenv, external_reasoning_gym, external_verifiers
 
     infos = [
         TaskInfo(name, task.description, "imported" if name in TASKS.imported else "built-in")
         for name, task in TASKS.items()
     ]
     infos += [TaskInfo(name, found.description, "environment") for name, found in _environments().items()]
-    return [*infos, *external_reasoning_gym.infos(), *external_verifiers.infos()]
+    return [*infos, *external_reasoning_gym.infos(), *external_verifiers.infos(), *external_openenv.infos()]
