@@ -88,9 +88,11 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
 
 def oracle(_: Any, history: tuple[Any, ...]) -> dict[str, str]:
     """The next message of a policy that solves every episode, for demonstrations."""
-    asked = [str(m["content"]).rpartition(": ")[2].removesuffix(".").split(", ") for m in history if m["role"] == "user"]
+    asked = [
+        str(m["content"]).rpartition(": ")[2].removesuffix(".").split(", ") for m in history if m["role"] == "user"
+    ]
     new = set(asked[-1]) if len(asked) > 1 else set()
-    lines = [f"{name} new" if name in new else name for name in sorted(sum(asked, []))]
+    lines = [f"{name} new" if name in new else name for name in sorted(name for names in asked for name in names)]
     return {"role": "assistant", "content": "\n".join(["<sorted>", *lines, "</sorted>"])}
 
 

@@ -88,7 +88,9 @@ def test_any_other_action_is_a_tool_and_rewards_are_those_of_turns(server: str) 
     environment: Any = get_task(f"openenv/{server}/walk", {"prompt": "Walk to (1, 1).", "solved": 0.5})
     (tool,) = environment.tools
     assert tool["function"]["name"] == "act" and set(tool["function"]["parameters"]["properties"]) == {"dx", "dy"}
-    messages, grade = played(environment, _calls("act", dx="far", dy=0), _calls("act", dx=1, dy=0), _calls("act", dx=0, dy=1))
+    messages, grade = played(
+        environment, _calls("act", dx="far", dy=0), _calls("act", dx=1, dy=0), _calls("act", dx=0, dy=1)
+    )
     assert messages[0] == {"role": "user", "content": "Walk to (1, 1)."}
     assert messages[2]["content"].startswith("Error: dx: ") and messages[4]["content"] == "You are at [1, 0]."
     assert grade.reward == pytest.approx(0.9) and grade.correct

@@ -1,8 +1,8 @@
 """/inference/v1/generate: tokens in, tokens and log-probs out, in vLLM's format.
 
 verifiers' train client and other trainers that tokenize by themselves use it. Nothing is stored. Log-probs are those of
-the distribution that was sampled from. The model ``pushed`` is the adapter that was pushed last; the answer has its name
-(``adapter``) and its version at the trainer (``policy_version``).
+the distribution that was sampled from. The model ``pushed`` is the adapter that was pushed last; the answer has its
+name (``adapter``) and its version at the trainer (``policy_version``).
 """
 
 from __future__ import annotations
