@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from earnest.errors import EarnestError, SamplingError
 from earnest.models import places
 from earnest.runs.sampling import samplers_of
 from earnest.runs.setup import Setup, build
+from earnest.sync import own_server
 from earnest.sync.own_server import OwnServer
 from earnest.sync.servers import ServerSampler
 from tests.sync.test_servers import RECIPE, SPEC, prompts, train
@@ -101,16 +103,18 @@ def test_verifiers_train_client_samples_the_runs_policy(setup: Setup) -> None:
     assert torch.tensor(found.completion_logprobs) == pytest.approx(want, abs=1e-4)
 
 
-def test_the_server_ends_with_the_run_and_a_taken_port_is_an_error(setup: Setup) -> None:
+def test_a_taken_port_is_an_error_and_the_server_ends_when_its_input_is_closed(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = int(address(setup).rpartition(":")[2])
     config = from_mapping({**RECIPE, "sampler": {"port": port}})
     with pytest.raises(SamplingError, match=r"sampler\.port: the server did not start: .*cannot listen there"):
         samplers_of(config, setup.task, setup.engine, lambda _: None)
-    own = OwnServer({"model": "nano", "port": 0, "threads": 1})
-    assert own.process.stdin is not None
-    own.process.stdin.close()  # what remains of a trainer that was killed
-    assert own.process.wait(60) is not None
-    own.close()
+    assert setup.samplers is not None
+    own: OwnServer = setup.samplers._close.__self__  # type: ignore[attr-defined]
+    monkeypatch.setattr(own_server, "END", 120.0)
+    setup.close()
+    assert own.process.returncode != -signal.SIGKILL, "it did not end by itself"
 
 
 @pytest.mark.parametrize(

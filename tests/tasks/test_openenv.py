@@ -23,8 +23,10 @@ from tests.tasks.test_verifiers import _calls, _says
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    command = [sys.executable, str(Path(__file__).with_name("openenv_server.py"))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    place = str(Path(__file__).with_name("openenv_server.py"))
+    # gradio is for OpenEnv's web page, which is not used here, and takes seconds to import
+    code = f"import runpy, sys; sys.modules['gradio'] = None; runpy.run_path({place!r}, run_name='__main__')"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         address = process.stdout.readline().strip()
