@@ -1,0 +1,107 @@
+"""How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
+
+    python -m benchmarks.audit_blind [--out benchmarks/results/audit_blind.json] [--table]
+
+The cases (``tests/audit/blind2026``) were written and committed before any of them was audited, by an author who had
+read the declarations and the subjects' docstrings, and no law of steps. ``results/audit_blind_first.json`` has the
+result of the first run, before anything was changed; it is never written again. A defect counts as detected if a law
+fails on it that holds on its fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' own
+
+from earnest_audit import audit
+from tests.audit.blind2026 import CASES, RIGHT
+
+RESULTS = Path(__file__).parent / "results"
+FIRST = RESULTS / "audit_blind_first.json"
+
+
+def failures(make: Callable[[], Any]) -> list[str]:
+    """The failures of an audit, "LAW: subject" each; what could not be built or audited is one failure, "raises"."""
+    try:
+        return sorted({f"{f.law}: {f.subject}" for f in audit(make()).failures})
+    except Exception as error:
+        return [f"raises: {type(error).__name__}: {error}"]
+
+
+def run() -> dict[str, list[dict[str, Any]]]:
+    defects, right = [], []
+    for case in CASES:
+        begun = time.perf_counter()
+        broken, fixed = failures(partial(case.make, True)), failures(partial(case.make, False))
+        defects.append(
+            {
+                "id": case.id, "source": case.source, "family": case.family, "what": case.what, "broken": broken,
+                "fixed": fixed, "seen": sorted(set(broken) - set(fixed)),
+                "seconds": round(time.perf_counter() - begun, 2),
+            }
+        )  # fmt: skip
+        print(case.id, defects[-1]["seen"] or "MISSED", fixed or "", file=sys.stderr, flush=True)
+    for one in RIGHT:
+        begun = time.perf_counter()
+        found = failures(one.make)
+        right.append(
+            {"id": one.id, "family": one.family, "alarms": found, "seconds": round(time.perf_counter() - begun, 2)}
+        )
+        print(one.id, found or "holds", file=sys.stderr, flush=True)
+    return {"defects": defects, "right": right}
+
+
+def tables(first: dict[str, Any], now: dict[str, Any]) -> None:
+    families = list(Counter(d["family"] for d in first["defects"]))
+    print("| family | defects | seen at first | seen now | alarms on fixes, first | now |")
+    print("|---|---|---|---|---|---|")
+    for family in [*families, "all"]:
+        cells: list[int] = []
+        for key in ("seen", "fixed"):
+            for result in (first, now):
+                rows = [d for d in result["defects"] if family in (d["family"], "all")]
+                cells.append(sum(bool(d[key]) for d in rows))
+        print(f"| {family} | {len(rows)} | {cells[0]} | {cells[1]} | {cells[2]} | {cells[3]} |")
+    print("\n| unusual right steps | steps | false alarms at first | now |\n|---|---|---|---|")
+    for family in [*Counter(r["family"] for r in first["right"]), "all"]:
+        both = [[r for r in result["right"] if family in (r["family"], "all")] for result in (first, now)]
+        alarms = [sum(bool(r["alarms"]) for r in rows) for rows in both]
+        print(f"| {family} | {len(both[0])} | {alarms[0]} | {alarms[1]} |")
+    print("\n| not seen at first | issue | family | what the code does | seen now |\n|---|---|---|---|---|")
+    later = {d["id"]: d["seen"] for d in now["defects"]}
+    for d in first["defects"]:
+        if not d["seen"]:
+            what = ", ".join(sorted({s.split(":")[0] for s in later[d["id"]]})) or "no"
+            print(f"| {d['id']} | {d['source']} | {d['family']} | {d['what']} | {what} |")
+    print("\n| false alarm at first | on | laws |\n|---|---|---|")
+    for d in first["defects"]:
+        if d["fixed"]:
+            print(f"| {d['id']} | the fix of {d['source']} | {'; '.join(d['fixed'])} |")
+    for r in first["right"]:
+        if r["alarms"]:
+            print(f"| {r['id']} | a right step | {'; '.join(r['alarms'])} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS / "audit_blind.json")
+    parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
+    args = parser.parse_args()
+    if not args.table:
+        args.out.write_text(json.dumps(run(), indent=1) + "\n")
+        if not FIRST.exists():
+            FIRST.write_text(args.out.read_text())
+    tables(json.loads(FIRST.read_text()), json.loads(args.out.read_text()))
+
+
+if __name__ == "__main__":
+    main()

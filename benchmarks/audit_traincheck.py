@@ -1,0 +1,117 @@
+"""TrainCheck on the corpus of ``audit_peers``: it learns invariants from a healthy run and checks another run by them.
+
+    python -m benchmarks.audit_traincheck [--limit N] [--out benchmarks/results/audit_peers.json]
+
+The healthy run of a defect is its own fix, which is the best reference that a user could have. The runs that are
+checked are the defect, and the fix again with its rows in another order: what is reported there is a false alarm. Each
+run is a script of six updates, in processes of TrainCheck's own; only defects that are a step have one. ``--limit``
+takes an evenly spread sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the corpus is the tests' own
+
+from benchmarks.audit_peers import RESULTS, ROOT, corpus, environment
+from earnest_audit import Step
+
+ASK = "from importlib.metadata import version; print(version('traincheck'))"
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import torch
+from torch import Tensor
+from benchmarks.audit_peers import Whole, corpus, optimizer_of
+step = next(make for name, kind, make in corpus() if (name, kind) == ({case!r}, {kind!r}))()
+if {permuted!r}:
+    order = torch.randperm(step.rows, generator=torch.Generator().manual_seed(5))
+    whole_rows = [k for k, t in step.batch.items() if isinstance(t, Tensor) and t.ndim and len(t) == step.rows]
+    step.batch = {{**step.batch, **{{k: step.batch[k][order] for k in whole_rows}}}}
+model = step.model
+whole = Whole(step, outputs=False)
+whole.model = model
+optimizer = optimizer_of(step)
+for _ in range(6):
+    optimizer.zero_grad()
+    loss = whole()["loss"]
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def checked(python: Path, case: str, folder: Path) -> dict[str, Any]:
+    """The invariants that fail on the defect, and on the fix with its rows in another order."""
+    path = [str(ROOT), str(ROOT / "src"), str(ROOT / "earnest-audit" / "src")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+    def run(command: str, *words: Any) -> None:
+        subprocess.run(
+            [python.parent / command, *words], check=True, cwd=folder, env=env, capture_output=True, text=True
+        )
+
+    def trace(name: str, kind: str, permuted: bool, *more: Any) -> None:
+        script = folder / f"{name}.py"
+        script.write_text(SCRIPT.format(path=path, case=case, kind=kind, permuted=permuted))
+        run("traincheck-collect", "--pyscript", script, "--models-to-track", "model", "--output-dir", name, *more)
+
+    def violated(name: str) -> list[str]:
+        run("traincheck-check", "-f", name, "-i", "invariants.json", "-o", f"{name}-result", "--no-html-report")
+        failed = [line for f in (folder / f"{name}-result").rglob("failed*.log") for line in f.read_text().splitlines()]
+        return sorted({line[:80] for line in failed if line.strip()})
+
+    trace("reference", "fixed", False)
+    run("traincheck-infer", "-f", "reference", "-o", "invariants.json")
+    found = {}
+    for kind, permuted in (("broken", False), ("fixed", True)):
+        trace(kind, kind, permuted, "--invariants", "invariants.json")
+        found[kind] = violated(kind)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    python = environment("traincheck", ["traincheck"], True)
+    steps = [name for name, kind, make in corpus() if kind == "broken" and isinstance(make(), Step)]
+    chosen = steps[:: max(1, len(steps) // args.limit)][: args.limit]
+    rows: list[dict[str, Any]] = []
+    for name, kind, _ in corpus():
+        if kind == "right":
+            continue
+        if kind == "broken":
+            begun, found, error = time.perf_counter(), {"broken": [], "fixed": []}, ""
+            if name in chosen:
+                with tempfile.TemporaryDirectory() as folder:
+                    try:
+                        found = checked(python, name, Path(folder))
+                    except subprocess.CalledProcessError as failure:
+                        error = f"{failure.cmd[0]}: {failure.stderr[-200:]}"
+                print(name, found, error, file=sys.stderr, flush=True)
+            seconds = (time.perf_counter() - begun) / 2
+        row = {"case": name, "kind": kind, "failures": found[kind], "warnings": [], "seconds": round(seconds, 1)}
+        if name not in chosen:
+            row["covered"] = False
+        elif error:
+            row["error"] = error
+        rows.append({**row, "lines": 5})
+    results = json.loads(args.out.read_text())
+    found_version = subprocess.check_output([python, "-c", ASK], text=True).strip()
+    results["TrainCheck"] = {"package": "traincheck", "version": found_version, "rows": rows}
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
