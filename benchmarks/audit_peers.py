@@ -404,17 +404,19 @@ def tables(results: Mapping[str, Any]) -> None:
             f"| {name} | {c['covered']} | {c['thirty']} | {c['new']} | {c['warned']} | {c['alarms']} |"
             f" {c['warning alarms']} | {c['seconds']:.2f} | {c['lines']:.1f} |"
         )
-    fixes = {t: {r["case"]: r for r in results[t]["rows"] if r["kind"] == "fixed"} for t in results}
+    found = {tool: {r["case"] for r in results[tool]["rows"] if detected(r, results[tool]["rows"])} for tool in results}
     print("\n| tool | defects that it detects and earnest_audit does not |\n|---|---|")
-    own = {r["case"] for r in results["earnest"]["rows"] if r["kind"] == "broken" and detected(r, fixes["earnest"])}
     for tool in results:
-        found = {r["case"] for r in results[tool]["rows"] if r["kind"] == "broken" and detected(r, fixes[tool])}
         if tool != "earnest":
-            print(f"| {tool} | {', '.join(sorted(found - own)) or 'none'} |")
+            print(f"| {tool} | {', '.join(sorted(found[tool] - found.get('earnest', set()))) or 'none'} |")
 
 
-def detected(row: Mapping[str, Any], fixes: Mapping[str, Any]) -> bool:
-    return bool(set(row["failures"]) - set(fixes[row["case"]]["failures"]))
+def detected(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether something is reported on a defect that is not reported on its fix."""
+    if row["kind"] != "broken":
+        return False
+    fixed = next(r for r in rows if r["case"] == row["case"] and r["kind"] == "fixed")
+    return bool(set(row["failures"]) - set(fixed["failures"]))
 
 
 def main() -> None:
