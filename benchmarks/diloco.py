@@ -27,7 +27,6 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -41,21 +40,21 @@ import torch
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.manager import BucketManager
-from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import KINDS, Wire
 from earnest.store import Bucket
 
 RESULTS = Path("benchmarks/results/diloco.json")
-ARMS: dict[str, tuple[int, str, float | None]] = {
-    "fp32, H = 10": (10, "fp32", None),
-    "bf16, H = 10": (10, "bf16", None),
-    "int8, H = 10": (10, "int8", None),
-    "int4, H = 10": (10, "int4", None),
-    "pulse, H = 10": (10, "pulse", None),
-    "topk 1/16, H = 10": (10, "topk", 1 / 16),
-    "topk 1/64, H = 10": (10, "topk", 1 / 64),
-    "int4, H = 20": (20, "int4", None),
+DATA_PARALLEL = "data-parallel, fp32"
+ARMS: dict[str, tuple[int, Wire]] = {
+    "fp32, H = 10": (10, Wire("fp32")),
+    "bf16, H = 10": (10, Wire("bf16")),
+    "int8, H = 10": (10, Wire("int8")),
+    "int4, H = 10": (10, Wire("int4")),
+    "pulse, H = 10": (10, Wire("pulse")),
+    "topk 1/16, H = 10": (10, Wire("topk", 1 / 16)),
+    "topk 1/64, H = 10": (10, Wire("topk", 1 / 64)),
+    "int4, H = 20": (20, Wire("int4")),
 }
 
 
@@ -145,115 +144,17 @@ def measure_wire(sizes: Sequence[int], repeats: Sequence[int]) -> Iterator[dict[
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-class Learner:
-    """nano with a LoRA, and demonstrations of one replica's own."""
-
-    def __init__(self, seed: int, replica: int, lr: float) -> None:
-        import earnest as en
-        from earnest.seeds import derive
-        from earnest.tasks import PromptStream, get_task
-
-        self.policy = en.load("nano")
-        adapter = en.attach(self.policy, en.LoRA(rank=8), targets="all-linear", seed=seed)
-        self.engine = en.LocalEngine(self.policy, adapter, en.AdamW(lr=lr))
-        self.task = get_task("sort")
-        self.stream = PromptStream(self.task, derive(seed, "demonstrations", replica) % 2**31)
-
-    def batch(self, count: int, prompts: Sequence[Any] | None = None) -> Any:
-        from earnest.rollouts import demonstrate
-        from earnest.signals import Batch
-
-        chosen = self.stream.next(count) if prompts is None else prompts
-        rows = [demonstrate(self.policy, self.task, p) for p in chosen]
-        return Batch.from_rows(
-            [tuple(p) for p, _ in rows],
-            [tuple(a) for _, a in rows],
-            role=["demonstration"] * len(rows),
-            group=list(range(len(rows))),
-            pair=[-1] * len(rows),
-            policy_version=[0] * len(rows),
-            pad=self.policy.pad_id,
-        )
-
-    def loss(self, held_out: Any) -> float:
-        from earnest.engines.base import LogProbsWanted
-
-        return -float(self.engine.score(held_out, LogProbsWanted()).mean())  # type: ignore[union-attr]
-
-
-def held_out(learner: Learner, count: int = 64) -> Any:
-    return learner.batch(count, learner.task.prompts("heldout", count, 7))
-
-
-def data_parallel(seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    import earnest as en
-    from earnest.signals import Batch
-
-    learners = [Learner(seed, i, args.lr) for i in range(args.replicas)]
-    one, test = learners[0], held_out(learners[0])
-    curve = [(0, one.loss(test))]
-    n = sum(p.numel() for p in one.engine.parameters)
-    for step in range(1, args.steps + 1):
-        prompts = [p for learner in learners for p in learner.stream.next(args.rows)]
-        whole: Batch = one.batch(0, prompts)
-        one.engine.step(whole, en.SFT())
-        if step % 10 == 0:
-            curve.append((step, one.loss(test)))
-    return {"arm": "data-parallel, fp32", "seed": seed, "curve": curve, "bytes": 4 * n * args.steps, "parameters": n}
-
-
-def replicas(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    import earnest as en
-
-    every, kind, density = ARMS[arm]
-    sent, received = dict.fromkeys(range(args.replicas), 0), dict.fromkeys(range(args.replicas), 0)
-    curve: list[tuple[int, float]] = []
-    with tempfile.TemporaryDirectory() as place:
-        learners = [Learner(seed, i, args.lr) for i in range(args.replicas)]
-        test = held_out(learners[0])
-        curve.append((0, learners[0].loss(test)))
-        errors: list[BaseException] = []
-
-        def life(i: int) -> None:
-            try:
-                engine = learners[i].engine
-                outer = ReplicaOuter(
-                    engine,
-                    Ledger(Bucket.open(f"file://{place}/bucket")),
-                    i,
-                    Rules(args.replicas, args.replicas, poll=0.01),
-                    SyncSchedule(every, outer=OuterSGD(args.outer_lr, args.outer_momentum, True)),
-                    Wire(kind, density),  # type: ignore[arg-type]
-                    rounds=args.steps // every,
-                    snapshot_every=1000,
-                )
-                outer.join(engine)
-                engine.outer = outer
-                while not outer.over:
-                    engine.step(learners[i].batch(args.rows), en.SFT())
-                    if outer.between:
-                        sent[i] += int(outer.manager.last["bytes_delta"])
-                        received[i] += int(outer.manager.last["bytes_received"])
-                        if i == 0:
-                            curve.append((outer.updates, learners[0].loss(test)))
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=life, args=(i,)) for i in range(args.replicas)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-    return {"arm": arm, "seed": seed, "curve": curve, "bytes": sent[0], "received": received[0]}
-
-
 def one_arm(job: tuple[str, int, argparse.Namespace]) -> dict[str, Any]:
-    """In a process of its own, with one thread of torch."""
-    arm, seed, args = job
+    """In a process of its own, with one thread of torch; the training is that of experiments/evidence/replicas.py."""
+    from experiments.evidence.replicas import Arm, Size, train
+
+    name, seed, args = job
     torch.set_num_threads(1)
-    return data_parallel(seed, args) if arm == "data-parallel" else replicas(arm, seed, args)
+    every, wire = ARMS.get(name, (10, None))
+    size = Size("nano", {"name": "sort"}, args.lr, args.steps, every, args.replicas, args.rows)
+    found = train(size, Arm(name, wire, OuterSGD(args.outer_lr, args.outer_momentum)), seed)
+    known = {"arm": name, "seed": seed, "curve": found["curve"], "bytes": found["sent"]}
+    return known | ({"parameters": found["parameters"]} if wire is None else {"received": found["received"]})
 
 
 # --- goodput ----------------------------------------------------------------------------------------------------------
@@ -382,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.only in (None, "loss"):
         data["loss"] = []
-        jobs = [(arm, seed, args) for seed in range(args.seeds) for arm in ("data-parallel", *ARMS)]
+        jobs = [(arm, seed, args) for seed in range(args.seeds) for arm in (DATA_PARALLEL, *ARMS)]
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:  # losses know no clock
             for found in pool.map(one_arm, jobs):
                 data["loss"].append(found)

@@ -15,6 +15,7 @@ import transformers as tf
 
 from earnest.errors import ConfigError, EarnestError, UnknownModel, UnusableModel
 from earnest.models import SampleSpec, list_models, load, places, sample
+from earnest.models.loading import load_config
 from tests.models import tiny
 
 
@@ -261,6 +262,9 @@ class TestHub:
         ):
             load("nanoo")
         assert len(hub.asked) == 2  # asked once: no retries
+        with pytest.raises(UnknownModel, match=r"'nanoo' is not a folder .*did you mean 'nano'"):
+            load_config("nanoo")
+        assert len(hub.asked) == 4
 
     def test_no_network_but_cached(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         Hub(monkeypatch, ConnectionError("no route"), folder)

@@ -155,3 +155,10 @@ def test_mistakes_in_the_command() -> None:
     ]
     with pytest.raises(ConfigError, match="a service plans its own memory"):
         plan(config("engine={kind: tinker}"), Device("gpu", 10**9))
+
+
+def test_a_folder_without_a_config_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "has no config.json, so it is not a model folder" in said and said.count("\n") == 1

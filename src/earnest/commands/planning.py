@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: Annotated[
-        str, typer.Argument(help="A name from `earnest recipes`, a YAML file, or a folder with a config.json.")
+        str, typer.Argument(help="A name from `earnest recipes`, a YAML file, a run folder, or a folder with a config.json.")
     ],
     overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(metavar="80GB", help="Memory of a GPU; none: this machine.")] = None,
@@ -43,11 +43,16 @@ def plan(
     if speed is None:
         raise ConfigError(f"--link is {link!r}; give bytes per second, such as 50GB.")
     place = Path(recipe).expanduser()
-    if (place / "config.json").is_file():
+    if place.is_dir() and not (place / "run.json").is_file():
+        if not (place / "config.json").is_file():
+            raise ConfigError(
+                f"{recipe} has no config.json, so it is not a model folder; give a folder with the config.json of a "
+                "model, or a recipe (see `earnest recipes`)."
+            )
         _, data = recipes.read("quickstart")
         data |= {"model": str(place.resolve())}
     else:
-        _, data = recipes.read(recipe)
+        _, data = recipes.read(str(place / "config.yaml") if place.is_dir() else recipe)
     if "experiment" in data:
         raise ConfigError(f"{recipe} is an experiment of several runs; plan one of its runs with a recipe of its own.")
     device = _device(gpu, count)
