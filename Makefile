@@ -63,7 +63,7 @@ format: $(DEV)  ## let ruff write what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-nightly: $(DEV) $(call stamps,$(ENVS))  ## the slow tests too, and more examples for each property
+nightly: $(DEV) $(call stamps,$(ENVS)) wheels  ## the slow tests too, more examples for each property, and the wheels
 	EARNEST_HYPOTHESIS=nightly $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal --durations 30 $(ARGS)
 
 vllm: $(DEV) $(call stamps,vllm)  ## the tests against a real vLLM on the CPU (its environment has 3.5 GB)

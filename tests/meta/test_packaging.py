@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import email
 import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from scripts.docs.pages import ROOT
+from scripts.pins import OWN
+from scripts.try_wheels import LOOP
 
 # Files of src/earnest that are not needed at run time.
 LEFT_OUT = {".pyc"}
@@ -140,9 +146,9 @@ print([name for name in ("earnest", "rich", "transformers", "pytest") if find_sp
 
 def _link(site: Path, *names: str) -> None:
     """Links to what these distributions and their requirements installed, and to nothing else."""
-    todo, seen = list(names), set()
+    todo, seen = list(names), set(OWN)
     while todo:
-        name = todo.pop()
+        name = canonicalize_name(todo.pop())
         if name in seen:
             continue
         seen.add(name)
@@ -151,8 +157,43 @@ def _link(site: Path, *names: str) -> None:
             place = Path(str(found.locate_file(top)))
             if not (site / top).exists() and place.exists():
                 (site / top).symlink_to(place)
-        needs = (Requirement(text) for text in found.requires or ())
-        todo += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        todo += _required(found.requires or ())
+
+
+def _required(lines: Iterable[str]) -> list[str]:
+    """The names of the requirements that hold here without an extra."""
+    needs = (Requirement(text) for text in lines)
+    return [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
+@pytest.mark.integration
+def test_the_wheels_need_only_what_they_require(
+    wheel: zipfile.ZipFile, audit_wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """In an environment that has the two wheels and links to what their metadata requires, the commands and the
+    pytest plugin work. `make wheels` does the same with everything installed anew."""
+    environment = tmp_path / "env"
+    venv.create(environment)
+    (site,) = environment.glob("lib/python*/site-packages")
+    files = [str(w.filename) for w in (audit_wheel, wheel)]
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    into = ("--python", str(environment / "bin/python"), "install", "--no-deps", "--no-index", "--quiet")
+    run(sys.executable, "-m", "pip", *into, *files)
+    for file in (wheel, audit_wheel):
+        (metadata,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        _link(site, *_required(email.message_from_bytes(file.read(metadata)).get_all("Requires-Dist", [])))
+    run(str(environment / "bin/earnest"), "run", "quickstart", "steps=2", "eval.prompts=4", "eval.samples=1", "out=run")
+    assert (tmp_path / "run/report.html").is_file()
+    run(str(environment / "bin/earnest"), "audit", "quickstart", "--quick")
+    _link(site, "pytest")
+    (tmp_path / "train.py").write_text(LOOP)
+    assert "1 passed" in run(str(environment / "bin/python"), "-m", "pytest", "-q", "--audit", "train.py")
 
 
 @pytest.mark.integration
