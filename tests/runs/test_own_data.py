@@ -307,6 +307,14 @@ def test_the_samples_are_the_users_rows_with_their_own_numbers(
     page = (folder / "report.html").read_text()
     assert f"{better} better, {len(before) - better} worse, 0 with the same loss" in page and better > 0
     assert "All numbers of the evaluations" in page and "held-out: heldout/perplexity" in page
+    rows = [x for x in shown if x["phase"] == "train"]
+    first_row = own(setup).dataset.at("train", 0)
+    (rendered,) = own(setup).dataset.rendered(first_row)
+    assert len(rows) == 8 and rows[0]["prompt_id"] == "training row 1" and "training row 8" in page
+    trained = [x for x in rows[0]["segments"] if x["author"] == "data"]
+    assert sum(x["tokens"] for x in trained) == sum(rendered.trained)
+    assert trained[0]["text"].startswith(str(first_row.reply[0]["content"]))
+    assert sum(x["tokens"] for x in rows[0]["segments"]) == len(rendered)
 
 
 def test_a_plain_text_is_completed_from_its_first_half(tmp_path: Path, make_config: Make, quiet: Console) -> None:

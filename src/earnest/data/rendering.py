@@ -50,6 +50,16 @@ class Rendered:
         return len(self.tokens)
 
 
+def stretches(tokenizer: Any, row: Rendered) -> Iterator[tuple[bool, int, str]]:
+    """(trained, number of tokens, text) of each unbroken run of trained or untrained tokens, in their order."""
+    start = 0
+    for i in range(1, len(row) + 1):
+        if i == len(row) or row.trained[i] != row.trained[start]:
+            text = tokenizer.decode(list(row.tokens[start:i]), clean_up_tokenization_spaces=False)
+            yield row.trained[start], i - start, str(text)
+            start = i
+
+
 def demonstration(policy: Renderer, example: Example, loss_on: LossOn = "assistant") -> list[Rendered]:
     """The rows of a conversation or a text; more than one if the template rewrites earlier turns."""
     if example.kind == "text":

@@ -15,7 +15,7 @@ TAUGHT = 2
 
 def section_of(run: Run) -> Html | None:
     """The section, or None for a run without conversations."""
-    found = [sample for sample in run.samples if sample.segments]
+    found = [sample for sample in run.samples if sample.conversation]
     if not found:
         return None
     last = max(found, key=lambda sample: sample.step).step

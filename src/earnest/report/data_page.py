@@ -14,7 +14,7 @@ from rich.text import Text
 
 from earnest.data.dataset import Dataset, Side
 from earnest.data.layouts import Example
-from earnest.data.rendering import Rendered
+from earnest.data.rendering import Rendered, stretches
 from earnest.report.markup import Html, el, join
 
 BINS = 12
@@ -80,7 +80,7 @@ def terminal(data: Dataset, rows: int, coloured: bool) -> RenderableType:
         parts.append(Text(f"\n{side} row {number}", style="bold"))
         for name, rendered in _versions(data, example):
             line = Text(f"{name}: " if name else "", style="dim")
-            for trained, text in _runs(data, rendered):
+            for trained, _, text in stretches(data.policy.tokenizer, rendered):
                 line.append(text if coloured or not trained else f"⟦{text}⟧", style="green" if trained else "default")
             parts.append(Padding(line, (0, 0, 0, 2)))
     return Group(*parts)
@@ -135,22 +135,9 @@ def _prompt_only(data: Dataset, example: Example) -> Rendered:
     return Rendered(tokens, (False,) * len(tokens))
 
 
-def _runs(data: Dataset, row: Rendered) -> Iterator[tuple[bool, str]]:
-    """(trained, text) of each unbroken run of tokens."""
-    start = 0
-    for i in range(1, len(row) + 1):
-        if i == len(row) or row.trained[i] != row.trained[start]:
-            ids = list(row.tokens[start:i])
-            yield row.trained[start], str(data.policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-            start = i
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 _STYLE = """
-.row { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 var(--mono); background: var(--sheet);
-  border: 1px solid var(--rule); border-radius: 6px; padding: .8rem 1rem; margin: .4rem 0 1.2rem; }
-.row mark { color: var(--good); background: color-mix(in srgb, var(--good) 14%, transparent); }
 .bars { display: flex; align-items: end; gap: 2px; height: 5rem; margin: 1rem 0 .3rem; max-width: 30rem; }
 .bars span { flex: 1; background: var(--c0); min-height: 1px; }
 dl.facts { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.4rem; }
@@ -172,19 +159,26 @@ def page(data: Dataset, rows: int) -> str:
         if lines:
             sections.append(el("section", el("h2", name.capitalize()), el("ul", *[el("li", line) for line in lines])))
     shown = [
-        join(el("h3", f"{side} row {number}{f', {name}' if name else ''}"), el("div", *_marks(data, row), class_="row"))
+        join(el("h3", f"{side} row {number}{f', {name}' if name else ''}"), el("div", *_marks(data, row), class_="tokens"))
         for side, number, example in _shown(data, rows)
         for name, row in _versions(data, example)
     ]
-    note = el("p", "Marked tokens are trained.", class_="note")
+    note = el("p", "The underlined tokens are trained.", class_="note")
     sections.append(el("section", el("h2", "Rows as the model sees them"), note, *shown))
-    head = el("head", el("meta", charset="utf-8"), el("title", title), el("style", Html(style)))
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", title),
+        el("style", Html(style)),
+    )
     body = el("main", el("div", el("h1", title), class_="headline"), *sections)
     return f"<!doctype html>\n{el('html', head, el('body', body), lang='en')}\n"
 
 
 def _marks(data: Dataset, row: Rendered) -> Iterator[Html]:
-    for trained, text in _runs(data, row):
+    for trained, _, text in stretches(data.policy.tokenizer, row):
         yield el("mark" if trained else "span", text)
 
 

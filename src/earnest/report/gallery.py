@@ -114,7 +114,7 @@ def _side(name: str, sample: SampleRecord | None) -> Html:
 
 
 def _rollouts(run: Run) -> Html | None:
-    rollouts = [sample for sample in run.samples if sample.phase == "train"]
+    rollouts = [sample for sample in run.samples if sample.phase == "train" and not sample.of_data]
     if not rollouts:
         return None
     shown = _spread(rollouts, ROLLOUTS)

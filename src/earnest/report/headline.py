@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from earnest.errors import ConfigError
 from earnest.report.blocks import badge
 from earnest.report.laws import tally
 from earnest.report.markup import Html, duration, el, fixed, signed
@@ -32,6 +33,8 @@ def headline(run: Run) -> Html:
         "objective": header.objective,
         "started": header.started.replace("T", " ").replace("Z", " UTC"),
     }
+    if (ranks := _ranks(run)) is not None:
+        facts["processes"] = ranks
     if header.best is not None:
         facts["best checkpoint"] = f"step {header.best['step']:,} by {header.best['metric']}"
     if header.data is not None and "rows" in header.data:
@@ -44,6 +47,21 @@ def headline(run: Run) -> Html:
         el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in facts.items()), class_="facts"),
         class_="headline",
     )
+
+
+def _ranks(run: Run) -> str | None:
+    """The processes of a run that shares or copies its base; None for one process."""
+    from earnest.config.text import parse  # imports torch
+
+    try:
+        engine = (parse(run.config or "", "config.yaml") or {}).get("engine") or {}
+    except ConfigError:  # the section with the config shows the text as it is
+        return None
+    shard, replicate = engine.get("shard", 1), engine.get("replicate", 1)
+    if shard * replicate == 1:
+        return None
+    parts = [f"the base in {shard} shards" if shard > 1 else "", f"{replicate} copies of it" if replicate > 1 else ""]
+    return f"{shard * replicate}: " + ", ".join(part for part in parts if part)
 
 
 COUNTS = {

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from earnest.report import ahead, conversations, gallery, headline, laws, sections
+from earnest.report import ahead, conversations, data_rows, gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
@@ -49,25 +49,22 @@ def render(run: Run) -> str:
     reward, reward_charts = sections.reward(run)
     terms, term_charts = sections.terms(run)
     update, update_charts = sections.update(run)
-    body = [
-        headline.headline(run),
-        headline.notices(run),
-        reward,
-        terms,
-        update,
-        gallery.samples(run),
-        conversations.section_of(run),
-        ahead.section_of(run),
-        laws.verdict(run),
-        sections.watch(run),
-        sections.events(run),
-        sections.config(run),
-        sections.environment(run),
+    parts: list[tuple[str, str, Html | None]] = [
+        ("reward", "Reward" if run.measure == "reward" else "Held-out rows", reward),
+        ("terms", "Terms", terms),
+        ("update", "Update", update),
+        ("samples", "Samples", gallery.samples(run)),
+        ("data", "Training rows", data_rows.section_of(run)),
+        ("conversations", "Conversations", conversations.section_of(run)),
+        ("samplers", "Samplers", ahead.section_of(run)),
+        ("verdict", "Verdict", laws.verdict(run)),
+        ("watch", "Watch", sections.watch(run)),
+        ("events", "Events", sections.events(run)),
+        ("config", "Config", sections.config(run)),
+        ("environment", "Environment", sections.environment(run)),
     ]
-    first = "Reward" if run.measure == "reward" else "Held-out rows"
-    names = {"reward": first, "terms": "Terms", "samples": "Samples", "verdict": "Verdict"}
-    names |= {"conversations": "Conversations"} if any(s.segments for s in run.samples) else {}
-    names |= ({"watch": "Watch"} if run.steps else {}) | {"config": "Config"}
+    body = [headline.headline(run), headline.notices(run), *(part for *_, part in parts)]
+    names = {key: name for key, name, part in parts if part is not None}
     title = f"{run.header.task} on {run.header.model} · earnest"
     return document(title, names, body, [*reward_charts, *term_charts, *update_charts], run.folder.name)
 

@@ -178,10 +178,10 @@ class MessageRecord(Record):
 
 
 class SegmentRecord(Record):
-    """Tokens of one author in a row of a conversation; those of the policy were trained."""
+    """Tokens of one author in a row; those of the policy, or of the user's data, were trained."""
 
     row: NonNegativeInt
-    author: Literal["policy", "tool", "user", "template"]
+    author: Literal["policy", "tool", "user", "template", "data"]
     text: str
     tokens: NonNegativeInt
     taught: NonNegativeInt = 0
@@ -211,6 +211,15 @@ class SampleRecord(Record):
     segments: Annotated[tuple[SegmentRecord, ...], Field(strict=False)] = ()
     teacher_read: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """The prompts, with the hint, that the teacher of a conversation read; one for each row that it taught."""
+
+    @property
+    def of_data(self) -> bool:
+        """Whether it is a training row of the user's file, and not something that the policy sampled."""
+        return any(segment.author == "data" for segment in self.segments)
+
+    @property
+    def conversation(self) -> bool:
+        return bool(self.segments) and not self.of_data
 
 
 class CheckRecord(Record):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from earnest.data.rendering import stretches
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts import Attempt, Rollouts, Trajectory, collect, graded
@@ -167,6 +168,40 @@ def own_samples(
         }
         for (place, prompt, answer, _), rollout in zip(shown, found, strict=True)
     ]
+
+
+SHOWN_ROWS = 8
+"""Training rows of the user's file that are recorded."""
+
+
+def own_rows(setup: Setup) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl: the first training rows of the user's file, with the trained tokens marked."""
+    data = setup.data
+    if data is None or not setup.config.samples.train:
+        return []
+    found = []
+    for place in range(min(SHOWN_ROWS, data.dataset.size("train"))):
+        example = data.dataset.at("train", place)
+        names = ["chosen", "rejected"] if example.kind == "pair" else ["wanted" if example.label else "unwanted"]
+        for number, row in enumerate(data.dataset.rendered(example)):
+            name = f", {names[number]}" if example.kind in ("pair", "judged") else ""
+            segments = [
+                {"row": 0, "author": "data" if trained else "template", "text": text, "tokens": count}
+                for trained, count, text in stretches(setup.policy.tokenizer, row)
+            ]
+            found.append(
+                {
+                    "phase": "train",
+                    "step": 0,
+                    "version": 0,
+                    "prompt_id": f"training row {place + 1}{name}",
+                    "sample": number,
+                    "prompt": [],
+                    "completion": "",
+                    "segments": segments,
+                }
+            )
+    return found
 
 
 def _plain(content: Any) -> str:

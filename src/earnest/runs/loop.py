@@ -26,7 +26,7 @@ from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.ahead import source_of
 from earnest.runs.best import Best
-from earnest.runs.collect import BatchSource, own_samples, sample_record
+from earnest.runs.collect import BatchSource, own_rows, own_samples, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.folder import RunFolder
@@ -288,6 +288,8 @@ class TrainingLoop:
             if found.own is not None:
                 own = found.own
                 samples += own_samples(self.setup, phase, found.step, found.version, own.measure, own.each)
+            if phase == "before":
+                samples += own_rows(self.setup)
             for sample in samples:
                 self.run.samples.append(sample)
         self.run.update(steps_done=self.step, seconds=round(self.seconds, 3))

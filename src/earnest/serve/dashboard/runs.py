@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from earnest.report.record import Run
 
 MOST = 50
+SHOWN = ("gradient norm", "learning rate", "trainer/idle", "sampler/idle", "sampler/age", "tokens per second")
+"""Numbers of the steps that have a chart beside reward and losses; the report has all."""
 
 
 def folders(settings: ServeSettings) -> list[Path]:
@@ -51,17 +53,21 @@ def _summary(run: Run) -> dict[str, Any]:
         "updated": header.updated,
         "reward_before": run.evaluations[0].reward if run.evaluations else None,
         "reward_after": change.after.reward if change else None,
+        "measure": run.measure,
+        "before": run.evaluations[0].value if run.evaluations else None,
+        "after": change.after.value if change else None,
         "verdict": None if run.verdict is None else run.verdict.holds,
     }
 
 
 def detail(path: Path) -> dict[str, Any]:
     """The report's charts as data, and the audit's findings."""
-    from earnest.report.curves import loss_charts, reward_chart
+    from earnest.report.curves import loss_charts, metric_charts, reward_chart
     from earnest.report.load import load
 
     run = load(path)
-    charts = [chart for chart in (reward_chart(run), *loss_charts(run)) if chart is not None]
+    chosen = [chart for chart in metric_charts(run)[0] if chart.title in SHOWN]
+    charts = [chart for chart in (reward_chart(run), *loss_charts(run), *chosen) if chart is not None]
     checks = [] if run.verdict is None else run.verdict.checks
     return {
         **_summary(run),

@@ -12,7 +12,7 @@ export async function show(app) {
 }
 
 function row(app, run) {
-  const gain = run.reward_after !== null && run.reward_after !== undefined ? `held-out reward ${number(run.reward_before)} → ${number(run.reward_after)}` : "";
+  const gain = run.after !== null && run.after !== undefined ? `held-out ${run.measure} ${number(run.before)} → ${number(run.after)}` : "";
   const box = el("div", {});
   const more = run.status === "unreadable" ? null : el("details", { "data-key": "run-" + run.name, ontoggle: () => { if (more.open) app.act(fill(app, run.name, box), false); } }, el("summary", {}, "curves and verdict"), box);
   return el("article", { class: "run", "aria-label": run.name },
