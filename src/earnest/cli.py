@@ -134,15 +134,17 @@ def data(
     from rich.console import Console
 
     from earnest.config import data_settings
+    from earnest.data import reading
     from earnest.data.dataset import Dataset
     from earnest.models.loading import load_text
     from earnest.report import data_page
-    from earnest.runs.progress import note_on
+    from earnest.runs.progress import count_on, note_on
 
-    progress = note_on(Console(stderr=True))
-    policy = load_text(model, progress)
+    console = Console(stderr=True)
+    policy = load_text(model, note_on(console))
     settings = data_settings({"train": source}, [word.removeprefix("data.") for word in overrides or []])
-    found = Dataset.scan(settings, policy, policy.positions or 2**31, lambda n: progress(f"{n:,} rows read"))
+    with count_on(console, "reading rows", reading.count_lines(source)) as progress:
+        found = Dataset.scan(settings, policy, policy.positions or 2**31, progress)
     if html is not None:
         from earnest.disk import write_text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,7 @@ def adapters(
         return
     table, failures = listings.checked_adapters(compile)
     show_listings(table, as_json)
-    print(*(f"✗ {failure}" for failure in failures), sep="\n", end="\n" if failures else "")
+    print(*(f"✗ {failure}" for failure in failures), sep="\n", end="\n" if failures else "", file=sys.stderr)
     raise typer.Exit(1 if failures else 0)
 
 

@@ -70,6 +70,15 @@ def rows(source: str) -> Iterator[DatasetRow | Problem]:
         yield from _READERS[_ending(file)](file)
 
 
+def count_lines(source: str) -> int | None:
+    """The lines of a JSON-lines file; None for other sources, whose rows are counted only when they are read."""
+    path = Path(source).expanduser()
+    if _ending(path) != ".jsonl" or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(2**20), b""))
+
+
 def files(source: str) -> list[Path]:
     """The data files of a path."""
     path = Path(source).expanduser()

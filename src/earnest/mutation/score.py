@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from earnest.errors import EarnestError
 from earnest.mutation.operators import Mutant, mutants
+from earnest.report.markup import time_left
 
 Fate = Literal["killed", "timeout", "survived"]
 ANYWHERE = shutil.ignore_patterns(
@@ -104,13 +105,15 @@ def score_tests(
         copy = Path(folder) / root.name
         shutil.copytree(root, copy, ignore=lambda place, names: _left_out(root, place, names), symlinks=True)
         room = _baseline(copy, place)
+        began, known = time.monotonic(), len(done)
         for number, (file, mutant) in enumerate(plan, 1):
             key = hashlib.sha256(f"{file}\n{mutant.source}".encode()).hexdigest()[:16]
             if key not in done:
                 done[key] = Outcome(str(file), mutant.line, mutant.what, _try(copy, file, mutant, place, room), key)
                 _store(out, done[key])
             results.append(done[key])
-            say(f"{number}/{len(plan)} {file}:{mutant.line} {mutant.what}: {done[key].fate}")
+            left = time_left(time.monotonic() - began, len(done) - known, len(done) - known + len(plan) - number)
+            say(f"{number}/{len(plan)}{left} {file}:{mutant.line} {mutant.what}: {done[key].fate}")
     return Score(tuple(results))
 
 

@@ -72,5 +72,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def time_left(seconds: float, done: float, total: float) -> str:
+    """", 12 s left" after ``seconds`` for ``done`` of ``total`` equal parts; nothing where it is not known yet."""
+    return f", {duration(seconds * (total - done) / done)} left" if 0 < done < total and seconds >= 1 else ""
+
+
 def _minus(text: str) -> str:
     return text.replace("-", "−")

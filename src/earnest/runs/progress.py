@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -9,6 +11,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from earnest.report.markup import time_left
 
 LINES = 20
 """About how many plain lines a run prints without a terminal."""
@@ -46,8 +50,27 @@ def laws_on(console: Console) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield note_on(console)
         return
+    began = time.monotonic()
     with console.status("auditing …") as status:
-        yield lambda text: status.update(f"auditing: {escape(text)} …")
+
+        def show(text: str) -> None:
+            place = re.match(r"law (\d+)/(\d+)", text)
+            left = time_left(time.monotonic() - began, int(place[1]) - 1, int(place[2])) if place else ""
+            status.update(f"auditing: {escape(text)}{left} …")
+
+        yield show
+
+
+@contextmanager
+def count_on(console: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A function that shows how many there are so far, in a line that changes; without a terminal it shows nothing."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    began = time.monotonic()
+    of = "" if total is None else f" of {total:,}"
+    with console.status(f"{what} …") as status:
+        yield lambda n: status.update(f"{what}: {n:,}{of}{time_left(time.monotonic() - began, n, total or 0)} …")
 
 
 def facts(line: dict[str, Any]) -> str:
@@ -146,13 +169,14 @@ class Plain:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.steps = 0
+        self.steps = self.done = 0
+        self.began = time.monotonic()
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, steps: int, done: int) -> None:
-        self.steps = steps
+        self.steps, self.done, self.began = steps, done, time.monotonic()
 
     def note(self, text: str) -> None:
         self._print(f"{text} …")
@@ -160,7 +184,8 @@ class Plain:
     def step(self, line: dict[str, Any]) -> None:
         every = max(1, self.steps // LINES)
         if line["step"] % every == 0 or line["step"] in (1, self.steps):
-            self._print(f"step {line['step']}/{self.steps}  {reward_text(line)}  {facts(line)}".rstrip())
+            left = time_left(time.monotonic() - self.began, line["step"] - self.done, self.steps - self.done)
+            self._print(f"step {line['step']}/{self.steps}{left}  {reward_text(line)}  {facts(line)}".rstrip())
 
     def evaluation(self, line: dict[str, Any]) -> None:
         self._print(f"step {line['step']}/{self.steps}  {heldout_text(line)}")
