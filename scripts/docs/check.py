@@ -21,6 +21,7 @@ DATA: dict[str, Callable[[str], object]] = {
     "yaml": yaml.safe_load,
     "toml": tomllib.loads,
 }
+WIDEST = 400
 LANGUAGES = (*SHELL, *PYTHON, *DATA, "text")
 # Metacharacters after which an appended word would reach another command than the one that is meant.
 _META = re.compile(r"[|&;<>]")
@@ -109,6 +110,9 @@ def holds_results(table: Table) -> bool:
 def _tables(page: Page) -> Iterator[str]:
     for table in page.tables:
         here = page.where(table.first)
+        for number, row in enumerate(table.rows, table.first + 2):
+            if sum(map(len, row)) >= WIDEST:
+                yield f"{page.where(number)}: a row of a table with {WIDEST} characters or more; split it, or write a list"
         if table.command is None:
             if holds_results(table) and not table.by_hand:
                 yield (
