@@ -34,6 +34,18 @@ def test_every_target_exists() -> None:
         assert made(commands(workflow)) <= TARGETS, name
 
 
+def test_what_is_installed_with_pip_comes_with_the_audit() -> None:
+    """earnest needs earnest-audit of the same commit, which no index has."""
+    lines = [line for workflow in WORKFLOWS.values() for line in commands(workflow) if "pip install" in line]
+    assert lines and all("./earnest-audit" in line for line in lines if line.endswith(" ."))
+
+
+def test_the_wheels_are_tried_in_empty_environments() -> None:
+    """In the public workflow and in `make nightly`; tests/meta/test_packaging.py does it with links in every run."""
+    assert "wheels" in made(commands(WORKFLOWS["ci.yml"])) and "nightly" in made(commands(WORKFLOWS["nightly.yml"]))
+    assert re.search(r"^nightly:.* wheels ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
 def test_every_python_of_the_package_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = {c.rsplit(" ", 1)[-1] for c in project["classifiers"] if "Python :: 3." in c}
