@@ -112,7 +112,7 @@ def _tables(page: Page) -> Iterator[str]:
         here = page.where(table.first)
         for number, row in enumerate(table.rows, table.first + 2):
             if sum(map(len, row)) >= WIDEST:
-                yield f"{page.where(number)}: a row of a table with {WIDEST} characters or more; split it, or write a list"
+                yield f"{page.where(number)}: a row of a table with {WIDEST} characters or more; split it"
         if table.command is None:
             if holds_results(table) and not table.by_hand:
                 yield (

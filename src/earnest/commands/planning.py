@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: Annotated[
-        str, typer.Argument(help="A name from `earnest recipes`, a YAML file, a run folder, or a folder with a config.json.")
+        str,
+        typer.Argument(help="A name from `earnest recipes`, a YAML file, a run folder, or a model's folder."),
     ],
     overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(metavar="80GB", help="Memory of a GPU; none: this machine.")] = None,

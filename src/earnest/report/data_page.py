@@ -159,7 +159,10 @@ def page(data: Dataset, rows: int) -> str:
         if lines:
             sections.append(el("section", el("h2", name.capitalize()), el("ul", *[el("li", line) for line in lines])))
     shown = [
-        join(el("h3", f"{side} row {number}{f', {name}' if name else ''}"), el("div", *_marks(data, row), class_="tokens"))
+        join(
+            el("h3", f"{side} row {number}{f', {name}' if name else ''}"),
+            el("div", *_marks(data, row), class_="tokens"),
+        )
         for side, number, example in _shown(data, rows)
         for name, row in _versions(data, example)
     ]

@@ -54,11 +54,12 @@ def _ranks(run: Run) -> str | None:
     from earnest.config.text import parse  # imports torch
 
     try:
-        engine = (parse(run.config or "", "config.yaml") or {}).get("engine") or {}
+        found = parse(run.config or "", "config.yaml")
     except ConfigError:  # the section with the config shows the text as it is
         return None
-    shard, replicate = engine.get("shard", 1), engine.get("replicate", 1)
-    if shard * replicate == 1:
+    engine = found.get("engine") if isinstance(found, Mapping) else None
+    shard, replicate = (engine.get(key, 1) if isinstance(engine, Mapping) else 1 for key in ("shard", "replicate"))
+    if not isinstance(shard, int) or not isinstance(replicate, int) or shard * replicate == 1:
         return None
     parts = [f"the base in {shard} shards" if shard > 1 else "", f"{replicate} copies of it" if replicate > 1 else ""]
     return f"{shard * replicate}: " + ", ".join(part for part in parts if part)

@@ -73,7 +73,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float, done: float, total: float) -> str:
-    """", 12 s left" after ``seconds`` for ``done`` of ``total`` equal parts; nothing where it is not known yet."""
+    """ ", 12 s left" after ``seconds`` for ``done`` of ``total`` equal parts; nothing where it is not known yet."""
     return f", {duration(seconds * (total - done) / done)} left" if 0 < done < total and seconds >= 1 else ""
 
 
