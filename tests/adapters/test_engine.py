@@ -49,7 +49,10 @@ def engine_on(model: nn.Module) -> en.LocalEngine:
     return en.LocalEngine(policy, adapter)
 
 
-@pytest.mark.parametrize("make", [opaque_model, torchao_model, mixed_model], ids=["opaque", "torchao-int8", "mixed"])
+TORCHAO = pytest.param(torchao_model, marks=pytest.mark.integration)
+
+
+@pytest.mark.parametrize("make", [opaque_model, TORCHAO, mixed_model], ids=["opaque", "torchao-int8", "mixed"])
 def test_a_quantised_base_is_sampled_unmerged(make: Callable[[], nn.Module], merges: list[Adapter]) -> None:
     """The samples are those of the adapted policy: their log-probs equal those of scoring, not the base's."""
     engine = engine_on(make())
