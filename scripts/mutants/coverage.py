@@ -61,7 +61,8 @@ def measure(tests: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
-        (work / "settings").write_text(SETTINGS.format(source=ROOT / "src", data=work / "data"))
+        source = f"{ROOT}/src,{ROOT}/earnest-audit/src"
+        (work / "settings").write_text(SETTINGS.format(source=source, data=work / "data"))
         path = os.pathsep.join(
             [
                 folder,

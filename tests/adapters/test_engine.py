@@ -70,6 +70,8 @@ def test_a_dense_base_is_merged_when_that_is_faster(merges: list[Adapter]) -> No
     """q_proj 32 × 32 and v_proj 16 × 32, twice: Σ m·n = 3072, Σ (m + n) = 224, so from 13.7 tokens on."""
     engine = engine_on(tiny_llama())
     assert [engine.adapter.merging_pays(n) for n in (13, 14)] == [False, True]
+    square = attach(tiny_llama(), get_variant("lora", rank=2), targets=["q_proj"])
+    assert [square.merging_pays(n) for n in (15, 16)] == [False, True], "at equal work, too: 1024 / 64"
     engine.sample(PROMPTS[:1], 1, SPEC)
     assert not merges, "8 tokens"
     engine.sample(PROMPTS, 1, SPEC)

@@ -48,9 +48,20 @@ def test_attach_in_one_dtype_load_in_another(
     moved = float((logits(mine) - logits(tiny_llama().to(saved_dtype).eval())).abs().max())
     adapter = load_adapter(base, tmp_path)
     assert all(p.dtype == torch.float32 for p in adapter.parameters())
+    assert adapter.report.calibration_tokens == 0, "what is loaded was not calibrated here"
     gap = float((logits(base) - logits(mine)).abs().max())
     assert gap < 8 * noise + 1e-3, (gap, noise)
     assert gap < 0.5 * moved, (gap, moved)
+
+
+def test_the_scale_is_saved_too(tmp_path: Path) -> None:
+    model = tiny_llama().eval()
+    adapter = attach(model, get_variant("lora", rank=2))
+    perturb(adapter)
+    adapter.scale = 0.5
+    adapter.save(tmp_path)
+    again = tiny_llama().eval()
+    assert load_adapter(again, tmp_path).scale == 0.5 and torch.equal(logits(again), logits(model))
 
 
 def test_another_base_is_refused_in_any_dtype(tmp_path: Path) -> None:

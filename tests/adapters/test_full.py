@@ -18,6 +18,7 @@ import earnest as en
 from earnest.adapters import AdapterError, DoRA, Full, LoRA, attach, load_adapter, rows
 from earnest.adapters.cases import tiny_gpt2
 from earnest.adapters.conformance import perturb, tiny_llama
+from earnest.adapters.whole import weight_files, write_merged
 from earnest.engines import SGD, AdamW, LocalEngine, LogProbsWanted
 from earnest.engines.mesh import Mesh
 from earnest.engines.optimizers import Optimizer
@@ -346,3 +347,12 @@ def test_sharding_is_refused_before_anything_is_changed() -> None:
     beside = attach(made, LoRA(rank=2), targets=("q_proj",), modules_to_save=["lm_head"])
     with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: is not supported with several ranks"):
         shard(made, beside, Mesh(size=2, shard=2))
+
+
+def test_weights_of_an_earlier_save_are_removed(tmp_path: Path) -> None:
+    """An index that stays would make loaders look for shards that are not there, or read old ones."""
+    made = policy()
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+    write_merged(attach(made, Full()), tmp_path)
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from earnest_audit import Finding, Verdict
-from earnest_audit.command import main
+from earnest_audit.command import main, make_parser
 from earnest_audit.reports import junit, markdown, sarif
 from tests.audit.test_script import STEP, script
 
@@ -220,6 +220,10 @@ def test_the_laws_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -
     assert {"MI", "GL"} <= {row["code"] for row in json.loads(capsys.readouterr().out)}
     assert main(["laws", "MY"]) == 2
     assert "there is no law 'MY': did you mean 'M" in capsys.readouterr().err
+
+
+def test_the_help_shows_that_an_option_takes_a_file() -> None:
+    assert all(f"--{name} FILE" in make_parser().format_help() for name in ("junit", "sarif", "markdown"))
 
 
 @pytest.mark.parametrize("words", [[], ["--jsn", "train.py"], ["--sarif"]])

@@ -34,6 +34,7 @@ def test_trained_tokens_counts_and_problems_are_shown(tmp_path: Path, capsys: py
     assert "Sort: b a<|im_end|>" in shown
     assert "<mark>a b&lt;|im_end|&gt;</mark>" in page.read_text()
     assert "<mark>Sort" not in page.read_text()
+    assert '<div class="bars" role="img" aria-label="tokens per row' in page.read_text(), "a picture with a name"
 
 
 def test_json_has_every_number_and_the_exit_code_is_0_where_all_is_well(

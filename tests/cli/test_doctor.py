@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from earnest.cli import main
+from earnest.commands.auditing import _sampler_verdict
 from earnest.commands.doctor import EXTRAS, checks
+from earnest.errors import EarnestError
+from tests.report import folders
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {"all", "dev", "juicer", "replay", "test"}  # several extras in one, or with no module of their own
@@ -38,3 +42,29 @@ def test_no_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as end:
         main(["runs", str(tmp_path / "none")])
     assert end.value.code == 2 and "is not a folder" in capsys.readouterr().err
+
+
+def test_every_gpu_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda i: f"GPU {'ab'[i]}")
+    (row,) = [r for r in checks()[0].records() if "devices" in r.values()]
+    assert "cuda:0 GPU a, cuda:1 GPU b, cpu (" in " ".join(map(str, row.values()))
+
+
+def test_runs_are_a_table_unless_json_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders.make(tmp_path / "one")
+    for words, begins in (((), " "), (("--json",), "[")):
+        with pytest.raises(SystemExit) as end:
+            main(["runs", str(tmp_path), *words])
+        shown = capsys.readouterr().out
+        assert end.value.code == 0 and "one" in shown and shown.lstrip().startswith("[") == (begins == "[")
+
+
+def test_the_settings_of_a_sampler_are_the_words_after_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("earnest.runs.sampling.audited", lambda *given: seen.append(given))
+    _sampler_verdict(["http://x", "temperature=0.7", "seed=1"], "nano", None, "KEY")
+    assert seen[0][:3] == ("http://x", ["temperature=0.7", "seed=1"], "nano")
+    for words in ([], ["localhost:8000"]):
+        with pytest.raises(EarnestError, match="give the address of the server"):
+            _sampler_verdict(words, "nano", None, "KEY")

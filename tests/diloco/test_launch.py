@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ from rich.console import Console
 
 from earnest import runs
 from earnest.config import RunConfig, load_file
-from earnest.diloco.executors.base import EXECUTORS, ExecutorError, Exit, Job, get_executor, supervise
-from earnest.diloco.launch import job_of, resume, start
+from earnest.diloco.executors.base import (
+    EXECUTORS,
+    ExecutorError,
+    Exit,
+    Job,
+    get_executor,
+    gpu_variables,
+    supervise,
+)
+from earnest.diloco.launch import job_of, resume, start, wants_gpu
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
@@ -114,6 +123,7 @@ def test_the_final_adapter_is_the_last_commit(make: Make, tmp_path: Path) -> Non
 
     folder = tmp_path / "run"
     start("test", make("replicas=2", "checkpoint.every=1", f"out={folder}"), quiet(), on="fork")
+    assert Ledger(Bucket.open(f"file://{folder}/bucket")).claim() == 2, "the replicas' own numbers are taken"
     exact = load(folder / "adapter" / "earnest_adapter.safetensors")
     tensors, _ = read(max((folder / "replica-0" / "checkpoints").glob("step-*")) / "engine")
     trained = {k.removeprefix("adapter."): v for k, v in tensors.items() if k.startswith("adapter.")}
@@ -137,7 +147,7 @@ def test_workers_average_over_a_lighthouse_if_the_settings_name_one(make: Make, 
     assert [(line["step"], line["metrics"]["outer/members"]) for line in steps(folder)] == [(2, 2), (4, 2)]
     sizes = {line["metrics"]["outer/bytes per replica"] for line in steps(folder)}
     numbers = sum(p.numel() for p in load(folder / "adapter" / "earnest_adapter.safetensors").values())
-    assert len(sizes) == 1 and 0 < sizes.pop() <= 4 * numbers
+    assert len(sizes) == 1 and 2 * numbers < sizes.pop() <= 4 * numbers
     assert all(line["reward"]["n"] == 2 * 2 * 8 for line in steps(folder)), "both replicas' rewards, of both steps"
     assert not [line for line in events(folder) if "warning" in line.lower()], "no complaint about rounds"
     assert any(
@@ -183,7 +193,6 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where training fails. The launcher starts no samplers of ``sampling.workers``: those are the replicas'."""
-    from dataclasses import replace
 
     from earnest.config import dump
     from earnest.diloco import launch, worker
@@ -341,6 +350,8 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
         (["replicas=2", "sync.delay=2"], r"below every / fragments"),
         (["replicas=2", "updates_per_batch=4"], r"multiple of updates_per_batch"),
         (["replicas=2", "sync.quorum=3"], "3 is more than the 2 replicas"),
+        (["replicas=2", "sync.momentum=-0.1"], r"sync\.momentum"),
+        (["replicas=2", "sync.momentum=1"], r"sync\.momentum"),
         (["replicas=2", "sync.density=0.1"], "only the wires topk and sparseloco have a density"),
         (["replicas=2", "sync.wire=fp32", "sync.feedback=0.5"], "fp32 sends everything"),
         (["replicas=4", "sync.groups=3"], "a multiple of as many replicas"),
@@ -479,6 +490,26 @@ def test_each_replica_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPat
         assert all("CUDA_VISIBLE_DEVICES" not in one["env"] for one in get_executor(on).dry_run(Job("file:///x", 3)))
     assert all(one["actor"]["num_gpus"] == 1 for one in get_executor("ray").dry_run(job))
     assert all("num_gpus" not in one["actor"] for one in get_executor("ray").dry_run(Job("file:///x", 3)))
+    assert [wants_gpu(device) for device in ("cuda", "auto", "cuda:3", "cpu")] == [True, None, False, False]
+
+
+def test_gpus_of_other_machines_are_shared_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = Job("s3://bucket/run", 5, gpu=None)
+    hosts = get_executor("monarch:tcp://10.0.0.1:1,tcp://10.0.0.2:1").dry_run(away)
+    assert [(one["host"][-3], one["gpu"]) for one in hosts] == [("1", 0), ("2", 0), ("1", 1), ("2", 1), ("1", 2)]
+    for there, each in ((0, None), (2, 1 / 3), (4, 0.5), (8, 1.0)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
+        assert get_executor("ray").dry_run(away)[0]["actor"].get("num_gpus") == each
+    assert "if there are any" in get_executor("ray:10.0.0.1:6379").dry_run(away)[0]["actor"]["num_gpus"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert gpu_variables(None, 1) == {}, "there is no CUDA here"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [gpu_variables(None, number)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["4", "6", "4"]
+    monkeypatch.setenv("EARNEST_INSTALL", "git+https://example.org/earnest")
+    for on, way_out in (("modal", "modal:A10G"), ("hf", "hf:a10g-small"), ("hf:cpu-upgrade", "hf:a10g-small")):
+        with pytest.raises(ExecutorError, match=f"device=cuda needs a machine with a GPU; write --on {way_out}"):
+            get_executor(on).dry_run(replace(away, gpu=True))
+        assert get_executor(on).dry_run(away) and get_executor(way_out).dry_run(replace(away, gpu=True))
 
 
 def test_files_and_tokens_of_this_machine_are_found(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,6 +17,7 @@ from torch import Tensor
 from earnest.diloco.errors import RoundStuck
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
+from earnest.diloco.manager import BucketManager
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule, WeightCopies
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import Wire
@@ -437,3 +439,15 @@ def test_a_claimed_number_is_written_once(tmp_path: Path) -> None:
     taken: list[int] = []
     together({i: (lambda one=one: taken.append(one.claim())) for i, one in enumerate(ledgers)})
     assert sorted(taken) == [0, 1, 2, 3]
+
+
+def test_the_end_of_a_round_waits_for_the_exchange_in_the_background() -> None:
+    made: Any = object.__new__(BucketManager)
+    made._failure, made._result, made._gathered = None, None, [torch.zeros(2), torch.zeros(1)]
+
+    def join() -> None:
+        made._result = SimpleNamespace(average=torch.tensor([1.0, 2.0, 3.0]))
+
+    made._thread = SimpleNamespace(join=join)
+    made.finish()
+    assert [t.tolist() for t in made._gathered] == [[1.0, 2.0], [3.0]] and made._thread is None

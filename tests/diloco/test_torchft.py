@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from earnest.config.replicas import SyncConfig
 from earnest.diloco.errors import Unreachable
 from earnest.diloco.globals import OuterSGD
-from earnest.diloco.outer import SyncSchedule
+from earnest.diloco.outer import ReplicaOuter, SyncSchedule
+from earnest.errors import CheckpointError
 
 CASES = {
     "diloco": SyncSchedule(4),
@@ -180,6 +183,12 @@ def test_a_lighthouse_that_is_not_there_is_said(tmp_path: Path) -> None:
     says = r"sync\.lighthouse=http://localhost:9 does not answer.*torchft_lighthouse.*or leave it out"
     with pytest.raises(Unreachable, match=says):
         LighthouseOuter(ToyEngine(), ledger, 0, "http://localhost:9", 1, CASES["diloco"], rounds=1, timeout=1.0)
+    made = object.__new__(LighthouseOuter)
+    for use in (made.state_dict, lambda: made.load_state_dict({})):
+        with pytest.raises(CheckpointError, match="keep no checkpoint"):
+            use()
+    for outer in (LighthouseOuter, ReplicaOuter):
+        assert signature(outer).parameters["snapshot_every"].default == SyncConfig().snapshot_every
 
 
 def ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,8 @@ def test_planted_directions_are_found_with_their_orientation() -> None:
     assert found.agreement["a"][0] == 1.0 and 0.6 < found.agreement["a"][1] < 0.95
     assert found.facts["heldout_accuracy"] == 1.0 and found.facts["heldout_pairs"] == 10
     assert float(found.strength["a"][0]) == pytest.approx(3, rel=0.05)
+    again, other = (assemble(planted(), top=2, floor=0.5, seed=seed).strength["a"] for seed in (0, 1))
+    assert torch.equal(found.strength["a"], again) and not torch.equal(again, other), "seed 0 by default"
 
 
 def test_directions_that_do_not_generalise_to_heldout_pairs_warn() -> None:
@@ -140,7 +142,10 @@ def test_activations_by_the_formula_of_delta_s(make: Make) -> None:
     """y = Wx + U(g ∘ Vx) at g = 0: D = -(Uᵀd) ∘ (V x̄), d = W(x̄ - x̄'), for the mean inputs x̄, x̄' of the two replies."""
     engine = make()
     triple = Triple(({"role": "user", "content": "say a"},), "yes!!!", "no.")
+    hooks_of = [(m._forward_hooks, m._forward_pre_hooks) for m in engine.policy.model.modules()]
+    before = [(len(after), len(pre)) for after, pre in hooks_of]
     found = directions_from_activations(engine, [triple] * 3, top=1, floor=0, heldout=0)
+    assert [(len(after), len(pre)) for after, pre in hooks_of] == before, "a hook that stays would cut the gradients"
     inputs: dict[str, list[Tensor]] = {path: [] for path in engine.adapter.slots}
     for text in (triple.unwanted, triple.wanted):
         prompt, reply = reply_tokens(engine.policy, triple.prompt, text)

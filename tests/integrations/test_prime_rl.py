@@ -249,7 +249,12 @@ def test_the_check_reads_the_trainers_file(tmp_path: Path) -> None:
     assert [d.returncode for d in done] == [0, 2], done
     assert "DAPO(" in done[0].stdout and "clip=0.1" in done[0].stdout
     assert done[1].stderr.startswith("earnest: distill: needs teacher")
-    for text, why in (("[trainer.loss]\ntype='default'", "has type 'default'"), ("=", "is not TOML")):
+    other = "[trainer.loss]\ntype='custom'\nimport_path='mine.loss'"
+    for text, why in (
+        ("[trainer.loss]\ntype='default'", "has type 'default'"),
+        (other, "import_path 'mine.loss'"),
+        ("=", "is not TOML"),
+    ):
         bad.write_text(text)
         with pytest.raises(ConfigError, match=why):
             prime_rl.check_file(bad)

@@ -95,6 +95,15 @@ class TestDevice:
         with pytest.raises(ConfigError, match="device 'gpu' is not a device"):
             load(folder, device="gpu")
 
+    def test_a_gpu_that_is_one_too_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from earnest.models.device import choose_device
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert choose_device("cuda:1")[0] == torch.device("cuda:1")
+        with pytest.raises(ConfigError, match="'cuda:2' is not on this machine"):
+            choose_device("cuda:2")
+
     def test_an_unknown_dtype(self, folder: Path) -> None:
         with pytest.raises(ConfigError, match="dtype 'bfloat61' is not known; did you mean 'bfloat16'"):
             load(folder, dtype="bfloat61")  # type: ignore[arg-type]

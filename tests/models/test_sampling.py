@@ -14,7 +14,7 @@ from torch import nn
 
 from earnest.errors import SamplingError
 from earnest.models import Completion, Policy, SampleSpec, sample
-from earnest.models.sampling import SampleRow, truncate, uniforms
+from earnest.models.sampling import SampleRow, _inverse_cdf, truncate, uniforms
 from tests.models import tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [7], [8, 9, 30], [11, 12, 13, 14]]
@@ -397,3 +397,13 @@ def test_requests_out_of_range(prompts: list[list[int]], n: int, new: int, words
 def test_the_last_position_can_be_used() -> None:
     (c,) = sample(biased(5), [[5] * 100], 1, SampleSpec(max_new_tokens=29))
     assert len(c.tokens) == 29
+
+
+@pytest.mark.parametrize("vocabulary", [8192, 8193, 20_011])
+def test_a_large_vocabulary_is_searched_by_blocks(vocabulary: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    p = torch.rand(3, vocabulary, generator=g).pow(8).softmax(-1)
+    p[1, : vocabulary - 1] = 0
+    u = torch.tensor([[0.0], [0.3], [0.999_999]], dtype=torch.float64)
+    wanted = torch.searchsorted(p.double().cumsum(-1), u * p.double().sum(-1, keepdim=True), right=True)
+    assert torch.equal(_inverse_cdf(p, u), wanted.clamp(max=vocabulary - 1))

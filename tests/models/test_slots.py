@@ -97,14 +97,19 @@ def test_padding_that_no_row_needs_is_cut_off() -> None:
     """A stream of rows keeps the cache as wide as its longest row, not as long as the stream."""
     policy, widths = shared("llama"), []
     spec = SampleSpec(max_new_tokens=8, stop_ids=())
-    with evaluating(policy):
-        slots = SlotSampler(policy, spec, max_rows=3)
-        slots.submit([SampleRow(0, j, (5, 6, 7), j, 3 + j % 6) for j in range(60)])
-        while len(slots):
-            slots.step()
-            widths += [g.sequences.used for g in slots._groups]  # type: ignore[attr-defined]
+    found: list[dict[int, tuple[int, ...]]] = []
+    for most in (1, 3):
+        with evaluating(policy):
+            slots = SlotSampler(policy, spec, max_rows=most)
+            slots.submit([SampleRow(0, j, (5, 6, 7), j, 3 + j % 6) for j in range(60)])
+            found.append({})
+            widths.clear()
+            while len(slots):
+                found[-1].update({row.sample_index: completion.tokens for row, completion in slots.step()})
+                widths += [g.sequences.used for g in slots._groups]  # type: ignore[attr-defined]
     assert max(widths) <= 11 + 32 + 32
     assert len(widths) > 100
+    assert found[0] == found[1] and len(found[0]) == 60, "each is what it would be alone"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
@@ -150,3 +155,15 @@ def test_gradients_and_modes_come_back() -> None:
         assert not policy.model.training
     assert policy.model.training
     assert torch.is_grad_enabled()
+
+
+def test_ended_rows_are_dropped_once_a_quarter_has_ended() -> None:
+    """Dropping copies the cache, so a single row of many is not dropped."""
+    policy, sizes = shared("llama"), []
+    with evaluating(policy):
+        slots = SlotSampler(policy, SampleSpec(max_new_tokens=6, stop_ids=()))
+        slots.submit([SampleRow(0, j, (5, 6, 7), j, limit=1 + (j > 0) + 3 * (j > 1)) for j in range(8)])
+        while len(slots):
+            slots.step()
+            sizes += [len(group.rows) for group in slots._groups]
+    assert sizes == [8, 6, 6, 6], "not after the first of eight, but after the second"

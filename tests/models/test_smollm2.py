@@ -113,3 +113,30 @@ def test_without_gguf_the_error_has_the_install_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtra, match=r'pip install "earnest\[gguf\]"'):
         smollm2.fetch(lambda _: None)
+
+
+def test_the_folder_has_dequantised_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without ``dequantize`` transformers keeps GGUF's own blocks, which no adapter can be put on."""
+    import torch
+    import transformers
+
+    from earnest.models import load
+    from tests.runs.tiny import tiny_folder
+
+    tiny = tiny_folder(tmp_path / "tiny")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    tokenizer, seen = transformers.AutoTokenizer.from_pretrained(tiny), {}
+
+    def from_pretrained(place: str, **given: Any) -> Any:
+        seen.update(given, place=place)
+        return read(tiny, dtype=given["dtype"])
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **given: tokenizer)
+    smollm2._convert(tmp_path / "weights.gguf", tmp_path / "out")
+    monkeypatch.undo()
+    assert seen["place"] == str(tmp_path) and seen["gguf_file"] == "weights.gguf"
+    assert seen["quantization_config"].dequantize is True and seen["dtype"] is torch.float32
+    made = read(tmp_path / "out", dtype="auto")
+    assert made.dtype == torch.bfloat16 and (tmp_path / "out" / smollm2._DONE).is_file()
+    assert load(tmp_path / "out").encode("a")

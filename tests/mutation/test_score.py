@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from earnest.mutation import OPERATORS, score_tests
+from earnest.mutation import OPERATORS, score, score_tests
 from earnest.mutation.operators import mutants
 from earnest.mutation.score import MutationError, _left_out
 
@@ -102,3 +105,30 @@ def test_a_package_that_is_called_runs_is_copied_and_results_are_not(tmp_path: P
     shutil.copytree(tmp_path, tmp_path.parent / "copy", ignore=lambda p, names: _left_out(tmp_path, p, names))
     found = {str(p.relative_to(tmp_path.parent / "copy")) for p in (tmp_path.parent / "copy").rglob("*")}
     assert found == {"src", "src/thing", "src/thing/runs"}
+
+
+def test_a_mutant_is_gone_before_the_next_one(project: Path) -> None:
+    """The second file is tested by nothing, so its mutants live, unless the first file is still a mutant."""
+    (project / "src" / "untested.py").write_text("def double(x):\n    return 2 * x\n")
+    found = score_tests(project / "test_strong.py", project / "src", root=project, limit=4)
+    assert [o.fate for o in found.outcomes if o.file.endswith("tiny.py")] == ["killed"] * 3
+    assert [o.fate for o in found.outcomes if o.file.endswith("untested.py")] == ["survived"]
+    assert "| `src/untested.py` | 1 | 0 | 1 | 0% |" in found.table()
+
+
+def test_only_what_is_read_is_ignored_and_only_results_are_detached() -> None:
+    made = [m.what for m in mutants("def f(clip, y):\n    clip = 1\n    x = y\n    z = g(clip)\n    return z\n")]
+    assert made.count("clip is ignored") == 1 and [w for w in made if "detached" in w] == ["z is detached"]
+
+
+def test_the_command_prints_the_given_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for name in ("a", "b"):
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text(json.dumps({"file": name, "line": 3, "what": "x", "fate": "survived", "key": name}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["mutation", *map(str, files)])
+    runpy.run_path(str(Path(score.__file__).with_name("__main__.py")), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "| `a` | 1 | 0 | 1 | 0% |" in shown and "| `b` | 3 | x |" in shown

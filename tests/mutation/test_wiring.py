@@ -88,3 +88,9 @@ def test_the_table_counts_the_last_result_and_leaves_equivalents_out_of_the_scor
     made = list(rows(results(tmp_path), {"3": "no input reaches it", "2": "not used: a test detects it"}))
     assert made[2] == "| `a` | 4 | 2 | 1 | 1 | 67% |"
     assert made[6:] == ["| `a.py` | 1 | x \\| y | no input reaches it |", "| `a.py` | 1 | x \\| y |  |"]
+
+
+def test_a_text_of_60_characters_is_named_in_full() -> None:
+    for size, cut in ((60, False), (61, True)):
+        (guard,) = mutants(f"if {'x' * (size - 5)} < 12:\n    raise E", (guard_removed,))
+        assert guard.what.endswith("...` is removed") == cut

@@ -194,7 +194,8 @@ def test_rloo_is_the_log_prob_of_the_whole_completion_against_the_others_mean() 
     batch = with_advantages(
         batch.with_signals(group=torch.zeros(3, dtype=torch.long)), [1.0, 0.0, 0.5], "leave_one_out"
     )
-    loss, grad, _ = run(RLOO(), batch, lp)
+    loss, grad, metrics = run(RLOO(), batch, lp)
+    assert metrics["nll"] == pytest.approx(2.0)
     assert grad == pytest.approx([-0.75 / 3, 0.75 / 3, 0.75 / 3, 0])  # A = 1-.25, 0-.75, .5-.5
     assert loss == pytest.approx((0.75 * 2 - 0.75 * 4) / 3)
 
@@ -229,6 +230,15 @@ def test_truncated_importance_by_hand(correction: TruncatedIS, weights: list[flo
     assert metrics["is_weight_max"] == pytest.approx(4.0, rel=1e-5)
     if correction.mode == "mask":
         assert metrics["dropped_tokens"] == sum(w == 0 for w in weights)
+
+
+def test_a_weight_at_a_bound_is_inside() -> None:
+    batch, lp = _with_gap([[1.0, 0.5]], [1])
+    _, _, metrics = run(DAPO(correction=TruncatedIS(floor=1.0, mode="mask")), batch, lp)
+    assert (metrics["dropped_tokens"], metrics["is_cut"]) == (1, 0.5)
+    batch, lp = _with_gap([[1.0, 2.0]], [1])
+    _, _, metrics = run(DAPO(correction=TruncatedIS(cap=1.0, mode="mask")), batch, lp)
+    assert (metrics["dropped_tokens"], metrics["is_cut"]) == (1, 0.5)
 
 
 def test_where_sampler_and_trainer_agree_the_correction_changes_nothing() -> None:

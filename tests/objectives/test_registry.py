@@ -562,3 +562,10 @@ def test_defaults_are_the_published_ones(kind: str) -> None:
     """A run that sets nothing trains with these; no other test would detect a change of one of them."""
     given = {f.name: f.default for f in fields(OBJECTIVES[kind])}
     assert {name: given[name] for name in PUBLISHED[kind]} == PUBLISHED[kind]
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_settings_have_names(kind: str) -> None:
+    """A number without a name would be another setting after a field is added."""
+    with pytest.raises(TypeError, match="positional argument"):
+        OBJECTIVES[kind](0.5)  # type: ignore[call-arg]

@@ -14,15 +14,16 @@ from transformers import AutoConfig
 from benchmarks.plan import BILLION, case
 from earnest import cli
 from earnest.adapters import VARIANTS, attach
+from earnest.commands.planning import _device, _show
 from earnest.config import from_mapping, recipes
 from earnest.errors import ConfigError
 from earnest.models.loading import load
-from earnest.plan import Device, Memory, plan
+from earnest.plan import Device, Memory, MemoryPlan, plan
 from earnest.plan import shape as shapes
-from earnest.plan.advice import largest
-from earnest.plan.memory import memory, optimizer_bytes, parse_bytes
+from earnest.plan.advice import _options, largest
+from earnest.plan.memory import memory, optimizer_bytes, parse_bytes, vocabulary_bytes
 from earnest.plan.shape import PassSize, Shape, bytes_of
-from earnest.plan.workload import Workload
+from earnest.plan.workload import Workload, workload
 
 CLOSE = 0.15
 
@@ -70,6 +71,7 @@ def test_layers_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch, c
     assert few.kept == whole.kept > 0
     assert few.peak == pytest.approx(whole.peak, rel=0.01)
     assert cache == made.cache_bytes() == 7 * 2 * 2 * 32 * 4
+    assert (made.trace(sizes, 60, again=True) == whole) == (not checkpointed), "not checkpointed by default"
 
 
 LABELS = sorted(n for c in VARIANTS.values() for n, s in c.examples.items() if "kind" not in s)
@@ -162,3 +164,65 @@ def test_a_folder_without_a_config_is_a_sentence(tmp_path: Path, capsys: pytest.
         cli.main(["plan", str(tmp_path)])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and "has no config.json, so it is not a model folder" in said and said.count("\n") == 1
+
+
+def test_the_rows_that_are_decoded_together() -> None:
+    """Those of training or of the evaluation, whichever are more; not those with more prompts."""
+    work = Workload(groups=10, group=1, prompt=4, completion=4, evaluated=(4, 8))
+    assert work.sampled(256, 1) == (32, 4) and work.sampled(256, 4) == (8, 1) and work.sampled(3, 1) == (3, 3)
+
+
+def test_the_lengths_of_rows(tmp_path: Path) -> None:
+    def found(tokens: int | None, *overrides: str) -> Workload:
+        return workload(config(*overrides), tokens, lambda _: None)
+
+    assert (found(8).prompt, found(8).completion) == (1, 7) and found(100).row_tokens == 100
+    measured = found(None, "sampling.max_new_tokens=9")
+    assert measured.completion == 9 and 1 < measured.prompt < 100
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {i}", "completion": "yes"}) + "\n" for i in range(8)))
+    given = {"model": "nano", "adapter": {"kind": "lora"}, "objective": [{"kind": "sft"}], "steps": 1}
+    own = workload(from_mapping(given | {"data": {"train": str(rows)}}), None, lambda _: None)
+    assert own.prompt == 1 and 4 < own.completion < 40 and own.evaluated == (0, 0)
+
+
+def test_a_change_without_an_effect_is_not_offered() -> None:
+    work = Workload(groups=4, group=1, prompt=50, completion=14)
+    by_name = {option.__name__: option for option in _options(work, Device("gpu", 10**9))}
+    assert by_name["one_row"](config("micro_tokens=65"))[0] == {"micro_tokens": 64}
+    assert by_name["one_row"](config("micro_tokens=64"))[0] == {}
+    for word, settings in (("false", {"engine.checkpoint_activations": True}), ("true", {})):
+        assert by_name["checkpoint"](config(f"engine.checkpoint_activations={word}"))[0] == settings
+
+
+def test_a_teachers_states_are_part_of_the_vocabularys_memory() -> None:
+    shape = Shape(small(2), torch.float32, config().adapter)
+    device, tokens = Device("gpu", 10**9), 1000
+    plain, taught = (
+        vocabulary_bytes(shape, config(f"objective=[{{kind: {kind}}}]").build_objective(), tokens, device)
+        for kind in ("entropy", "sdpo")
+    )
+    row, width = shape.vocabulary * 4, shape.width * 4
+    assert taught - plain == tokens * width + tokens * row, "their states, and one more block of logits"
+
+
+def test_the_command_passes_on_what_it_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plan(config(), Device("gpu", 24 * 10**9, 3), tokens=32)
+    seen: dict[str, Any] = {}
+
+    def predict(wanted: Any, device: Device, **given: Any) -> MemoryPlan:
+        seen.update(given, device=device)
+        return replace(found, device=device)
+
+    monkeypatch.setattr("earnest.plan.plan", predict)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "quickstart", "--gpu", "24GB", "--tokens", "32", "--tflops", "3", "--link", "7GB"])
+    assert seen["device"] == Device("gpu", 24 * 10**9) and (seen["tokens"], seen["tflops"]) == (32, 3.0)
+    assert seen["link"] == 7e9 and "stay idle" not in capsys.readouterr().out
+    _show(found)
+    shown = capsys.readouterr().out
+    assert "2 of 3 devices stay idle" in shown and "memory per device" in shown
+    here = _device(None, 2)
+    assert (here.kind == "cpu") == (not torch.cuda.is_available()) and here.bytes > 10**8 and here.count == 2

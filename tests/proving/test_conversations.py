@@ -14,6 +14,7 @@ import pytest
 import earnest as en
 from earnest.models import SampleSpec
 from earnest.proving import prove_conversations
+from earnest.proving.conversations import _letters
 from earnest.rollouts import Segment, TurnSettings, collecting, rows
 from earnest.rollouts.transcript import Transcript, authored
 from earnest.rollouts.turn_sampling import TurnSampler
@@ -186,3 +187,7 @@ def test_an_observation_with_a_role_of_its_own_breaks_a_law(engine: en.LocalEngi
 
     monkeypatch.setattr(collecting, "rollout_rows", wrong)
     assert "tokens trained" in broken(laws(engine))
+
+
+def test_letters_are_compared_without_spaces_and_torn_characters() -> None:
+    assert _letters(" a\ufffd b\n") == "ab"

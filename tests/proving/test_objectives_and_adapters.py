@@ -3,6 +3,7 @@ and twenty in the nightly target; sums, routes, corrections and wrappers."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,9 +19,11 @@ from earnest.objectives import GRPO, Objective
 from earnest.objectives.base import Signal, Term, Value
 from earnest.objectives.metrics import Mean
 from earnest.objectives.view import View
-from earnest.proving import step_of
+from earnest.proving import sharded, step_of
+from earnest.proving.metrics import NARROW
 from earnest.proving.proof import relevant
 from earnest.proving.settings import rebuild
+from earnest.proving.step import _unique_pairs
 from earnest.settings import setting
 from earnest.signals import Batch, Reference, Teacher
 from tests.engines.conftest import VOCABULARY, perturb, tiny_policy
@@ -131,9 +134,12 @@ def test_a_barriers_own_strength_is_not_its_weight_in_a_sum() -> None:
     engine, batch = prepared(torch.float32, 0)
     alone = step_of(engine, en.KLBarrier(tau=0.01, strength=2.0), batch)
     assert alone.knobs["kl_barrier.strength"] == 2.0 and "kl_barrier.weight" not in alone.knobs
+    assert not alone.weighed and not alone.switches and not alone.terms, "a single term has no weight to turn"
     objective = SUMS["a barrier with a weight"]
     step = step_of(engine, objective, batch)
     assert step.knobs["kl_barrier.weight"] == 0.5 and step.knobs["kl_barrier.strength"] == 2.0
+    assert step.weighed == {"grpo": "grpo.weight", "kl_barrier": "kl_barrier.weight"}
+    assert list(step.switches) == ["kl_barrier.weight"] == list(step.terms.values())
     turned = rebuild(objective, {**step.knobs, "kl_barrier.strength": 3.0})
     weighted = next(w for w in turned.terms if w.term.label == "kl_barrier")
     assert weighted.weight == 0.5 and weighted.term.strength == 3.0  # type: ignore[attr-defined]
@@ -163,6 +169,8 @@ def test_settings_metrics_and_signals_are_all_declared() -> None:
     assert {"behaviour", "proximal", "advantages"} <= set(corrected.roles)
     assert corrected.metrics["clip_low"] == (0.0, 1.0) and corrected.neutral["ratio"] == 1.0
     assert "ratio" not in corrected.still and "tokens" in corrected.still
+    narrow = step_of(*prepared_with(en.GRPO(clip=NARROW / 2)))
+    assert corrected.neutral["clip_low"] == 0.0 and "clip_low" not in narrow.neutral, "rounding is clipped there"
     _, metrics = corrected.loss(corrected.model, corrected.batch, **corrected.knobs)
     assert {"grpo", "ratio", "behaviour_kl", "is_weight", "clip_high"} <= set(metrics)
     wrapped = step_of(*prepared_with(en.Distill(wrap=en.EntropyAware(threshold=1.2))))
@@ -170,6 +178,28 @@ def test_settings_metrics_and_signals_are_all_declared() -> None:
     assert "distill.wrap.temperature" not in wrapped.knobs, "a wrapper has no support of its own"
     sdpo = step_of(*prepared_with(en.SDPO(top_k=4, route="failed")))
     assert sdpo.knobs["sdpo.top_k"] == 4 and "correct" in sdpo.roles
+
+
+def test_a_copy_of_the_model_has_no_spectral_norm_of_its_own() -> None:
+    engine, objective, rows = prepared_with(examples()["spectral_cap"])
+    step = step_of(engine, objective, rows)
+    step.loss(engine.policy.model, step.batch, **step.knobs)
+    with pytest.raises(ValueError, match="the engine's own adapter"):
+        step.loss(copy.deepcopy(engine.policy.model), step.batch, **step.knobs)
+
+
+def test_pairs_that_are_repeated_get_numbers_of_their_own() -> None:
+    roles = ["chosen", "rejected", "chosen", "chosen", "rejected", "rollout"]
+    assert _unique_pairs(torch.tensor([0, 0, 1, 0, 0, -1]), roles).tolist() == [0, 0, 1, 2, 2, -1]
+
+
+def test_the_ranks_of_one_process_are_checked_without_a_trace() -> None:
+    engine, rows = prepared(torch.float32, 0)
+    hooks = len(engine.policy.body._forward_pre_hooks)
+    findings = sharded.check(engine, Objective.of(en.GRPO(clip=0.2)), rows)
+    found = [next(findings), next(findings)]  # what comes after them updates the engine
+    assert [f.outcome for f in found] == ["holds", "holds"], found
+    assert len(engine.policy.body._forward_pre_hooks) == hooks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,6 +244,7 @@ def test_a_filter_that_could_not_be_obeyed_is_refused(op: str, settings: dict[st
         Op(op, settings=settings)
     with pytest.raises(CleaningError, match="field 'answer' is unknown"):
         Op("words", "answer", {"min": 1})
+    assert Op("words", settings={"min": 3, "max": 3}).low == 3, "exactly three words"
 
 
 # --- leakage ----------------------------------------------------------------------------------------------------------

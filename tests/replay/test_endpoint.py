@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from earnest.http import wait
 from earnest.replay.endpoint import Endpoint, Reply, RetriesExhausted, Usage
 from earnest.replay.errors import EndpointError
+from earnest.replay.journal import Journal
 from earnest.replay.judges import add
+from earnest.replay.settings import ReplayConfig
 from tests.replay.records import user
 from tests.replay.server import Answer, serving
 
@@ -86,3 +89,19 @@ def test_waits_double_are_bounded_and_repeat_themselves() -> None:
 def test_usage_adds_up_and_stays_unknown() -> None:
     assert add([Usage(1, 2, 3), Usage(2, 10, 20)]) == Usage(3, 12, 23)
     assert add([Usage(1, 2, 3), Usage(1, None, 4)]) == Usage(2, None, 7)
+
+
+def test_an_endpoint_has_the_defaults_of_a_replay() -> None:
+    config = ReplayConfig.model_fields
+    made = Endpoint("http://x/v1", "teacher")
+    assert {name: getattr(made, name) for name in ("attempts", "backoff", "timeout")} == {
+        name: config[name].default for name in ("attempts", "backoff", "timeout")
+    }
+
+
+def test_an_answer_is_kept_once_and_written_under_the_lock(tmp_path: Path) -> None:
+    journal, held = Journal(tmp_path / "j.jsonl", {}, "t"), []
+    append = journal._lines.append
+    journal._lines.append = lambda record: held.append(journal._lock.locked()) or append(record)  # type: ignore[method-assign, func-returns-value, assignment]
+    first = journal.add("answer", "a", text="one")
+    assert journal.add("answer", "a", text="two") is first and held == [True] and not journal._lock.locked()

@@ -79,6 +79,11 @@ def test_every_turn_becomes_a_pair_with_its_provenance_in_the_traces_order(trace
     assert (first.teacher, first.teacher_model, first.margin, first.judge) == ("endpoint", "big", 1.0, "teacher")
     assert (first.completion_id, first.model, first.version, first.winner) == ("cmpl-0", "assistant", "0", "teacher")
     assert 1 < server.most <= 4, "several at a time, and never more than the limit"
+    assert {body["seed"] for body in server.bodies} == {0}
+    with serving(good) as other:
+        teacher = {"kind": "endpoint", "model": "big", "base_url": other.url, "samples": 2, "temperature": 1.0}
+        replay(traces, settings(other.url, tmp_path / "twice", teachers=[teacher], seed=5))
+    assert sorted(body["seed"] for body in other.bodies) == [5] * 2 * N + [6] * 2 * N, "one seed for each sample"
     # the state that was replayed is every message before the turn, and nothing behind it
     assert sorted(len(body["messages"]) for body in server.bodies) == [1] * N + [3] * N
     account = found.ledger.accounts["endpoint"]
@@ -286,6 +291,8 @@ def test_what_the_user_typed_instead_is_a_teacher(tmp_path: Path) -> None:
         ({"teachers": [{"kind": "policy"}], "max_cost": 1.0}, "no endpoint has a price"),
         ({"clean": [{"op": "words"}]}, "neither min nor max"),
         ({"concurency": 3}, "concurrency"),
+        ({"max_errors": -0.1}, "max_errors"),
+        ({"max_errors": 1.1}, "max_errors"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(overrides: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ def shift(folder: Path, by: float) -> None:
 
 def test_settings_that_differ_are_listed_key_by_key(tmp_path: Path) -> None:
     made = pair(tmp_path, "optimizer: {kind: adamw, lr: 0.01, betas: [0.9, 0.999], eps: 1.0e-08}", "seed: 4")
+    for folder in made:
+        with (folder / "config.yaml").open("a") as file:
+            file.write(f"description: of {folder.name}\n")
     environment = json.loads((made[1] / "environment.json").read_text())
     environment["packages"]["torch"] = "9.9"
     environment["platform"] = "elsewhere"

@@ -14,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from earnest.report import ReportError, load, render, summary, write
+from earnest.report.laws import tally
 from earnest.report.markup import VOID, Html, duration, el, fixed, number, signed
+from earnest.report.record import CheckRecord
 from tests.report import folders
 
 HOSTILE = "</script ></style><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!-- <script "
@@ -329,3 +331,12 @@ def test_every_colour_of_text_is_readable_in_light_and_dark():
             for theme in (0, 1):
                 low, high = sorted((_luminance(pairs[name][theme]), _luminance(pairs[ground][theme])))
                 assert (high + 0.05) / (low + 0.05) >= 4.5, (name, ground, ("light", "dark")[theme])
+
+
+def test_the_tally_names_what_fails_first():
+    def shown(*outcomes):
+        return str(tally([CheckRecord(law="GL", subject="x", expected="", outcome=o) for o in outcomes]))
+
+    assert ">holds<" in shown("holds") and ">2 hold<" in shown("holds", "holds")
+    assert ">1 of 2 fail<" in shown("holds", "fails") and ">1 hold, 1 not declared<" in shown("holds", "not declared")
+    assert ">not checked<" in shown()

@@ -21,6 +21,7 @@ from earnest.engines.base import Rollout
 from earnest.errors import CheckpointError, ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
 from earnest.runs import RunFolder, environment, replay, resume, start
+from earnest.runs.ahead import BatchesAhead
 from earnest.runs.errors import RunStopped
 from earnest.runs.lifecycle import go
 from earnest.runs.preflight import preflight
@@ -332,6 +333,7 @@ def test_a_sampler_process_is_killed_and_the_run_ends_well(path: Path, tmp_path:
     folder = trained(setup)
     check_record(folder, 1)
     assert first.process.pid != killed and first.process.poll() is not None, "its successor ended with the run"
+    assert first._pipe.closed
     assert weights(replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder) == weights(folder)
 
 
@@ -357,3 +359,17 @@ def test_a_finished_asynchronous_run_can_be_continued(path: Path, tmp_path: Path
     folder = resume(tmp_path / "run", ["steps=4"], QUIET).folder
     check_record(folder, 1)
     assert len(record(folder)) == 4
+
+
+def test_one_sampler_at_a_time_moves_the_stream_of_prompts(path: Path, tmp_path: Path) -> None:
+    setup = pooled(config_of(path, tmp_path / "run", "sampler={staleness: 1}"))[0]
+    assert isinstance(setup.samplers, SamplerPool)
+    run = RunFolder(tmp_path)
+    source = BatchesAhead(setup, setup.samplers, run, None)
+    stream, held = source.stream, []
+    assert stream is not None
+    following = stream.next
+    stream.next = lambda count: held.append(source._stream_lock.locked()) or following(count)  # type: ignore[method-assign, func-returns-value]
+    assert [p.id for p in source.prompts(1)] == [p.id for p in source.prompts(1)] != [p.id for p in source.prompts(0)]
+    run.close()
+    assert held == [True] * 3 and not source._stream_lock.locked()

@@ -44,6 +44,8 @@ def test_the_best_is_the_first_of_equals_after_step_0() -> None:
     assert (best.step, best.value, best.since) == (4, 0.5, 2)
     assert best.ended == "no better heldout in the last 2 evaluations; the best is 0.5 at step 4"
     assert Best(BestConfig(patience=3), [evaluation(*one) for one in values]).ended is None
+    soon = Best(BestConfig(patience=1), [evaluation(*one) for one in values[:4]]).ended
+    assert soon == "no better heldout in the last evaluation; the best is 0.5 at step 4"
 
 
 def test_less_is_better_for_losses_and_where_the_recipe_gives_it() -> None:

@@ -51,6 +51,8 @@ def test_a_stopped_repetition_continues_where_it_was(
     monkeypatch.undo()
     first = (tmp_path / "b" / "seed-5" / "run.json").read_bytes()
     assert repeat.is_repeated(tmp_path / "b") and not (tmp_path / "b" / "seed-9").exists()
+    (tmp_path / "b" / "seed-9").mkdir()
+    (tmp_path / "b" / "seed-9" / "config.yaml").write_text("killed while the folder was being made")
     repeat.resume(tmp_path / "b", console=quiet)
     assert (tmp_path / "b" / "seed-5" / "run.json").read_bytes() == first
     for seed in (5, 1, 9):

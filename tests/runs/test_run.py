@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,8 +22,9 @@ from earnest.rollouts import demonstrate
 from earnest.runs import check, start
 from earnest.runs.collect import BatchSource
 from earnest.runs.errors import RunStopped
-from earnest.runs.evaluate import evaluate, gain, standard_error
+from earnest.runs.evaluate import evaluate, gain, heldout, standard_error
 from earnest.runs.loop import probe_batch
+from earnest.runs.preflight import preflight
 from earnest.runs.progress import Bars
 from earnest.runs.setup import build
 from earnest.seeds import derive
@@ -224,6 +226,20 @@ def test_a_mistake_leaves_no_folder(
     with pytest.raises(EarnestError, match=says) as caught:
         start("test", make_config(override, f"check={check}", f"out={tmp_path / 'run'}"), quiet)
     assert getattr(caught.value, "exit_code", 2) == 2 and not (tmp_path / "run").exists()
+
+
+def test_a_completion_may_fill_the_context(make_config: Make) -> None:
+    """Its last token is never an input, so it needs no place."""
+    setup = build(make_config(), lambda _: None)
+    assert setup.task is not None and setup.policy.positions is not None
+    stream = BatchSource(setup).stream
+    assert stream is not None
+    count = setup.config.steps * setup.config.sampling.prompts_per_step
+    prompts = [*heldout(setup, setup.task), *stream.next(count)]
+    most = setup.policy.positions + 1 - max(len(setup.policy.render(p.messages)) for p in prompts)
+    preflight(replace(setup, config=make_config(f"sampling.max_new_tokens={most}")))
+    with pytest.raises(EarnestError, match=f"set at most {most}"):
+        preflight(replace(setup, config=make_config(f"sampling.max_new_tokens={most + 1}")))
 
 
 def test_a_missing_chat_template_leaves_no_folder(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from earnest.serve.gate import _margin
 from tests.serve.conftest import Live, serving
 from tests.serve.test_keys import OWNER, _as, _file
 from tests.serve.test_learning import SMALL
@@ -35,6 +36,10 @@ def test_everything_in_learn_has_a_bound(live: Live, learn: dict[str, Any], name
     assert refused.status_code == 400, refused.text
     assert f"learn: {name} is " in refused.json()["error"]["message"]
     assert "allows at most" in refused.json()["error"]["message"]
+
+
+def test_a_margin_may_lose_exactly_the_room_it_has() -> None:
+    assert [_margin(1.0, after, 0.5).outcome for after in (0.5, 0.49, None)] == ["holds", "fails", "not applicable"]
 
 
 def test_a_key_has_limits_of_its_own(tmp_path: Path) -> None:

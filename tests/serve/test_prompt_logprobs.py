@@ -98,7 +98,9 @@ def test_an_endpoint_teaches_as_the_same_model_here_does(
     assert values[0] == pytest.approx(values[1], rel=1e-4) and values[0] > 1e-3
 
 
-def test_an_endpoint_is_refused_where_its_top_k_is_not_enough(live: Live, engine: LocalEngine) -> None:
+def test_an_endpoint_is_refused_where_its_top_k_is_not_enough(
+    live: Live, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for term in (Distill(), SDPO()):
         with pytest.raises(
             ConfigError, match=rf"{term.kind} compares on support .*; set support: teacher and top_k: 20"
@@ -108,6 +110,13 @@ def test_an_endpoint_is_refused_where_its_top_k_is_not_enough(live: Live, engine
     teacher = ServedTeacher.connect(engine.policy, wide, live.url)
     with pytest.raises(SignalError, match=r"refused with HTTP 400.*top_k 2000: lower it, or start vLLM with"):
         with_teacher(engine, ROWS, None, teacher)
+    odd = ServedTeacher(live.url, 5)
+    assert odd._served == ("base", True)
+    for answer in ({"choices": []}, {"choices": [{}, {}]}, "busy"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedTeacher, "_call", lambda *_, answer=answer: answer)
+            with pytest.raises(SignalError, match="answered without a completion"):
+                odd.scores(IDS)
     with pytest.raises(ConfigError, match=r"teacher.model: .* has no 'other'; it has base"):
         ServedTeacher(live.url, 5, model="other").scores(IDS)
     gone = ServedTeacher("http://127.0.0.1:9", 5)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earnest.serve.adapter_cache import AdapterCache
+from earnest.serve.state import State
 from earnest.serve.turns import ORDER, SHARES, Kind, Turns
 
 
@@ -206,3 +211,27 @@ def test_only_the_holder() -> None:
     turns.release(ticket)
     with pytest.raises(AssertionError, match="holder"):
         turns.release(ticket)
+
+
+def test_adapters_are_marked_as_removed_under_the_lock() -> None:
+    """Another thread that begins to use an adapter meanwhile would change the table that is walked through."""
+    held: list[bool] = []
+    detached: list[str] = []
+    host: Any = SimpleNamespace(turn=lambda _: nullcontext(), detach=detached.append)
+    cache = AdapterCache(host, 4)
+    for key in "ab":
+        cache.acquire(key, lambda key: SimpleNamespace(name=key, freeze=lambda: None))  # type: ignore[arg-type, return-value]
+        cache.release(key)
+    cache.remove(lambda key: held.append(cache._lock.locked()) or key == "a")  # type: ignore[func-returns-value]
+    assert held == [True, True] and detached == ["a"] and not cache._lock.locked()
+
+
+def test_the_learner_ends_before_the_policy_it_works_on() -> None:
+    closed: list[str] = []
+
+    def part(name: str) -> Any:
+        return SimpleNamespace(close=lambda: closed.append(name), release=lambda: closed.append(name))
+
+    names = ("bus", "changes", "host", "learner", "store", "_lock")
+    State.close(SimpleNamespace(**{name: part(name) for name in names}))  # type: ignore[arg-type]
+    assert closed.index("learner") < closed.index("host") < closed.index("store") < closed.index("_lock")

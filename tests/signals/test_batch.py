@@ -58,6 +58,7 @@ def test_malformed_teachers_and_distributions_are_refused() -> None:
         lambda: Teacher(logits, torch.tensor([0, 1, 2])),
         lambda: batch.with_signals(teacher=Teacher(logits, torch.tensor([1, 0]))),
         lambda: batch.with_signals(teacher=Teacher(logits, torch.tensor([0, 3]))),
+        lambda: batch.with_signals(teacher=Teacher(logits, torch.tensor([1, 1]))),
         lambda: batch.with_signals(reference=Reference(None, Hidden(torch.zeros(2, 4)))),
         lambda: TopK(torch.tensor([[0, 1]]), torch.tensor([[0.4, 0.3]]), torch.tensor([-1.0])),
         lambda: batch.with_signals(rewards=torch.zeros(3)),

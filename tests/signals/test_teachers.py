@@ -189,6 +189,19 @@ def test_the_ema_averages_delta_w(variant: object) -> None:
     assert (ema - live).abs().max() > 1e-4 and (ema - base).abs().max() > 1e-4
 
 
+def test_a_delta_below_the_rounding_of_the_weights_is_averaged() -> None:
+    """ΔW of a low-rank adapter comes from its factors, not from a difference of two rounded weights."""
+    engine = engine_with()
+    with torch.no_grad():
+        for name, p in engine.adapter.named_parameters().items():
+            if name.endswith("B"):
+                p.mul_(1e-6)
+    teacher = EMATeacher(engine.adapter, rate=0.25)
+    for path, delta in engine.adapter.deltas():
+        assert 0 < float(delta.abs().max()) < 1e-5
+        torch.testing.assert_close(teacher.state[f"{path}.weight"], delta, rtol=1e-4, atol=0)
+
+
 def test_an_average_at_rate_1_is_the_live_policy() -> None:
     """The hooks compute what the adapter computes: at r = 1 the teacher is the live policy, biases included."""
     for variant in (en.LoRA(rank=3), en.DoRA(rank=2), en.IA3(), en.HRA(rank=2)):

@@ -31,6 +31,10 @@ def test_the_first_dose_that_is_low_enough(dose: float, enough: int, factor: flo
 def test_too_few_survivors_lists_the_doses_and_reasons() -> None:
     with pytest.raises(TooFewSurvivors, match=r"dose 4: 0 of 20, 20 by tail perplexity; dose 3: 0 of 20.*Sample more"):
         walk_down(samples, LIMITS, 4.0, 5, factor=0.75, tries=3)
+    doses: list[float] = []
+    with pytest.raises(TooFewSurvivors):
+        walk_down(lambda dose: doses.append(dose) or samples(9.0), LIMITS, 1.0, 5)  # type: ignore[func-returns-value]
+    assert doses == pytest.approx([0.75**i for i in range(6)]), "six doses by default"
 
 
 def test_what_is_refused() -> None:

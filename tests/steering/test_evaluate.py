@@ -10,7 +10,7 @@ import torch
 import earnest as en
 from earnest import data
 from earnest.steering import SteeringError, TraitEvaluator, Vector
-from earnest.steering.evaluate import TraitEvaluation
+from earnest.steering.evaluate import TraitEvaluation, _exp
 from earnest.steering.sites import block_paths
 from earnest.tasks.base import Task
 from tests.steering.conftest import logits
@@ -66,6 +66,10 @@ def test_the_floor_is_absolute_and_coherence_the_least_of_three() -> None:
         broken = replace(good, **{weak: 0.49})
         assert broken.coherence == 0.49 and broken.score == 0.0
     assert good.to_dict()["score"] == good.score
+
+
+def test_a_perplexity_that_is_too_large_for_a_number_is_infinite() -> None:
+    assert _exp(699.0) < _exp(700.0) == _exp(1e6) == float("inf")
 
 
 def test_what_is_refused(nano: en.Policy, warmth: Task) -> None:

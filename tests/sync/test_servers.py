@@ -108,6 +108,7 @@ def test_a_recipe_trains_with_it(server: str, tmp_path: Path) -> None:
     steps = [line for line in lines if line["kind"] == "step"]
     assert len(steps) == 2
     assert all(0 < line["metrics"]["sampler/probe"] < 1e-5 for line in steps)
+    assert [line["metrics"]["sampler/version"] for line in steps] == [0, 1], "each step's rollouts are the server's"
     assert names(server) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, assert_never
@@ -482,6 +483,11 @@ def test_what_a_remote_engine_cannot_do_is_refused(pair: Pair, served: Served) -
         en.TinkerEngine("earnest/nano", base_url=served.url, api_key=KEY, estimator="x")  # type: ignore[arg-type]
     with pytest.raises(SignalError, match="'frozen' has a path"):
         en.RemoteTeacher("frozen")
+    with pytest.raises(ConfigError, match="does not send its weights"):
+        engine.adapter.state_dict()
+    ours, theirs = (signature(f).parameters for f in (en.TinkerEngine, served.service.create_lora_training_client))
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        assert ours[name].default == theirs[name].default, f"{name} has the default of the SDK"
 
 
 def test_a_full_teacher_is_cut_to_its_k_here(pair: Pair) -> None:

@@ -178,3 +178,23 @@ def test_requests_that_are_nested_deeply_are_refused(served: Served, capfd: pyte
                 answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
                 assert answer.status_code == 400 and answer.json()["detail"], (path, answer.text)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_sample_that_finds_the_queue_full_is_given_up_when_the_server_ends(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from earnest.serve.decode import QueueFull
+
+    tries = []
+
+    def full(request: Any) -> None:
+        tries.append(request)
+        if len(tries) == 3:
+            samples._stopping.set()
+        raise QueueFull("full")
+
+    samples = SampleQueue(served.host)
+    monkeypatch.setattr(served.host.decoder, "submit", full)
+    with pytest.raises(QueueFull):
+        samples._submit(None)
+    assert len(tries) == 3

@@ -137,10 +137,14 @@ def test_named_weights_are_the_ones_that_were_saved(served: Served, rows: list[l
     path = client.save_weights_for_sampler("first").result().path
     prompt = types.ModelInput.from_ints(rows[2])
     before = client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result()
+    state = client.save_state("first").result().path
     client.forward_backward([datum(i, weights=torch.ones(len(i) - 1)) for i in rows], "cross_entropy")
     client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     assert served.service.create_sampling_client(model_path=path).compute_logprobs(prompt).result() == before
     assert client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result() != before
+    with pytest.warns(FutureWarning, match="load_state"):
+        client.load_state(state).result()
+    assert client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result() == before, "loaded weights"
 
 
 @pytest.mark.parametrize(

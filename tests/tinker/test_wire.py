@@ -96,8 +96,10 @@ def test_bytes_that_are_something_else_are_refused() -> None:
         with pytest.raises(WireError, match="is not"):
             wire.read_pass(body, kind)[2]()
     bad = Cells(torch.tensor([1.0]), (2, 2), torch.tensor([0, 1, 1]), torch.tensor([2]))
-    with pytest.raises(WireError, match="do not describe"):
-        wire.dense(bad, "x")
+    falling = Cells(torch.tensor([1.0]), (2, 2), torch.tensor([0, 2, 1]), torch.tensor([0]))
+    for cells in (bad, falling):
+        with pytest.raises(WireError, match="do not describe"):
+            wire.dense(cells, "x")
 
 
 @given(st.binary(max_size=200))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from earnest.engines.vocabulary import backward, eager, fused, scalars
+from earnest.engines.vocabulary import backward, eager, fused, scalars, sweep
+from earnest.engines.vocabulary.scratch import Scratch
 from earnest.models.head import HeadSpec
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, SourceEntropy
 from earnest.signals.batch import Reference, Teacher
@@ -222,3 +223,16 @@ def test_known_weights_are_pulled_back_in_one_product(trained: bool) -> None:
         torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-10)
     if not trained:
         assert watch.rows <= 2 * N + 3 + 2 * d  # the rest is the body's own product
+
+
+def test_the_memory_of_a_block_is_used_again_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Scratch] = []
+
+    class Kept(Scratch):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(sweep, "Scratch", Kept)
+    run([LogProb(), Entropy(), Divergence("teacher", 0.3)], head=make_head(V, d), batch=HIDDEN, rows=1)
+    assert 0 < max(len(one._buffers) for one in made) <= 8, "not one for each of 24 blocks"

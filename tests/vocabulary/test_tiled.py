@@ -85,3 +85,11 @@ def test_the_budget_bounds_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     head, batch = make_head(V, d), make_batch(N, V)
     fused.scalars(normal(1, N, d), head, batch, [LogProb()], budget_bytes=8 * 64 * 10)
     assert max(seen) <= 8 * 64 * 10 and len(seen) > 4
+
+
+def test_rows_are_cut_into_parts_of_nearly_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few parts as possible, and the last one is not a small rest."""
+    monkeypatch.setattr(tiled, "ROWS", 10)
+    head = PlainHead(make_head(V, d), torch.float64)
+    sizes = [tiled.sizes(normal(1, n, d), head, 2**20)[0] for n in (0, 1, 10, 11, 21, 37)]
+    assert sizes == [1, 1, 10, 6, 7, 10]

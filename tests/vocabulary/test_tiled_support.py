@@ -47,6 +47,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[Divergence]:
 
     def divergence(hidden, source, head, need, **how):  # type: ignore[no-untyped-def]
         seen.append(need)
+        assert how["slope"] is True and how["budget_bytes"] >= 2**20, "the gradient is asked for, with the whole budget"
         return plain(hidden, source, head, need, **how)
 
     monkeypatch.setattr(tiled_support, "divergence", divergence)

@@ -57,11 +57,9 @@ def job_of(config: RunConfig, url: str, place: Path) -> Job:
     )
 
 
-def wants_gpu(device: str) -> bool:
-    """Whether each replica gets a GPU of its own. It does not if the settings name one device, such as cuda:3."""
-    import torch
-
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+def wants_gpu(device: str) -> bool | None:
+    """Whether each replica gets a GPU of its own; None: where there are GPUs. Not if one device is named (cuda:3)."""
+    return None if device == "auto" else device == "cuda"
 
 
 def local_files(config: RunConfig) -> dict[str, str]:

@@ -71,6 +71,20 @@ def test_several_optimizers_own_the_model_together(members: int) -> None:
     assert all(torch.equal(p, w) for p, w in zip(step.model.parameters(), weights, strict=True))
 
 
+def test_optimizers_together_are_saved_and_loaded() -> None:
+    def made() -> tuple[Together, nn.Linear]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        return Together(torch.optim.SGD([model.weight], 0.1, momentum=0.9), torch.optim.AdamW([model.bias])), model
+
+    (one, model), (other, _) = made(), made()
+    model(torch.ones(1, 2)).sum().backward()
+    one.step()
+    other.load_state_dict(one.state_dict())
+    for mine, theirs in zip(one.members, other.members, strict=True):
+        assert str(mine.state_dict()) == str(theirs.state_dict()) and mine.state_dict()["state"]
+
+
 def test_no_optimizers_together_say_so() -> None:
     with pytest.raises(ValueError, match="holds no optimizer"):
         Together()

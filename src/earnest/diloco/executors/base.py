@@ -39,8 +39,8 @@ class Job:
     """How often each replica is started again."""
     samplers: int = 0
     """Ray actors that each replica samples with: a Ray that is started for the run has room for them, too."""
-    gpu: bool = False
-    """Each replica gets a GPU of its own where the executor can see them."""
+    gpu: bool | None = False
+    """Whether each replica gets a GPU of its own. None: it does where there are GPUs."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Settings that name files of this machine: recipe key → path."""
 
@@ -63,15 +63,17 @@ class Exit:
     detail: str = ""
 
 
-def gpu_variables(job: Job, replica: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of a replica on this machine: one of the visible GPUs, in turn."""
-    if not job.gpu:
+def gpu_variables(gpu: bool | None, number: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of the replica with this number on this machine: one of the visible GPUs, in turn."""
+    if gpu is False:
         return {}
     import torch
 
+    if gpu is None and not torch.cuda.is_available():
+        return {}
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": devices[replica % len(devices)]} if devices else {}
+    return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]} if devices else {}
 
 
 class Executor(Protocol):

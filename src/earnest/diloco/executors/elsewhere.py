@@ -37,6 +37,12 @@ def demand_reachable(job: Job, where: str) -> None:
             )
 
 
+def demand_gpu(job: Job, there: bool, where: str, example: str) -> None:
+    """Refuse a run on CUDA on a machine without a GPU."""
+    if job.gpu and not there:
+        raise ExecutorError(f"--on {where}: device=cuda needs a machine with a GPU; write --on {example}.")
+
+
 def without_folder(job: Job) -> Job:
     """The job without a folder: on another machine a worker chooses its own."""
     return replace(job, folder=None)

@@ -75,7 +75,7 @@ class LocalExecutor:
         threads = max(1, (os.cpu_count() or 1) // job.replicas)
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            **gpu_variables(job, replica),
+            **gpu_variables(job.gpu, replica),
             **job.env,
         }
 

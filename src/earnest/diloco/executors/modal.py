@@ -16,7 +16,7 @@ from importlib.metadata import requires
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
-from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
+from earnest.diloco.executors.elsewhere import demand_gpu, demand_reachable, without_folder
 from earnest.errors import MissingExtra
 
 HOURS = 24
@@ -73,9 +73,13 @@ class ModalExecutor:
                 wanted.append(need.strip())
         return wanted
 
-    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+    def _job(self, job: Job) -> Job:
         demand_reachable(job, "modal")
-        job = without_folder(job)
+        demand_gpu(job, self.gpu is not None, "modal", "modal:A10G")
+        return without_folder(job)
+
+    def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        job = self._job(job)
         image = {"python": _python(), "uv_pip_install": self.packages(), "add_local_python_source": list(SOURCES)}
         return [
             {"app": "earnest", "image": image, "function": self.settings(), "secrets": sorted(job.env)}
@@ -96,8 +100,7 @@ class ModalExecutor:
         return app, app.function(image=image, secrets=secrets, **self.settings())(work)
 
     def start(self, job: Job, replica: int, attempt: int) -> None:
-        demand_reachable(job, "modal")
-        job = without_folder(job)
+        job = self._job(job)
         modal = _modal()
         try:
             if self._function is None:

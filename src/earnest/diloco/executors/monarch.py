@@ -53,18 +53,22 @@ class MonarchExecutor:
             return without_folder(job)
         return job
 
-    def _env(self, job: Job, replica: int) -> dict[str, str]:
-        return {**({} if self.hosts else gpu_variables(job, replica)), **job.env}
+    def _number(self, replica: int) -> int:
+        """The number of a replica among those on its host."""
+        return replica // max(1, len(self.hosts))
 
     def _place(self, replica: int) -> str:
         return self.hosts[replica % len(self.hosts)] if self.hosts else "this host"
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
         job = self._job(job)
-        return [
-            {"host": self._place(i), "procs": 1, "command": job.command(i), "env": self._env(job, i)}
-            for i in range(job.replicas)
-        ]
+        shown: list[dict[str, Any]] = []
+        for i in range(job.replicas):
+            # The GPUs of another host are known there only.
+            gpu = {"gpu": self._number(i)} if self.hosts and job.gpu is not False else {}
+            env = {**({} if self.hosts else gpu_variables(job.gpu, i)), **job.env}
+            shown.append({"host": self._place(i), "procs": 1, **gpu, "command": job.command(i), "env": env})
+        return shown
 
     def start(self, job: Job, replica: int, attempt: int) -> None:
         job = self._job(job)
@@ -76,7 +80,7 @@ class MonarchExecutor:
         procs = host.spawn_procs(per_host={"procs": 1}, name=f"replica_{replica}_{attempt}")
         actor = procs.spawn(f"worker_{replica}_{attempt}", worker)
         try:
-            _one(actor.begin.call_one(job.words(replica), self._env(job, replica)))
+            _one(actor.begin.call_one(job.words(replica), dict(job.env), job.gpu, self._number(replica)))
         except Exception as error:  # ActorError, SupervisionError, a timeout: all mean that nothing runs
             raise ExecutorError(
                 f"--on monarch: replica {replica} was not started on {self._place(replica)}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from monarch.actor import Actor, endpoint
 
+from earnest.diloco.executors.base import gpu_variables
 from earnest.diloco.executors.runner import Runner
 
 
@@ -14,8 +15,9 @@ class Worker(Actor):
         self.runner = Runner()
 
     @endpoint  # type: ignore[untyped-decorator]
-    def begin(self, words: list[str], env: dict[str, str]) -> int:
-        return self.runner.start(words, env)
+    def begin(self, words: list[str], env: dict[str, str], gpu: bool | None, number: int) -> int:
+        """``number``: that of the replica among those on this host, which takes its GPUs in turn."""
+        return self.runner.start(words, {**gpu_variables(gpu, number), **env})
 
     @endpoint  # type: ignore[untyped-decorator]
     def look(self) -> tuple[int, str] | None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -53,8 +54,9 @@ class RayExecutor:
         job = self._job(job)
         room = max(_actors(job) + 1, os.cpu_count() or 1)
         init = {"address": self.address} if self.address else {"address": "local", "num_cpus": room}
+        actor = {**OPTIONS, **_gpus(job, None if self.address else _gpus_here())}
         return [
-            {"ray.init": init, "actor": _options(job), "command": job.command(i), "env": dict(job.env)}
+            {"ray.init": init, "actor": actor, "command": job.command(i), "env": dict(job.env)}
             for i in range(job.replicas)
         ]
 
@@ -65,14 +67,16 @@ class RayExecutor:
                 self._ray, self._own = connect(self.address, _actors(job))
             except ClusterError as error:
                 raise ExecutorError(f"--on ray: {error} --on local needs no cluster.") from None
-        actor = self._ray.remote(RayRunner).options(**_options(job)).remote()
+        gpus = _gpus(job, self._ray.cluster_resources().get("GPU", 0.0))
+        actor = self._ray.remote(RayRunner).options(**OPTIONS, **gpus).remote()
         try:
             self._ray.get(actor.start.remote(job.words(replica), dict(job.env)), timeout=WAIT)
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise ExecutorError(
                 f"--on ray: replica {replica} was not started within {WAIT:.0f} s ({type(error).__name__}); does the "
-                f"cluster have a free CPU, and is earnest installed on its nodes? {first_line(error)}"
+                f"cluster have a free CPU{' and a free GPU' if gpus else ''}, and is earnest installed on its nodes? "
+                f"{first_line(error)}"
             ) from None
         self._actors[replica] = (attempt, actor)
 
@@ -110,8 +114,22 @@ class RayExecutor:
         return {r: self._ray.get(actor.pid.remote()) for r, (_, actor) in self._actors.items()}
 
 
-def _options(job: Job) -> dict[str, float]:
-    return {**OPTIONS, "num_gpus": 1} if job.gpu else OPTIONS
+def _gpus(job: Job, there: float | None) -> dict[str, Any]:
+    """The GPUs that one replica requests: one, or with device auto an equal share of those ``there``.
+
+    None: of a cluster that is not connected, their number is not known.
+    """
+    if job.gpu is False or (job.gpu is None and there == 0):
+        return {}
+    if job.gpu:
+        return {"num_gpus": 1}
+    return {"num_gpus": "1 or less, if there are any" if there is None else 1 / math.ceil(job.replicas / there)}
+
+
+def _gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _actors(job: Job) -> int:
