@@ -1,6 +1,7 @@
 """Tokens per second of earnest's sampler, transformers' ``generate``, vLLM, and the bare matrix products, in one run.
 
-    python benchmarks/sampling.py [--threads 2] [--repeats 5] [--models nano,smollm2] [--vllm .venv-vllm/bin/python]
+    python benchmarks/sampling.py                       print the recorded table
+    python benchmarks/sampling.py --write [--threads 2] [--repeats 5] [--models nano,smollm2] [--vllm PYTHON]
 
 1, 8 and 32 rows (1 × 1, 1 × 8 and 4 × 8 completions of 32 tokens), float32 on a CPU; no token ends a completion, so
 every side computes the same number of tokens. All sides return the log-probs of what they sampled. The products are
@@ -139,6 +140,7 @@ def vllm(python: Path, folder: Path, prompts: list[list[int]], args: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="measure, and write --out")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", default="nano,smollm2")
@@ -150,6 +152,28 @@ def main() -> None:
     if args.side:
         vllm_side(**json.loads(args.side))
         return
+    if args.write:
+        measure(args)
+    print(table(json.loads(args.out.read_text())))
+
+
+def table(made: dict[str, Any]) -> str:
+    """The recorded speeds in markdown."""
+    lines = [
+        "| model | rows | earnest, tokens/s | `generate` | vLLM | products alone | products ÷ earnest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for line in made["results"]:
+        found = line["tokens_per_second"]
+        other = f"{found['vllm']:.0f}" if "vllm" in found else "-"
+        lines.append(
+            f"| {line['model']} | {line['rows']} | {found['earnest']:.0f} | {found['generate']:.0f} | {other} | "
+            f"{found['products']:.0f} | {found['products'] / found['earnest']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def measure(args: argparse.Namespace) -> None:
     import torch
     from transformers.utils import logging
 

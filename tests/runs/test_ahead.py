@@ -163,12 +163,21 @@ def test_an_asynchronous_run_is_recorded_and_replays_bit_for_bit(path: Path, tmp
     assert any(abs(t["ratio"] - 1) > 1e-4 for t in terms), "the ratio is to the weights that sampled"
     page = (folder / "report.html").read_text()
     assert "Samplers worked while the trainer trained" in page and "share of the time that samplers waited" in page
+    worked = [1 - found for found in (share_of(steps, lines(folder), name) for name in ("trainer/idle", "sampler/idle"))]
+    gain = f"in turns, the same work takes {sum(worked):.2f} times" if sum(worked) > 1 else "no time was gained"
+    assert gain in page
     again = replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder
     assert weights(again) == weights(folder)
     assert "Samplers worked while the trainer trained" not in (again / "report.html").read_text()
     assert [x["means"] for x in lines(again) if x["kind"] == "eval"] == [
         x["means"] for x in lines(folder) if x["kind"] == "eval"
     ]
+
+
+def share_of(metrics: list[dict[str, Any]], found: list[dict[str, Any]], name: str) -> float:
+    """The mean of a share over the time of the steps."""
+    spans = [sum(x["seconds"].values()) for x in found if x["kind"] == "step"]
+    return sum(m[name] * span for m, span in zip(metrics, spans, strict=True)) / sum(spans)
 
 
 @pytest.mark.parametrize("partial", ["continue", "restart"])

@@ -102,6 +102,7 @@ def test_the_right_to_teach_does_not_allow_deleting(locked: Live, tmp_path: Path
         assert teacher.post("/v1/load_lora_adapter", json=body).status_code == 403
         refused = teacher.post("/v1/unload_lora_adapter", json=named)
         assert refused.status_code == 403 and "may not delete 'team/pushed'" in refused.json()["error"]["message"]
+        assert teacher.post("/v1/abort_lora_adapter", json=named).status_code == 403
         assert teacher.post("/v1/adapters/team/pushed/rollback", json={"version": 0}).status_code == 200
         assert push(teacher) == 409 and locked.state.store.adapter("team/pushed").id == first.id
         assert push(owner, load_inplace=True) == 200 and locked.state.store.adapter("team/pushed").id != first.id

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from earnest.config import RunConfig, load_file
+from earnest.config.schema import SamplerConfig
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
+from earnest.runs import replay
 from earnest.runs.setup import Setup, build
+from earnest.sync.base import SamplerLost
 from earnest.sync.pool import SamplerPool
 from earnest.sync.ray import RaySampler
+from tests.runs.test_ahead import QUIET, check_record, lines, record, trained, weights
 from tests.runs.tiny import recipe, tiny_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]  # a Ray, and actors that import torch each
@@ -160,3 +166,43 @@ def test_a_whole_run_with_samplers_equals_the_run_without(setup: Setup, tmp_path
 
 def replace_eval(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
+
+
+def test_an_actor_that_is_killed_while_the_run_trains_is_replaced(setup: Setup, tmp_path: Path) -> None:
+    """Twice, in an asynchronous run: its rows are sampled again by its successor. No batch is trained twice or left
+    out, none is too old, and the run replays bit for bit."""
+    more = {
+        "sampler": SamplerConfig(staleness=2),
+        "sampling": setup.config.sampling.model_copy(update={"workers": 1}),
+        "steps": 8,
+        "out": str(tmp_path / "run"),
+    }
+    made = build(replace_eval(setup.config.model_copy(update=more)), lambda _: None)
+    actor = samplers(made).links[0].sampler
+    assert isinstance(actor, RaySampler)
+    engine, inner, killed = made.require_local("a test"), made.require_local("a test").step, []
+
+    def step(*given: Any, **more: Any) -> Any:
+        if engine.version in (1, 4):
+            while (victim := process(actor)) in (None, *killed):
+                time.sleep(0.05)
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+        return inner(*given, **more)
+
+    engine.step = step  # type: ignore[method-assign]
+    folder = trained(made)
+    assert len(killed) == 2 and len(record(folder)) == 8
+    check_record(folder, 2)
+    last = [x["metrics"] for x in lines(folder) if x["kind"] == "step"][-1]
+    assert last["sampler/restarts"] == 2
+    assert weights(replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder) == weights(folder)
+
+
+def process(actor: RaySampler) -> int | None:
+    """The actor's process; None: it is gone, and its successor is not there yet."""
+    try:
+        return actor.process()
+    except SamplerLost:
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +14,17 @@ import pytest
 import torch
 
 from earnest.config import dump, from_mapping
+from earnest.engines.base import Rollout
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
 from earnest.runs import start
 from earnest.runs.errors import RunStopped
 from earnest.runs.sampling import samplers_of
 from earnest.runs.setup import Setup, build
-from earnest.sync.base import Weights
+from earnest.sync.base import Interruptible, Weights
+from earnest.sync.partial import PartialSampling
 from earnest.sync.pool import SamplerPool
-from earnest.sync.probe import TOLERANCE
+from earnest.sync.probe import TOLERANCE, Target
 from earnest.sync.server import Server, already_gone, already_loaded
 from tests.sync.served import proxied, served, speak, swallow_pushes
 
@@ -100,6 +102,66 @@ def test_rollouts_are_the_trainers_own(server: str, local: Setup) -> None:
     assert [r.tokens for r in drawn[:8]] != [r.tokens for r in drawn[8:]], "one seed for all would give these twice"
     remote.close()
     assert names(server) == []
+
+
+def updated_under_way(setup: Setup, url: str, sampling: Callable[[], bool], **more: Any) -> list[Rollout]:
+    """32 completions of which the server has sampled the first tokens (``sampling``) when new weights arrive. Each
+    token's log-prob is that of the version which it names, by the trainer's own computation."""
+    train(setup, 0.2)  # from here on hardly a completion ends early
+    pool = sampler(setup, url, staleness=2, partial="continue", **more)
+    link, old = pool.links[0], pool.target()
+    assert isinstance(link.sampler, Interruptible) and link.sampler.interrupts
+    link.sync(old)
+    train(setup, 0.05)
+    new, arrived = pool.target(), []
+
+    def newest() -> Target:
+        if not arrived and sampling():
+            arrived.append(new)
+        return arrived[0] if arrived else old
+
+    spec = SampleSpec(max_new_tokens=96, temperature=1.5, seed=3)
+    found = PartialSampling(link, old, newest, restart=False)(prompts(setup), 16, spec)
+    assert [(r.prompt_index, r.sample_index) for r in found] == [(i, k) for i in range(2) for k in range(16)]
+    assert {r.prompt for r in found} == {tuple(p) for p in prompts(setup)}
+    for r in found:
+        assert (len(r.tokens) == 96) if r.finish == "length" else (r.tokens[-1] in setup.policy.eos_ids)
+        assert sum(length for length, _ in r.spans) == len(r.tokens) == len(r.logprobs)
+    first, second = old.weights.version, new.weights.version
+    both = [r for r in found if r.continued]
+    assert both and all([version for _, version in r.continued] == [first, second] for r in both)
+    assert len({r.tokens for r in found}) == len(found), "completions have draws of their own"
+    pool.accept(found, [r for r in found if len(r.tokens) > 0], spec, first)
+    assert pool.metrics["sampler/behaviour"] < 1e-4
+    pool.close()
+    return found
+
+
+def test_completions_under_way_continue_with_new_weights(
+    server: str, local: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends what it samples and keeps the tokens: one request for each prompt before, one for each
+    completion after, and no slices."""
+    monkeypatch.setattr("earnest.sync.servers.LOOK", 0.01)
+
+    def sampling() -> bool:
+        with urllib.request.urlopen(f"{server}/health") as answer:
+            return bool(json.loads(answer.read())["chat"]["running"])
+
+    with proxied(server) as proxy:
+        sent: list[dict[str, Any]] = []
+
+        def before(path: str, body: bytes) -> tuple[str, bytes]:
+            sent.extend([json.loads(body)] * (path == "/v1/completions"))
+            return path, body
+
+        proxy.before = before
+        found = updated_under_way(local, proxy.url, sampling)
+        assert any(path == "/v1/abort_lora_adapter" for path, _ in proxy.seen)
+        sampled = [body for body in sent if not body.get("echo")]
+        left = [96 - r.continued[0][0] for r in found if r.continued]
+        assert [body["max_tokens"] for body in sampled[:2]] == [96, 96]
+        assert sorted(body["max_tokens"] for body in sampled[2:]) == sorted(left)
 
 
 def test_a_recipe_trains_with_it(server: str, tmp_path: Path) -> None:

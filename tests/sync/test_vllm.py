@@ -32,7 +32,7 @@ from scripts.vllm_server import Vllm
 from tests.sync.faults import FAULTS
 from tests.sync.served import proxied
 from tests.sync.test_contract import RECIPE
-from tests.sync.test_servers import prompts, sampler, train
+from tests.sync.test_servers import prompts, sampler, train, updated_under_way
 
 pytestmark = pytest.mark.vllm
 SPEC = SampleSpec(max_new_tokens=6, temperature=0.7, seed=3)
@@ -67,9 +67,13 @@ def call(vllm: Vllm, path: str, method: str = "POST") -> str:
         return str(answer.read().decode())
 
 
-def hits(vllm: Vllm) -> float:
+def counted(vllm: Vllm, name: str) -> float:
     lines = call(vllm, "/metrics", "GET").splitlines()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("vllm:prefix_cache_hits_total"))
+    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(f"vllm:{name}"))
+
+
+def hits(vllm: Vllm) -> float:
+    return counted(vllm, "prefix_cache_hits_total")
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -168,6 +172,17 @@ def test_a_pause_holds_requests_and_loses_none(vllm: Vllm, local: Setup) -> None
     remote.close()
 
 
+def test_completions_under_way_continue_with_new_weights(vllm: Vllm, local: Setup) -> None:
+    """In-flight updates: /pause ends the requests under way with the tokens that they have; they continue after
+    /resume with the new adapter."""
+    before = counted(vllm, "generation_tokens_total")
+    updated_under_way(
+        local, vllm.url, lambda: counted(vllm, "generation_tokens_total") > before + 64, folder=str(vllm.loras)
+    )
+    assert json.loads(call(vllm, "/is_paused", "GET")) == {"is_paused": False}
+    assert list(vllm.loras.iterdir()) == []
+
+
 def test_the_probe_finds_that_the_cpu_build_takes_a_part_of_new_base_weights(vllm: Vllm) -> None:
     """Full-parameter training: vLLM 0.32 on a CPU answers `reload_weights` with success and applies a part of the
     weights. The probe after the push stops the run, and at the end the server has its own weights again."""
@@ -193,9 +208,10 @@ def test_a_run_trains_with_it(vllm: Vllm, tmp_path: Path) -> None:
     assert len(steps) == 3 and all(m["sampler/probe"] < 1e-4 and m["sampler/behaviour"] < 1e-4 for m in steps)
 
 
-def test_it_samples_while_the_trainer_trains_and_the_run_replays(vllm: Vllm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("partial", ["finish", "continue"])
+def test_it_samples_while_the_trainer_trains_and_the_run_replays(vllm: Vllm, tmp_path: Path, partial: str) -> None:
     """Bit for bit from the record, without the server."""
-    sampler_ = {"url": vllm.url, "folder": str(vllm.loras), "staleness": 1}
+    sampler_ = {"url": vllm.url, "folder": str(vllm.loras), "staleness": 1, "partial": partial}
     run = start("vllm", from_mapping({**RECIPE, "steps": 4, "sampler": sampler_, "out": str(tmp_path / "run")})).folder
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line["metrics"] for line in lines if line["kind"] == "step"]

@@ -12,6 +12,7 @@ states do not depend on the other rows, up to the rounding of matrix products of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,6 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from earnest.models.attention import grouped
 
 if TYPE_CHECKING:
     from earnest.models.policy import Policy
@@ -168,7 +171,8 @@ class Cached:
             extra["attention_mask"] = self.mask[:, : self.used]
             if self.policy.accepts("position_ids"):  # else they follow from the mask (ALiBi)
                 extra["position_ids"] = positions
-        return self.policy.hidden(ids, past=self.cache, **extra)[:, -1]
+        with grouped(self.policy) if ids.shape[1] == 1 else nullcontext():
+            return self.policy.hidden(ids, past=self.cache, **extra)[:, -1]
 
     def step(self, tokens: Int[Tensor, " R"]) -> None:
         positions = self.lengths

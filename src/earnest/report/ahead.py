@@ -32,11 +32,30 @@ def section_of(run: Run) -> Html | None:
         rows.append(_row(text, values))
     head = el("tr", *(el("th", name, scope="col") for name in ("per step", "mean", "smallest", "largest")))
     lead = (
-        "Samplers worked while the trainer trained, so a step was trained on tokens of older weights. What was gained "
-        "is the time that nobody waited; what it cost is how far the ratios are from 1."
+        f"Samplers worked while the trainer trained, so a step was trained on tokens of older weights. {_gain(run)} "
+        "What it cost is how far the ratios are from 1."
     )
     table = scroll("Samplers", el("table", el("thead", head), el("tbody", *(r for r in rows if r is not None))))
     return section("samplers", "Samplers", el("p", lead), table)
+
+
+def _gain(run: Run) -> str:
+    """How much longer the same work takes in turns. A step counts by its seconds."""
+    steps = [s for s in run.steps if s.metrics.get("trainer/idle") is not None]
+    spans = [sum(v or 0.0 for v in s.seconds.values()) for s in steps]
+    total = sum(spans)
+    if not total:
+        return "No times were recorded."
+    trained, sampled = (
+        sum(span * (1 - (s.metrics.get(name) or 0.0)) for s, span in zip(steps, spans, strict=True)) / total
+        for name in ("trainer/idle", "sampler/idle")
+    )
+    if trained + sampled <= 1:
+        return f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}, so no time was gained."
+    return (
+        f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}: in turns, the same work takes "
+        f"{trained + sampled:.2f} times as long."
+    )
 
 
 def _row(text: str, values: Sequence[float]) -> Html | None:

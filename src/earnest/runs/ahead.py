@@ -91,7 +91,8 @@ class BatchesAhead(BatchSource):
         spec = self.spec(taken.batch + 1)
         for ticket, part in taken.parts:
             rollouts = [a.rollout for a in part.attempts]
-            first = rollouts if part.fresh else [r for r in rollouts if isinstance(r, Rollout) and r.continued]
+            later = [r for r in rollouts if any(one.policy_version > ticket.version for one in pieces(r))]
+            first = rollouts if part.fresh else later
             self.pool.accept(rollouts, first[:CHECKED], spec, ticket.version)
         made = Conversations(attempts, {key: own for _, part in taken.parts for key, own in part.drawn.items()})
         found = self.collect(taken.batch + 1, self.prompts(taken.batch), made)

@@ -362,6 +362,15 @@ class Decoder:
             self._wake.notify()
         return pending
 
+    def abort(self, adapter: Adapter | None) -> int:
+        """Cancel the adapter's requests: each ends at its next token. Returns how many there are."""
+        with self._wake:
+            under_way = [*self._waiting, *(row.pending for group in list(self.batch.groups) for row in list(group.rows))]
+        own = dict.fromkeys(pending for pending in under_way if pending.request.adapter is adapter)
+        for pending in own:
+            pending.cancel()
+        return len(own)
+
     def load(self) -> dict[str, int]:
         return {"running": len(self.batch), "waiting": sum(f.request.n for f in list(self._waiting))}
 

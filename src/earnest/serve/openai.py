@@ -157,7 +157,7 @@ async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]
 
 
 def _finish(done: Done) -> str:
-    return "length" if done.finish == "length" else "stop"
+    return "abort" if done.finish == "cancelled" else done.finish
 
 
 def _whole(work: CompletionWork, answers: Sequence[Sequence[Done]], echoed: list[Any] | None) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Adapters that were trained elsewhere: vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, and an upload.
+"""Adapters that were trained elsewhere: vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, an upload, and the
+end of an adapter's completions that are under way.
 
 A pushed adapter answers under its name, with its version 1, once the request is answered. It does not learn
 here: its owner trains it elsewhere. A path in a request is looked up in the folder ``loras`` of --data and nowhere
@@ -25,7 +26,7 @@ from earnest.serve.errors import BadRequest, Conflict, ServeError, TooLarge
 from earnest.serve.keys import Caller, Who
 from earnest.serve.names import check_name
 from earnest.serve.state import State
-from earnest.serve.store import PUSHED
+from earnest.serve.store import PUSHED, AdapterRow
 from earnest.serve.wire import ERRORS, StrictBody
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -44,8 +45,8 @@ class Load(StrictBody):
     load_inplace: bool = Field(False, description="replace a pushed adapter of this name; needs the right to delete")
 
 
-class Unload(StrictBody):
-    """POST /v1/unload_lora_adapter"""
+class Pushed(StrictBody):
+    """POST /v1/unload_lora_adapter, POST /v1/abort_lora_adapter"""
 
     lora_name: Name
 
@@ -87,18 +88,38 @@ def router(state: State) -> APIRouter:
         return PlainTextResponse(f"{lora_name} is loaded.")
 
     @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=PLAIN_TEXT)
-    def unload(body: Unload, caller: Who) -> PlainTextResponse:
-        caller.demand(body.lora_name, "delete")
-        row = state.store.adapter(body.lora_name)
-        if row.origin != PUSHED:
-            raise Conflict(
-                f"{row.name} learns here and was not pushed; DELETE /v1/adapters/{row.name} forgets it.", "lora_name"
-            )
+    def unload(body: Pushed, caller: Who) -> PlainTextResponse:
+        row = _pushed(state, body.lora_name, caller)
         _forget(state, row.id)
         state.bus.publish("adapter", row.name, what="unloaded")
         return PlainTextResponse(f"{row.name} is unloaded.")
 
+    @api.post(
+        "/abort_lora_adapter",
+        summary="End a pushed adapter's completions that are under way",
+        response_model=None,
+        responses=PLAIN_TEXT,
+    )
+    def abort(body: Pushed, caller: Who) -> PlainTextResponse:
+        """Each is answered with its tokens so far and the finish_reason `abort`. Later requests are not affected."""
+        row = _pushed(state, body.lora_name, caller)
+        state.wait()
+        with state.leases.lease(row.name) as lease:
+            count = state.host.decoder.abort(lease.adapter)
+        return PlainTextResponse(f"{count} requests for {row.name} are ended.")
+
     return api
+
+
+def _pushed(state: State, name: str, caller: Caller) -> AdapterRow:
+    """The pushed adapter of this name, which the caller may delete."""
+    caller.demand(name, "delete")
+    row = state.store.adapter(name)
+    if row.origin != PUSHED:
+        raise Conflict(
+            f"{row.name} learns here and was not pushed; DELETE /v1/adapters/{row.name} forgets it.", "lora_name"
+        )
+    return row
 
 
 def _allowed(name: str, caller: Caller) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -116,6 +116,26 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End the process, or remove what was pushed to it."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A sampler whose completions under way can be ended, such as a server with a route for it (``interrupts``)."""
+
+    @property
+    def interrupts(self) -> bool: ...
+
+    def sample_until(
+        self,
+        outdated: Callable[[], bool],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        spec: SampleSpec,
+        limits: Sequence[int],
+    ) -> list[Rollout]:
+        """``n`` completions of every prompt, of at most ``limits`` tokens each. Once ``outdated`` returns True they are
+        ended; those that were not finished have the finish "length" and the tokens so far, which may be none."""
         ...
 
 

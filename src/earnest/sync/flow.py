@@ -20,7 +20,7 @@ from earnest.errors import SamplingError
 from earnest.rollouts.attempts import Sample
 from earnest.rollouts.ledger import PartTicket, RolloutLedger, TakenBatch
 from earnest.sync.base import SamplerLost
-from earnest.sync.partial import RESTARTS, Outdated, Partial, SlicedSampling
+from earnest.sync.partial import RESTARTS, Outdated, Partial, PartialSampling
 from earnest.sync.probe import Link, Target
 
 T = TypeVar("T")
@@ -170,4 +170,4 @@ class Flow(Generic[T]):
         restart = self.partial == "restart"
         if self.partial == "finish" or (restart and ticket.attempt >= RESTARTS):
             return link.sampler.sample
-        return SlicedSampling(link, target, lambda: self._target, restart)
+        return PartialSampling(link, target, lambda: self._target, restart)

@@ -2,7 +2,8 @@
 
 A completion is sampled in slices. Between two slices the sampler takes the newest weights, if there are newer ones, and
 continues from the tokens so far. It computes their keys and values again, so all log-probs of a slice are those of one
-version of the policy.
+version of the policy. A slice ends when new weights arrive, where the sampler can be interrupted (``Interruptible``);
+else it has a fixed length.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from earnest.models import SampleSpec
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Trajectory
 from earnest.seeds import derive
+from earnest.sync.base import Interruptible
 from earnest.sync.probe import Link, Target
 
 Partial = Literal["finish", "continue", "restart"]
 """What happens to unfinished rollouts when new weights arrive: finish with the old ones, continue, or restart."""
 SLICES = 4
-"""The number of slices of a completion of the greatest length."""
+"""The number of slices of a completion of the greatest length, where the sampler cannot be interrupted."""
 RESTARTS = 2
 """How often a part is sampled again for newer weights; after that it is finished with the weights that it has."""
 
@@ -30,8 +32,8 @@ class Outdated(EarnestError):
     """Newer weights have arrived, so the part must be sampled again with them."""
 
 
-class SlicedSampling:
-    """Samples in slices with the sampler of ``link``. ``held`` are its weights; ``newest`` returns the newest ones."""
+class PartialSampling:
+    """Samples with the sampler of ``link``. ``held`` are its weights; ``newest`` returns the newest ones."""
 
     def __init__(self, link: Link, held: Target, newest: Callable[[], Target], restart: bool) -> None:
         self.link, self.held, self.newest, self.restart = link, held, newest, restart
@@ -41,23 +43,34 @@ class SlicedSampling:
         stop strings each completion is sampled in one piece."""
         if spec.stop:
             return self.link.sampler.sample(prompts, n, spec)
-        width = -(-spec.max_new_tokens // SLICES)
-        found = self.link.sampler.sample(prompts, n, replace(spec, max_new_tokens=width))
-        for begin in range(width, spec.max_new_tokens, width):
-            open_ = [i for i, rollout in enumerate(found) if rollout.finish == "length"]
-            if not open_:
-                break
+        longest, number = spec.max_new_tokens, 0
+        found = self._slice(prompts, n, spec, [longest] * len(prompts))
+        while open_ := [i for i, r in enumerate(found) if r.finish == "length" and len(r.tokens) < longest]:
             self._update()
-            seed = derive(spec.seed, "slice", begin)  # a server gives equal seeds equal random numbers
-            more = replace(spec, max_new_tokens=min(width, spec.max_new_tokens - begin), seed=seed)
-            following = self.link.sampler.sample([(*found[i].prompt, *found[i].tokens) for i in open_], 1, more)
+            number += 1
+            more = replace(spec, seed=derive(spec.seed, "slice", number))  # a server repeats the numbers of a seed
+            left = [longest - len(found[i].tokens) for i in open_]
+            following = self._slice([(*found[i].prompt, *found[i].tokens) for i in open_], 1, more, left)
             for i, rollout in zip(open_, following, strict=True):
                 found[i] = joined(found[i], rollout)
         return found
 
+    def _slice(
+        self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec, limits: Sequence[int]
+    ) -> list[Rollout]:
+        """The next tokens of every prompt: up to the arrival of new weights, where the sampler can be interrupted."""
+        sampler = self.link.sampler
+        if isinstance(sampler, Interruptible) and sampler.interrupts:
+            return sampler.sample_until(self._outdated, prompts, n, spec, limits)
+        width = -(-spec.max_new_tokens // SLICES)
+        return sampler.sample(prompts, n, replace(spec, max_new_tokens=min(width, *limits)))  # all limits are equal
+
+    def _outdated(self) -> bool:
+        return self.newest().weights.version > self.held.weights.version
+
     def _update(self) -> None:
-        target = self.newest()
-        if target.weights.version > self.held.weights.version:
+        if self._outdated():
+            target = self.newest()
             if self.restart:
                 raise Outdated(f"version {target.weights.version} has arrived.")
             self.link.sync(target)
@@ -65,18 +78,19 @@ class SlicedSampling:
 
 
 def joined(first: Rollout, second: Rollout) -> Rollout:
-    """A rollout and its continuation as one rollout."""
-    spans = list(first.spans)
-    length, version = second.spans[0]
-    if spans[-1][1] == version:
-        spans[-1] = (spans[-1][0] + length, version)
-    else:
-        spans.append((length, version))
+    """A rollout and its continuation as one rollout. Either may have no tokens."""
+    spans: list[tuple[int, int]] = []
+    for length, version in (*first.spans, *second.spans):
+        if spans and spans[-1][1] == version:
+            spans[-1] = (spans[-1][0] + length, version)
+        elif length:
+            spans.append((length, version))
     return replace(
         first,
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,
         finish=second.finish,
+        policy_version=spans[0][1] if spans else second.policy_version,
         continued=tuple(spans) if len(spans) > 1 else (),
     )
 

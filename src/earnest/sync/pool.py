@@ -106,11 +106,11 @@ class SamplerPool:
         spec: SampleSpec,
         version: int,
     ) -> None:
-        """Raise unless the rollouts are of ``version``, or begin with it and continue under later ones, and those that
-        are the first of a sampler with these weights, ``fresh``, have the log-probs of the versions that they name."""
-        later = {part.policy_version for r in rollouts for part in pieces(r)}
-        known = {version, *(v for v in self._recent if v > version)}
-        stale = sorted(({r.policy_version for r in rollouts} - {version}) | (later - known))
+        """Raise unless the rollouts are of ``version`` and those that are the first of a sampler with these weights,
+        ``fresh``, have the log-probs of the versions that they name. Where rollouts continue under new weights, their
+        tokens may be of later versions that the trainer has had."""
+        later = {v for v in self._recent if v > version} if self.partial == "continue" else set()
+        stale = sorted({part.policy_version for r in rollouts for part in pieces(r)} - {version, *later})
         if stale:
             raise SamplingError(
                 f"a sampler answered with version {', '.join(map(str, stale))}; version {version} was requested."

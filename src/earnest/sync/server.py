@@ -9,6 +9,7 @@ refused.
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter                         vLLM (SGLang: without /v1)
     POST /v1/upload_lora_adapter                                                earnest: no common folder is needed
     POST /pause, /collective_rpc, /reset_prefix_cache, /update_weight_version, /resume    vLLM: all weights of the model
+    POST /pause?mode=abort, /resume (vLLM), /v1/abort_lora_adapter (earnest)    end what is under way, keep its tokens
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -149,6 +151,29 @@ class Server:
     def holds(self) -> str:
         """The name of the weights that vLLM read last; a server that was started again has another one."""
         return str(self.call("GET", "/weight_info").get("weight_version"))
+
+    @cached_property
+    def interrupts(self) -> bool:
+        """Whether completions under way can be ended so that their tokens are kept: vLLM has the routes for it with
+        VLLM_SERVER_DEV_MODE=1."""
+        if self.kind != "vllm":
+            return self.kind == "earnest"
+        try:
+            self.call("GET", "/is_paused")
+        except RequestRefused:
+            return False
+        return True
+
+    def interrupt(self, model: str) -> None:
+        """End the completions of ``model`` that are under way: each is answered with its tokens so far and the
+        finish_reason `abort`. vLLM also ends those of other models."""
+        if self.kind == "earnest":
+            self._change("/v1/abort_lora_adapter", {"lora_name": model})
+            return
+        try:
+            self._change("/pause?mode=abort", {})
+        finally:
+            self._change("/resume", {})
 
     def unload(self, name: str) -> None:
         self._change(f"{self._prefix()}/unload_lora_adapter", {"lora_name": name}, already_gone)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from earnest.engines.base import Rollout
@@ -18,8 +19,24 @@ from earnest.sync.server import Choice, RequestRefused, Server
 
 MOST = 16
 """Completions in one request."""
-AT_ONCE = 8
-"""Requests under way together."""
+AT_ONCE, UNDER_WAY = 8, 64
+"""Requests that are under way together; more where these have fewer than ``UNDER_WAY`` completions."""
+LOOK = 0.1
+"""Seconds between two looks for newer weights while completions are under way."""
+ABORTED = "abort"
+"""The finish_reason of a completion that was ended before its last token."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One request: ``count`` completions of the prompt with this place, from the number ``first`` on."""
+
+    prompt: Sequence[int]
+    place: int
+    first: int
+    count: int
+    spec: SampleSpec
+    ends: frozenset[int]
 
 
 class ServerSampler:
@@ -73,9 +90,34 @@ class ServerSampler:
         model = self._model
         return [value for row in rows for value in self.server.score(model, row)]
 
+    @property
+    def interrupts(self) -> bool:
+        """Whether ``sample_until`` can return before the completions are finished."""
+        return self.server.interrupts
+
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """A request has one prompt and a seed of its own: with one seed a server would give equal prompts equal
         answers."""
+        return self._sample(prompts, n, spec, [spec.max_new_tokens] * len(prompts), None)
+
+    def sample_until(
+        self,
+        outdated: Callable[[], bool],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        spec: SampleSpec,
+        limits: Sequence[int],
+    ) -> list[Rollout]:
+        return self._sample(prompts, n, spec, limits, outdated)
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        spec: SampleSpec,
+        limits: Sequence[int],
+        outdated: Callable[[], bool] | None,
+    ) -> list[Rollout]:
         if spec.stop:
             raise SamplingError("sampler: stop strings end completions inside a token on a server; leave them out.")
         assert self._weights is not None, "push comes first"
@@ -83,11 +125,20 @@ class ServerSampler:
             self.server.unload(self._loaded[0])
             del self._loaded[0]
         ends = spec.ends(self._weights.policy)
-        parts = [(i, first) for i in range(len(prompts)) for first in range(0, n, MOST)]
+        made = [
+            _Part(prompts[i], i, first, min(MOST, n - first), replace(spec, max_new_tokens=limits[i]), ends)
+            for i in range(len(prompts))
+            for first in range(0, n, MOST)
+        ]
+        ended = threading.Event()
         try:
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                answers = pool.map(lambda part: self._request(prompts[part[0]], part, n, spec, ends), parts)
-                found = [rollout for answer in answers for rollout in answer]
+            with ThreadPoolExecutor(max(AT_ONCE, UNDER_WAY // n)) as pool:
+                answers = [pool.submit(self._request, part, None if outdated is None else ended) for part in made]
+                while wait(answers, None if outdated is None else LOOK).not_done:
+                    if outdated is not None and outdated():
+                        ended.set()  # a request that arrives after an interruption is ended by the next one
+                        self.server.interrupt(self._model)
+                found = [rollout for answer in answers for rollout in answer.result()]
                 if self._whole is not None and (held := self.server.holds()) != self._whole:
                     raise SamplerLost(f"{self.place} has the weights {held!r} in place of {self._whole!r}.")
                 return found
@@ -96,28 +147,27 @@ class ServerSampler:
                 raise
             raise SamplerLost(f"{self.place} no longer has {self._model}; was it started again?") from None
 
-    def _request(
-        self, prompt: Sequence[int], part: tuple[int, int], n: int, spec: SampleSpec, ends: Collection[int]
-    ) -> list[Rollout]:
-        """Up to ``MOST`` of the ``n`` completions; ``part`` is the prompt's number and the first completion's."""
-        i, first = part
-        own = replace(spec, seed=derive(spec.seed, f"sampler {i}", first))
-        model = self._model
-        found = self.server.complete(model, prompt, min(MOST, n - first), own, ends)
-        return [self._rollout(choice, prompt, (i, first + k), spec, ends) for k, choice in enumerate(found)]
+    def _request(self, part: _Part, ended: threading.Event | None) -> list[Rollout]:
+        """The completions of one request. With ``ended`` they may have fewer tokens than their limit, and none where it
+        is set."""
+        if ended is not None and ended.is_set():
+            return [self._rollout(Choice((), (), ABORTED, ""), part, k, True) for k in range(part.count)]
+        own = replace(part.spec, seed=derive(part.spec.seed, f"sampler {part.place}", part.first))
+        found = self.server.complete(self._model, part.prompt, part.count, own, part.ends)
+        return [self._rollout(choice, part, k, ended is not None) for k, choice in enumerate(found)]
 
-    def _rollout(
-        self, found: Choice, prompt: Sequence[int], place: tuple[int, int], spec: SampleSpec, ends: Collection[int]
-    ) -> Rollout:
+    def _rollout(self, found: Choice, part: _Part, k: int, partial: bool) -> Rollout:
         assert self._weights is not None
-        stopped = found.finish == "stop"
+        stopped, limit = found.finish == "stop", part.spec.max_new_tokens
         tokens = found.tokens
-        if not tokens or stopped != (tokens[-1] in ends) or (not stopped and len(tokens) != spec.max_new_tokens):
+        whole = bool(tokens) and stopped == (tokens[-1] in part.ends) and (stopped or len(tokens) == limit)
+        if not whole and not (partial and found.finish == ABORTED and not part.ends.intersection(tokens)):
             raise SamplingError(
                 f"sampler: {self.server.url} ended a completion of {len(tokens)} tokens with {found.finish!r}, which "
-                f"is neither the policy's end of turn nor max_new_tokens={spec.max_new_tokens}; does it have another "
+                f"is neither the policy's end of turn nor max_new_tokens={limit}; does it have another "
                 "chat template, or a shorter context?"
             )
         finish: Literal["stop", "length"] = "stop" if stopped else "length"
-        version, temperature = self._weights.version, spec.temperature or 1.0
-        return Rollout(*place, tuple(prompt), tokens, found.logprobs, finish, version, temperature)
+        version, temperature = self._weights.version, part.spec.temperature or 1.0
+        place = (part.place, part.first + k)
+        return Rollout(*place, tuple(part.prompt), tokens, found.logprobs, finish, version, temperature)
